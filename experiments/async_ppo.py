@@ -13,6 +13,7 @@ from typing import ClassVar
 from corral.experiments.checks.algorithm import check_concurrency, check_imports
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
+    check_cuda_graphs,
     check_embedded_model,
     check_heads,
     check_mixture,
@@ -195,6 +196,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
         )
         yield from check_quantization(self.engine, backend=engine.backend)
+        yield from check_cuda_graphs(self.engine, backend=engine.backend, model=self.actor.path)
         yield from check_update_mode(self.weights, backend=engine.backend)
         yield from check_server_gpus(group, gpus_per_server=gpus)
         if uses_sglang:

@@ -53,6 +53,13 @@ def steps(*, device: str, sizes: Sequence[str], visible: Sequence[str], fileroot
             timeout_s=600.0,
         ),
         Step(
+            name="graphs",
+            shows="tokens per second of its decode steps, read at once, read a step later, and replayed as CUDA graphs",
+            command=[sys.executable, "benchmarks/generation_graphs.py", "--device", device, "--dtype", dtype]
+            + ["--model", sizes[0]],
+            timeout_s=600.0,
+        ),
+        Step(
             name="training",
             shows="tokens per second, MFU and peak memory of the training engines, on models of random weights",
             command=[sys.executable, "benchmarks/train_throughput.py", "--device", device, "--dtype", dtype]

@@ -194,3 +194,5 @@ class EngineConfig(FrozenConfig):
     """Type of the weights and of the KV cache in the server."""
     quantization: Literal["int8"] | None = None
     """int8 makes the embedded engine answer by rounded weights; the trainer's stay as they are. See docs/rollout.md."""
+    cuda_graphs: bool = False
+    """Whether the embedded engine replays its decode steps on a GPU as CUDA graphs; not for mixtures of experts. It has not run on a GPU yet. See docs/rollout.md."""  # noqa: E501

@@ -277,6 +277,7 @@ def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: 
             num_gpus=each,
             is_embedded=server.backend == "hf",
             is_rounded=server.engine.quantization is not None,
+            has_graphs=server.engine.cuda_graphs,
         )
         peak = peak_of([model], [CallOnGpu(name=ANSWER, model=name)])
     return GpuUse(

@@ -2,7 +2,8 @@
 
     parameters   the weights, each matrix cut over the server's GPUs; what is small is whole on each
     KV cache     keys and values of every token that the server may hold, cut by heads
-    head         logits of one token of each running request, in float32, and their softmax
+    head         logits of one token of each running request, in float32, and their softmax; in the pool of the embedded
+                 engine's CUDA graphs once more, in the type of the weights and in float32
     buffers      the embedded engine reads new weights beside those it answers with, and rounds to int8 beside them
                  (workers/engine/engine.py, int8_linear.py); SGLang overwrites its own
 
@@ -30,6 +31,7 @@ def server_on_gpu(
     num_gpus: int = 1,
     is_embedded: bool = False,
     is_rounded: bool = False,
+    has_graphs: bool = False,
 ) -> ModelOnGpu:
     """What each GPU of a server has to hold.
 
@@ -38,18 +40,20 @@ def server_on_gpu(
         num_gpus: of the server (tensor parallel).
         is_embedded: whether it is the embedded engine.
         is_rounded: whether that computes with weights rounded to int8.
+        has_graphs: whether it replays its steps as CUDA graphs.
     """
     shapes = tensor_shapes(sizes).items()
     weights = number_bytes * sum(_numbers(name, shape, num_gpus) for name, shape in shapes)
     matrices = number_bytes * sum(math.prod(shape) for name, shape in shapes if "_proj" in name)
     of_token = key_value_bytes_per_token(sizes, number_bytes=number_bytes, tensor_parallel=num_gpus)
     rounded = matrices if is_rounded else 0
+    logits = sizes.vocab_size * max_running_requests
     return ModelOnGpu(
         name=name,
         held={
             "parameters": weights + rounded,
             "KV cache": of_token * max_total_tokens,
-            "head": 2 * FLOAT32_BYTES * sizes.vocab_size * max_running_requests,
+            "head": logits * (2 * FLOAT32_BYTES + (number_bytes + FLOAT32_BYTES if has_graphs else 0)),
             "buffers": weights + rounded if is_embedded else 0,
         },
         working={},

@@ -550,6 +550,18 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="graphs-of-steps-that-ask-for-experts",
+        edit=("", "engine: {cuda_graphs: true}\n"),
+        files={
+            "model/config.json": '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, '
+            '"intermediate_size": 15, "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 2, '
+            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1}',
+        },
+        words=("is a mixture of experts", "cannot be CUDA graphs", "remove engine.cuda_graphs"),
+        line=33,
+    ),
+    BrokenCase(
         name="experts-that-the-model-does-not-have",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d2e2"),
         files={

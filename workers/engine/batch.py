@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
-from corral.workers.engine.decoder.attention import TokenAttention, call_cost
+from corral.workers.engine.decoder.attention import call_cost
 from corral.workers.engine.decoder.chosen_experts import ChosenExperts
 from corral.workers.engine.decoder.decoder import Decoder
 from corral.workers.engine.decoder.row_spans import RowSpans
@@ -40,6 +40,7 @@ from corral.workers.engine.sampling.stop_strings import StopStrings
 from corral.workers.engine.sampling.uniforms import TokenUniforms
 from corral.workers.engine.scheduler import BatchScheduler
 from corral.workers.engine.steps.rows import DecodeRows
+from corral.workers.engine.steps.runner import step_runner
 from corral.workers.engine.steps.unread import StepExperts, UnreadTokens
 
 
@@ -65,12 +66,17 @@ class ContinuousBatch:
         version: str,
         load_text_decoder: Callable[[], DecodeText] | None = None,
         read_lag: Literal[0, 1] | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         """
         Args:
             load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread.
             read_lag: steps on the device whose tokens are not read yet when the next one is begun; None: 1 on a GPU,
                 which computes meanwhile, and 0 on a CPU.
+            cuda_graphs: whether a GPU replays decode steps of rounded shapes; a CPU computes these shapes.
+
+        Raises:
+            ValueError: if steps of this model cannot be replayed.
         """
         self.version = version
         self.tokens_generated = 0
@@ -82,14 +88,17 @@ class ContinuousBatch:
         self.load_text_decoder = load_text_decoder
         self._decoder = decoder
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
-        self._row_spans = RowSpans(call_cost=call_cost(self._cache))
+        # A captured step is one call of all rows, whatever their lengths.
+        spans = RowSpans(call_cost=None if cuda_graphs else call_cost(self._cache))
         self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,
-            least_likeness=self._row_spans.least_likeness,
+            least_likeness=spans.least_likeness,
         )
         self._prefill = Prefill(decoder, self._cache)
         self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
+        max_positions = min(decoder.context_length, max_total_tokens) if cuda_graphs else None
+        self._run_step = step_runner(decoder, self._cache, self._rows, spans, captured_positions=max_positions)
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
         self._unread: deque[UnreadTokens] = deque()
         self._sampling: SamplingBatch | None = None
@@ -209,6 +218,7 @@ class ContinuousBatch:
             for active in self._scheduler.retract():
                 active.num_retractions += 1
             self._sampling = None
+            self._rows.vacate(0)
         return ended
 
     def resume(self) -> None:
@@ -253,22 +263,12 @@ class ContinuousBatch:
         if not any(active.may_go_on for active in running):
             return ended + self._read()
         # The newest token of a row is sampled but not in the cache yet; its position is the number of tokens before it.
-        newest_positions = [active.newest_position for active in running]
-        longest = max(newest_positions) + 1
-        self._cache.reserve(num_rows=len(running), length=longest, longest_reserved=self._scheduler.longest_reserved)
-        self._decoder.reserve_positions(longest)
-        positions = self._rows.positions(len(running))
-        attend = TokenAttention(
-            self._cache,
-            positions=positions,
-            spans=self._row_spans.of([position + 1 for position in newest_positions]),
-            dtype=self._decoder.dtype,
-            softmax_scale=self._decoder.softmax_scale,
-        )
+        lengths = [active.newest_position + 1 for active in running]
+        longest_reserved = self._scheduler.longest_reserved
+        self._cache.reserve(num_rows=len(running), length=max(lengths), longest_reserved=longest_reserved)
         chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
-        token_ids = self._rows.token_ids(len(running))
-        logits = self._decoder.logits(self._decoder.hidden_states(token_ids, positions, attend, chosen=chosen))
-        experts = None if chosen is None else StepExperts(self._decoder.expert_rows(chosen), newest_positions)
+        logits = self._run_step(lengths, chosen)
+        experts = None if chosen is None else StepExperts(self._decoder.expert_rows(chosen), lengths)
         if self._sampling is None:
             self._sampling = self._sampling_batch(running)
         self._sample(running, logits, self._sampling, experts=experts)
@@ -357,6 +357,7 @@ class ContinuousBatch:
                 length = self._scheduler.running[target].newest_position
                 self._cache.move(source=source, target=target, length=length)
                 self._rows.move(source=source, target=target)
+            self._rows.vacate(self.num_running)
             self._sampling = None
         outputs.reverse()
         return outputs

@@ -74,6 +74,7 @@ class GenerationEngine(ContinuousBatch):
         seed: int = 0,
         version: str = "default",
         read_lag: Literal[0, 1] | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         """Load a Hugging Face model directory; nothing is downloaded.
 
@@ -88,11 +89,11 @@ class GenerationEngine(ContinuousBatch):
             max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
             seed: of requests that bring no seed of their own.
             version: tag of the weights that are loaded here.
-            read_lag: see `ContinuousBatch`.
+            read_lag, cuda_graphs: see `ContinuousBatch`.
 
         Raises:
             UnsupportedModelError: if the architecture cannot be run exactly.
-            ValueError: if there is no such dtype, or none that can be quantised.
+            ValueError: if there is no such dtype, or none that can be quantised, or the model has no CUDA graphs.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -112,6 +113,7 @@ class GenerationEngine(ContinuousBatch):
             version=version,
             load_text_decoder=cache(partial(text_decoder, model_directory)) if has_tokenizer else None,
             read_lag=read_lag,
+            cuda_graphs=cuda_graphs,
         )
         self._decoder.pack_weights()
 

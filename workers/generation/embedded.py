@@ -27,6 +27,7 @@ def load_engine(spec: GenerationServerSpec, *, seed: int) -> GenerationEngine:
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
+        cuda_graphs=spec.engine.cuda_graphs,
         max_running_requests=spec.engine.max_running_requests,
         max_total_tokens=spec.engine.max_total_tokens,
         seed=seed,

@@ -25,6 +25,14 @@ def test_weights_and_cache_are_in_the_type_of_the_engine() -> None:
     assert held["head"] == 2 * 3 * 10 * 4 and held["buffers"] == 0
 
 
+def test_graphs_hold_the_logits_once_more_in_both_types() -> None:
+    plain, graphs = (
+        server_on_gpu("server", SIZES, number_bytes=2, is_embedded=True, has_graphs=has_graphs, **LIMITS).held
+        for has_graphs in (False, True)
+    )
+    assert graphs == {**plain, "head": plain["head"] + 3 * 10 * (2 + 4)}
+
+
 def test_gpus_of_a_server_share_matrices_and_heads_and_each_has_the_norms() -> None:
     held = server_on_gpu("server", SIZES, number_bytes=2, num_gpus=2, **LIMITS).held
     assert held["parameters"] == 2 * (MATRICES_OF_A_LAYER + NORMS + 80)

@@ -222,8 +222,9 @@ def test_logits_that_are_not_finite_do_not_outlast_their_request(directories: li
 
 def test_experts_are_of_the_tokens_of_the_answer_alone(tmp_path: Path, in_double_precision: None) -> None:
     pair = Pair([save_tiny_model(tmp_path / "mixture", model_type="qwen3_moe")], dtype="float64")
-    asked = [ANSWER | {"experts_from": 0}, ANSWER | {"prompt": 1, "ignore_eos": True, "experts_from": 2}]
-    at_once, later = pair.run([*asked, 3, PauseMode.RETRACT, "resume", ANSWER])
+    short = ANSWER | {"max_new_tokens": 6}
+    asked = [short | {"experts_from": 0}, short | {"prompt": 1, "ignore_eos": True, "experts_from": 2}]
+    at_once, later = pair.run([*asked, 3, PauseMode.RETRACT, "resume", short])
     for one, other in zip(at_once.values(), later.values(), strict=True):
         assert replace(one, experts=None) == replace(other, experts=None)
     for name, first in (("0", 0), ("1", 2)):

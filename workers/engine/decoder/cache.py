@@ -17,7 +17,7 @@ from torch import Tensor
 _SMALLEST_CAPACITY = 64  # below this, growing costs more copies than it saves memory
 
 
-def _power_of_two_at_least(count: int) -> int:
+def power_of_two_at_least(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
@@ -42,6 +42,8 @@ class KVCache:
         empty = torch.empty((0, num_kv_heads, 0, head_dim), dtype=dtype, device=device)
         self._keys = [empty] * num_layers
         self._values = [empty] * num_layers
+        self.num_replacements = 0
+        """How often other tensors have taken the place of these."""
 
     @property
     def num_rows(self) -> int:
@@ -65,16 +67,18 @@ class KVCache:
         """Make room for `num_rows` rows of `length` positions, knowing that none will pass `longest_reserved`."""
         if num_rows <= self.num_rows and length <= self.capacity:
             return
-        capacity = min(_power_of_two_at_least(max(length, _SMALLEST_CAPACITY)), max(longest_reserved, length))
+        capacity = min(power_of_two_at_least(max(length, _SMALLEST_CAPACITY)), max(longest_reserved, length))
         affordable_rows = max(self._max_total_tokens // capacity, num_rows)
-        rows = min(_power_of_two_at_least(num_rows), self._max_rows, affordable_rows)
-        self._keys = [self._resized(old, rows, capacity) for old in self._keys]
-        self._values = [self._resized(old, rows, capacity) for old in self._values]
+        self._replace(min(power_of_two_at_least(num_rows), self._max_rows, affordable_rows), capacity)
 
     def release(self) -> None:
         """Give the memory back; only while no row is in use."""
-        self._keys = [self._resized(old, 0, 0) for old in self._keys]
-        self._values = [self._resized(old, 0, 0) for old in self._values]
+        self._replace(0, 0)
+
+    def _replace(self, rows: int, capacity: int) -> None:
+        self._keys = [self._resized(old, rows, capacity) for old in self._keys]
+        self._values = [self._resized(old, rows, capacity) for old in self._values]
+        self.num_replacements += 1
 
     def _resized(self, old: Tensor, rows: int, capacity: int) -> Tensor:
         # Zeros, not empty: a masked position still enters as 0 * value, and uninitialised memory may hold NaN.

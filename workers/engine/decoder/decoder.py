@@ -100,6 +100,8 @@ class Decoder:
         self.context_length = int(config.max_position_embeddings)
         self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
         self._rotary_table = self._embedding.new_empty((0, 2, 1, self.head_dim))
+        self.num_replacements = 0
+        """How often other tensors have taken the place of those that a pass reads."""
 
     @property
     def num_layers(self) -> int:
@@ -141,6 +143,7 @@ class Decoder:
         """Compute with the weights of another decoder of the same model from now on; nothing is copied."""
         self._embedding, self._layers = other._embedding, other._layers
         self._norm, self._head = other._norm, other._head
+        self.num_replacements += 1
 
     def reserve_positions(self, length: int) -> None:
         """Extend the rotary table to positions 0..length-1."""
@@ -152,6 +155,7 @@ class Decoder:
         sign = torch.ones(self.head_dim, device=self.device, dtype=sin.dtype)
         sign[: self.head_dim // 2] = -1  # rotate_half(x) * sin == roll(x, D / 2) * (sign * sin), in half the operations
         self._rotary_table = torch.stack((cos[0], sin[0] * sign), dim=1).unsqueeze(2)
+        self.num_replacements += 1
 
     def hidden_states(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, *, chosen: list[Tensor] | None = None

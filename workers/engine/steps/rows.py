@@ -28,6 +28,7 @@ class DecodeRows:
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
         self._table = torch.zeros((4, max_rows), dtype=torch.int64, device=device)
+        self.max_rows = max_rows
         self._token_ids, self._positions, self._starts, self._gammas = self._table.unbind()
         self._uniforms: Tensor | None = None
         self._uniforms_of = (0, 0)
@@ -51,6 +52,10 @@ class DecodeRows:
         """Put row `source` in the place of `target`."""
         self._table[:, target] = self._table[:, source]
         self._uniforms = None
+
+    def vacate(self, first_row: int) -> None:
+        """Nobody has the rows from here on; they stand at position 0, which every cache has."""
+        self._table[:, first_row:] = 0
 
     def next_uniforms(self, num_rows: int, *, first_row: int = 0) -> Tensor:
         """[num_rows] float32 in [0, 1], of the tokens that are sampled now."""

@@ -25,11 +25,11 @@ class StepExperts:
     """Who computed the newest tokens of a step's rows."""
 
     rows: Rows
-    positions: Sequence[int]
-    """Of these tokens."""
+    lengths: Sequence[int]
+    """Of the rows, up to these tokens."""
 
     def note(self, active: ActiveRequest, *, row: int) -> None:
-        active.note_experts(self.rows[row : row + 1], start=self.positions[row])
+        active.note_experts(self.rows[row : row + 1], start=self.lengths[row] - 1)
 
 
 @dataclass(frozen=True, slots=True)
