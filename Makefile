@@ -78,6 +78,7 @@ docs: setup  ## write docs/configuration.md from the schema
 
 bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/generation_throughput.py
+	$(BIN)/python benchmarks/ragged_batch.py --rounds 1
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/head_memory.py --vocabulary 32000 --tokens 2048 8192 --limit-gb 2

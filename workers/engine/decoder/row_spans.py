@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-# With answers of 16 to 512 tokens and 64 rows: 13 % are read in vain, by 5 calls, and moving rows costs 4 % of reading.
-# At 0.9 the moves cost more than they save; at 0.0, the last row in every gap, 28 % are read in vain, by 14 calls.
+# In a simulation of 512 answers of 16 to 512 tokens in 64 rows, 13 % are read in vain, by 5 calls, moves cost 4 % of
+# reading. At 0.9 moves cost more than they save; at 0.0, the last row in every gap, 28 % are read in vain, by 14 calls.
 _LEAST_LIKENESS = 0.75
 
 
