@@ -273,6 +273,8 @@ def test_without_checks_slurm_alone_decides(experiment: Path, cluster: Cluster, 
         resume = ["--resume", str(tmp_path / "trials" / "small-grpo" / "t"), "--dry-run"]
         assert _run_submit(*resume).returncode == CAN_NEVER_RUN
         assert "cluster not checked" in _run_submit(*resume, "--no-checks").stdout
+        moved = _run_submit(*resume, "--no-checks", "-s", "allocation=hf:d1+fsdp:d3")
+        assert "model_worker 0-2" in moved.stdout, moved.stdout + moved.stderr
     finally:
         cluster.run("scancel", job_id[1])
 
