@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,13 @@ from hypothesis import strategies as st
 from corral.workers.backends.megatron.places import Stretch, boxes
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import mesh_of, save_tiny
-from tests.workers.backends.megatron.experts_scene import save_tiny_mixture
+from tests.workers.backends.megatron.experts_scene import KINDS, save_tiny_mixture
 from tests.workers.backends.megatron.states_scene import play_states
 
 FSDP = ("d1", "d2", "t2", "c2", "d2t2", "d2c2", "t2c2")
 MEGATRON = ("d1", "d2", "t2", "p2", "d2t2", "d2p2", "t2p2", "d2t2p2")
 MIXTURE = ("fsdp:d1", "fsdp:d2c2", "megatron:t2", "megatron:d2e2", "megatron:d2p2e2", "megatron:t2c2e2")
 ALL = (*(f"fsdp:{layout}" for layout in FSDP), *(f"megatron:{layout}" for layout in MEGATRON))
-
-
-def save_dense(directory: Path) -> Path:
-    return save_tiny("qwen3", directory)
 
 
 @st.composite
@@ -73,11 +68,10 @@ def test_a_share_that_begins_and_ends_anywhere_is_boxes_of_the_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("save", "layouts"), [(save_dense, ALL), (save_tiny_mixture, MIXTURE)])
-def test_every_layout_of_either_backend_goes_on_where_any_other_one_stopped(
-    save: Callable[[Path], Path], layouts: Sequence[str], tmp_path: Path
-) -> None:
-    model, world_size = save(tmp_path / "model"), max(mesh_of(layout).dims.world_size for layout in layouts)
+@pytest.mark.parametrize("kind", ["qwen3", *KINDS])
+def test_every_layout_of_either_backend_goes_on_where_any_other_one_stopped(kind: str, tmp_path: Path) -> None:
+    save, layouts = (save_tiny_mixture, MIXTURE) if kind in KINDS else (save_tiny, ALL)
+    model, world_size = save(kind, tmp_path / "model"), max(mesh_of(layout).dims.world_size for layout in layouts)
     play(play_states, model, layouts, tmp_path, world_size=world_size, directory=tmp_path, deadline_s=1200.0)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
     for before in layouts:
