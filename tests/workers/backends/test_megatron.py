@@ -79,7 +79,7 @@ def test_every_layout_of_a_model_trains_and_goes_on_alike(kind: str, recompute: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deep_qwen3", "deep_plain_llama"])
 def test_more_than_two_stages_train_and_go_on_with_tied_and_untied_outputs(kind: str, tmp_path: Path) -> None:
-    part = Part(models=(kind,), layouts={"p3": "none", "p4": "full"}, resumes=(("p3", "p4"), ("p4", "p3")))
+    part = Part(models=(kind,), layouts={"p3": "none", "p4": "full"}, chains=(("p3", "p4", "p3"),))
     assert_part_is_alike(make_scene(tmp_path, part, make=make_megatron), part)
 
 

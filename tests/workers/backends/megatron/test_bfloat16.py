@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from corral.experiments.config.model import Recompute
@@ -35,6 +36,11 @@ def make_bfloat16(model: Path, context: ParallelContext, variant: Variant) -> Me
     return make_megatron(model, context, replace(variant, dtype=torch.bfloat16))
 
 
+def train_in_layouts(world: ParallelContext, model: Path, layouts: Mapping[str, Recompute], directory: Path) -> None:
+    play_layouts(world, [model], layouts, (), directory, make_bfloat16)
+    dist.barrier(group=world.group)  # rank 0 has the store, which engines of others ask
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "mixture"])
 def test_a_layout_learns_nearly_what_a_float32_loop_does(kind: str, tmp_path: Path) -> None:
@@ -45,7 +51,8 @@ def test_a_layout_learns_nearly_what_a_float32_loop_does(kind: str, tmp_path: Pa
         model = save_tiny(kind, tmp_path / kind)
     before = read_weights(model)
     out = tmp_path / "out"
-    play(play_layouts, [model], layouts, (), out, make_bfloat16, world_size=4, directory=tmp_path)
+    out.mkdir()
+    play(train_in_layouts, model, layouts, out, world_size=4, directory=tmp_path)
     trained, expected = plain_loop(model)
     after = dict(as_stored(trained, trained.named_parameters(), dtype=torch.float32))
     for layout in layouts:
