@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,8 @@ class StepExperts:
         active.note_experts(self.rows[row : row + 1], start=self.lengths[row] - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadToken:
-    """One token of one request."""
+class ReadToken(NamedTuple):
+    """One token of one request; a tuple, since one is made for every token."""
 
     row: int
     """Of the step; the request may have moved since."""
