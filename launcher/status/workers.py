@@ -21,6 +21,7 @@ _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
 _SILENT_TTLS = 3.0  # while it sets up: an import may hold the interpreter for long
 _MANY_NODES = 4
+_MILLISECONDS_BELOW_S = 0.1  # below which seconds with two digits say too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,9 +243,8 @@ def _weight_update_notes(rows: Sequence[WorkerRow]) -> list[str]:
     received = sum(update.bytes_received for update in updates) / 1e6
     from_hosts = f", {received:.1f} MB from other hosts" if received else ""
     staged_s, stopped_s = max(update.staged_s for update in updates), max(update.stopped_s for update in updates)
-    return [
-        f"weights {newest}: {read:.1f} MB read{from_hosts}, staged in {staged_s:.2f} s, stood still {stopped_s:.2f} s"
-    ]
+    stood_still = f"{stopped_s:.2f} s" if stopped_s >= _MILLISECONDS_BELOW_S else f"{stopped_s * 1e3:.1f} ms"
+    return [f"weights {newest}: {read:.1f} MB read{from_hosts}, staged in {staged_s:.2f} s, stood still {stood_still}"]
 
 
 def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:

@@ -417,7 +417,7 @@ def test_the_group_of_the_servers_says_what_their_newest_weights_have_cost() -> 
     records = {
         workers[0]: record(),
         workers[1]: updated("1.9", bytes_read=8_000_000, staged_s=9.0, stopped_s=9.0),
-        workers[2]: updated("1.10", bytes_read=2_500_000, staged_s=0.25, stopped_s=0.01),
+        workers[2]: updated("1.10", bytes_read=2_500_000, staged_s=0.25, stopped_s=0.009),
         workers[3]: updated("1.10", bytes_read=0, bytes_received=4_100_000, staged_s=0.3, stopped_s=0.005),
     }
     evidence = dataclasses.replace(
@@ -429,7 +429,7 @@ def test_the_group_of_the_servers_says_what_their_newest_weights_have_cost() -> 
     notes = {row.group: row.note for row in group_rows(evidence, worker_rows(evidence))}
     assert notes == {
         "master_worker": "",
-        "generation_server": "weights 1.10: 2.5 MB read, 4.1 MB from other hosts, staged in 0.30 s, stood still 0.01 s",
+        "generation_server": "weights 1.10: 2.5 MB read, 4.1 MB from other hosts, staged in 0.30 s, stood still 9.0 ms",
     }
 
 
