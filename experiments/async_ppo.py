@@ -97,6 +97,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dtype=self.engine.dtype,
                 rounded_by=self.rounding_settings,
                 keeps_cache=self.weights.update_mode == "in_place",
+                keeps_experts=self.routed_experts is not None and self.rollout.max_head_offpolicyness > 0,
                 routes_anew=self.routes_anew,
             ),
         )

@@ -111,13 +111,16 @@ class BehaviourSpec(FrozenConfig):
     keeps_cache: bool = False
     """Whether answers under way keep the keys and values of the weights before, when these change."""
 
+    keeps_experts: bool = False
+    """Whether an answer that newer weights continue is trained on with the experts that older ones chose for its first
+    tokens, where the generator has read these again by the newer ones."""
     routes_anew: bool = False
     """Whether the trainer of a mixture chooses the experts of each token again, and does not replay its choice."""
 
     @property
     def is_exact(self) -> bool:
         """Whether each token's log-probability is that of its version's weights, but for the last bits."""
-        return self.dtype == "float32" and not self.rounded_by and not self.keeps_cache
+        return self.dtype == "float32" and not (self.rounded_by or self.keeps_cache or self.keeps_experts)
 
 
 class RoutedExpertsSpec(FrozenConfig):

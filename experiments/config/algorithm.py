@@ -92,7 +92,8 @@ class PPOConfig(FrozenConfig):
     gap_alarm: float | None = Field(default=None, gt=0.0)
     """A token whose log-probability differs by more than this many nats between generator and trainer, with the same
     weights, is an alarm in rl-status; None is 0.001, or 0.5 where one of them computes in bfloat16, or the generator
-    rounds its weights or keeps older keys and values (`weights.update_mode: in_place`)."""
+    rounds its weights or keeps older keys and values (`weights.update_mode: in_place`), or answers of several versions
+    are trained on with the experts of each (`router_replay` above `rollout.max_head_offpolicyness: 0`)."""
     router_replay: bool = True
     """With a mixture of experts, whether the trainer computes each token by the experts that made it (R3, https://arxiv.org/abs/2510.11370), and does not choose anew, by other roundings than the generator's; samples carry 2 bytes per token, mixture layer and expert. Other models have nothing to replay."""  # noqa: E501
     advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_relative"

@@ -103,7 +103,7 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
     assert servers and all(server.records_experts for server in servers)
     without = _plan(folder / "ppo.yaml", "ppo.router_replay=false")
     assert not readers_of_experts(without) and not without.master.declared_keys
-    assert [worker.behaviour.routes_anew for worker in ranks] == [False]
+    assert [(worker.behaviour.routes_anew, worker.behaviour.keeps_experts) for worker in ranks] == [(False, True)]
     assert [w.behaviour.routes_anew for w in without.workers if isinstance(w, ModelWorkerSpec)] == [True]
 
 

@@ -40,7 +40,7 @@ def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
     check_no_token_was_too_old(trial, eta=1)
     assert trial.train_steps() == [1, 2, 3, 4]
     assert [line["ppo/replayed_fraction"] for line in trial.metrics() if "ppo/loss" in line] == [1.0] * 4
-    check_generator_and_trainer_agreed(trial)
+    check_generator_and_trainer_agreed(trial, nats=0.05)  # an answer of two versions keeps the experts of both
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ _EXACT_NATS = 1e-3
 and by some 1e-4 through tens of layers. A mistake moves it by more than that on some token of a batch."""
 _COARSE_NATS = 0.5
 """bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
-weights are as coarse, and so may keys and values be that are a version older than the token."""
+weights are as coarse, and so may keys and values, or experts, be that are a version older than the token."""
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
 _LASTING_SHARE = 0.5  # of the tokens from the first one on: one token of many that stands out says nothing of a place
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
@@ -81,6 +81,8 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
         yield f"arithmetic: the generator's weights are rounded ({', '.join(behaviour.rounded_by)})"
     if behaviour.keeps_cache:
         yield "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
+    if behaviour.keeps_experts:
+        yield "experts: answers that newer weights continue keep those that older ones chose for their first tokens"
     if behaviour.routes_anew:
         yield (
             "experts: the trainer chooses those of each token anew, and rounding has it choose others here and there "

@@ -107,12 +107,17 @@ def sides(
     decoupled: bool = True,
     rounded_by: tuple[str, ...] = (),
     keeps_cache: bool = False,
+    keeps_experts: bool = False,
     routes_anew: bool = False,
     **sampling: Any,
 ) -> TwoSides:
     sampled_by = SamplingConfig(temperature=0.8, **sampling)
     behaviour = BehaviourSpec(
-        sampling=sampled_by, rounded_by=rounded_by, keeps_cache=keeps_cache, routes_anew=routes_anew
+        sampling=sampled_by,
+        rounded_by=rounded_by,
+        keeps_cache=keeps_cache,
+        keeps_experts=keeps_experts,
+        routes_anew=routes_anew,
     )
     return TwoSides(behaviour=behaviour, dtype=dtype, ppo=PPOConfig(use_decoupled_loss=decoupled))
 
@@ -140,6 +145,8 @@ def test_each_cause_is_named_by_what_was_measured_and_configured() -> None:
     assert rounded == "arithmetic: the generator's weights are rounded (engine.quantization)"
     kept = causes(shifted(fine, 0.02), sides(keeps_cache=True))
     assert kept == "weights.update_mode: answers under way keep the keys and values of older weights (in_place)"
+    older = causes(shifted(fine, 0.02), sides(keeps_experts=True))
+    assert older.startswith("experts: answers that newer weights continue keep those") and "\n" not in older
     anew = causes(shifted(fine, 0.02), sides(dtype="bfloat16", routes_anew=True))
     assert anew.startswith("experts: the trainer chooses those of each token anew")
     assert "about 0.75, the trainer computes with rollout.sampling.temperature 0.8" in causes(
@@ -175,6 +182,6 @@ def test_an_alarm_says_whether_anything_corrects_for_the_difference() -> None:
 def test_the_threshold_is_that_of_the_coarser_side_unless_it_is_set() -> None:
     assert sides().threshold == 1e-3
     assert sides(dtype="bfloat16").threshold == sides(rounded_by=("engine.quantization",)).threshold == 0.5
-    assert sides(keeps_cache=True).threshold == 0.5
+    assert sides(keeps_cache=True).threshold == sides(keeps_experts=True).threshold == 0.5
     set_to = TwoSides(behaviour=BehaviourSpec(), dtype="bfloat16", ppo=PPOConfig(gap_alarm=0.02))
     assert set_to.threshold == 0.02
