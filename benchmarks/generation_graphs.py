@@ -12,25 +12,23 @@ a CPU nothing is captured: it shows what rounding shapes and reading later cost 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
-from corral.workers.engine.engine import DTYPES, GenerationEngine
+from corral.workers.engine.engine import GenerationEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.generation_bounds import NEW_TOKENS, PROMPT_TOKENS  # noqa: E402 - found through the line above
 from benchmarks.generation_throughput import (  # noqa: E402 - as above
     BATCH_SIZES,
     measure,
+    parse_arguments,
+    random_model,
     run_engine,
-    save_random_model,
 )
-from benchmarks.training import sizes  # noqa: E402 - as above
 
 
 def engines(directory: Path, *, dtype: str, device: str) -> dict[str, GenerationEngine]:
@@ -63,19 +61,9 @@ def compare(by_name: dict[str, GenerationEngine], *, batch_size: int, num_rounds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens per second of the embedded engine by how it runs its steps")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that all of them take per batch size")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of weights, cache and activations")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=sizes.SIZES, metavar="SIZE", help=f"random, of {', '.join(sizes.SIZES)}")
-    arguments = parser.parse_args()
+    arguments = parse_arguments("Tokens per second of the embedded engine by how it runs its steps", num_rounds=3)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        if arguments.model is None:
-            save_random_model(directory)
-        else:
-            sizes.save_random_model(sizes.SIZES[arguments.model], directory, dtype=DTYPES[arguments.dtype])
+    with random_model(arguments) as directory:
         by_name = engines(directory, dtype=arguments.dtype, device=arguments.device)
         print("tokens per second of wall time, and divided by those of reading at once")
         print(f"batch | {' '.join(f'{name:>10}' for name in by_name)} | {'later':>10} {'graphs':>10} | same greedy")

@@ -212,22 +212,32 @@ def sglang_if_installed(model: Path, *, dtype: str, device: str) -> Iterator[Mea
         yield server
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Tokens per second of the embedded engine beside transformers.generate and SGLang"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="turns that all of them take per batch size")
+def parse_arguments(description: str, *, num_rounds: int = 5) -> argparse.Namespace:
+    """What benchmarks of the engine's speed are told."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=num_rounds, help="turns that all of them take per batch size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of weights, cache and activations")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=sizes.SIZES, metavar="SIZE", help=f"random, of {', '.join(sizes.SIZES)}")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    return parser.parse_args()
+
+
+@contextmanager
+def random_model(arguments: argparse.Namespace) -> Iterator[Path]:
+    """The directory of the model that was asked for."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if arguments.model is None:
             save_random_model(directory)
         else:
             sizes.save_random_model(sizes.SIZES[arguments.model], directory, dtype=DTYPES[arguments.dtype])
+        yield directory
+
+
+def main() -> None:
+    arguments = parse_arguments("Tokens per second of the embedded engine beside transformers.generate and SGLang")
+    torch.set_num_threads(1)
+    with random_model(arguments) as directory:
         engine = GenerationEngine(directory, dtype=arguments.dtype, device=arguments.device)
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[arguments.dtype])
         model.to(arguments.device).eval()
