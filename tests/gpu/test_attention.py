@@ -11,26 +11,12 @@ from torch import Tensor, nn
 from corral.workers.backends.packed_attention import attend_by_runs, packed_attention, share_heads
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.varlen_attention import setting_of, takes_one_call
-from tests.workers.backends.attention_reference import Row, make_row, slow_attention, with_gradients
+from tests.workers.backends.attention_reference import Row, attend, make_row, slow_attention, with_gradients
 from tests.workers.backends.gang_helpers import play
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 3, 17, 1, 40)
 CLOSE = 0.01  # of all numbers together: bfloat16 has eight bits
-
-
-def attend(row: Row, *, window: int | None = None, layer: nn.Module | None = None) -> Tensor:
-    output, _ = packed_attention(
-        layer or nn.Module(),
-        row.query,
-        row.key,
-        row.value,
-        None,
-        segment_lengths=row.lengths,
-        cu_seqlens=row.cu_seqlens,
-        sliding_window=window,
-    )
-    return output
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:

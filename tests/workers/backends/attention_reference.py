@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from corral.workers.backends.packed_attention import packed_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +102,18 @@ def with_gradients(row: Row, output: Tensor) -> list[Tensor]:
     inputs = (row.query, row.key, row.value)
     gradients = torch.autograd.grad(output, inputs, row.gradient.to(output.dtype))
     return [tensor.detach().cpu().double() for tensor in (output, *gradients)]
+
+
+def attend(row: Row, *, window: int | None = None, layer: nn.Module | None = None) -> Tensor:
+    """[1, T, heads, head_dim] by the way under test, in a layer that may have a group of ranks."""
+    output, _ = packed_attention(
+        layer or nn.Module(),
+        row.query,
+        row.key,
+        row.value,
+        None,
+        segment_lengths=row.lengths,
+        cu_seqlens=row.cu_seqlens,
+        sliding_window=window,
+    )
+    return output

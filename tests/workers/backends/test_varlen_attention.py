@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from corral.experiments.config.model import Recompute
 from corral.workers.backends import varlen_attention
-from corral.workers.backends.packed_attention import attend_by_runs, packed_attention
+from corral.workers.backends.packed_attention import attend_by_runs
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.varlen_attention import AttentionSetting, takes_one_call, why_not_one_call
 from tests.workers.backends.attention_reference import (
-    Row,
+    attend,
     make_row,
     slow_attention,
     slow_gradients,
@@ -175,20 +175,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     library.impl("_flash_attention_backward", stand_in.differentiate, "CPU")
     yield stand_in
     library._destroy()
-
-
-def attend(row: Row, *, window: int | None = None) -> Tensor:
-    output, _ = packed_attention(
-        nn.Module(),
-        row.query,
-        row.key,
-        row.value,
-        None,
-        segment_lengths=row.lengths,
-        cu_seqlens=row.cu_seqlens,
-        sliding_window=window,
-    )
-    return output
 
 
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
