@@ -18,13 +18,13 @@ TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang megatron setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
+.PHONY: setup sglang megatron lock setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
-$(STAMP): pyproject.toml setup.py
+$(STAMP): pyproject.toml setup.py .ci/lock.txt
 	@sh .ci/make-venv "$(PYTHON)" "$(VENV)"
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint .ci/lock.txt --editable '.[dev]'
 	@touch $@
 
 sglang: $(SGLANG_STAMP)  ## install SGLang in an environment of its own, for its GPUs or without any
@@ -36,8 +36,11 @@ $(SGLANG_STAMP): .ci/make-sglang .ci/sglang-cpu.txt
 megatron: $(MEGATRON_STAMP)  ## add megatron-core to .venv, for layouts with megatron:
 
 $(MEGATRON_STAMP): $(STAMP)
-	$(BIN)/pip install --quiet --editable '.[megatron]'
+	$(BIN)/pip install --quiet --constraint .ci/lock.txt --editable '.[megatron]'
 	@touch $@
+
+lock: setup megatron  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
+	@sh .ci/write-lock $(BIN)/python >.ci/lock.txt.new && mv .ci/lock.txt.new .ci/lock.txt
 
 setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubuntu)
 	@sh .ci/install-slurm
@@ -97,7 +100,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 
 gpu:  ## on a GPU: tests, throughput, MFU, the arithmetic trial, in gpu-report.md; ARGS="--only tests": a part of it
 	@sh .ci/need-gpu $(DEVICE)
-	@if [ -n "$(WHEELS)" ]; then sh .ci/gpu-venv "$(PYTHON)" $(GPU_VENV) "$(WHEELS)"; else $(MAKE) --no-print-directory megatron; fi
+	@if [ -n "$(WHEELS)" ]; then sh .ci/gpu-venv "$(PYTHON)" $(GPU_VENV) "$(WHEELS)" $(DEVICE); else $(MAKE) --no-print-directory megatron; fi
 	@$(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)
 
 wheels:  ## fetch into wheels/ what `make gpu WHEELS=wheels` needs on a machine with WHEELS_PYTHON and without a network

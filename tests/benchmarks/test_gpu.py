@@ -1,11 +1,15 @@
 """The driver of everything that needs a GPU: no GPU, no run; each step is told of, whatever becomes of it."""
 
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu.report import MAX_LINES, Result, render
@@ -84,15 +88,29 @@ def test_on_a_gpu_each_worker_of_a_recipe_that_computes_gets_one() -> None:
     ]
 
 
-def test_carried_wheels_are_of_the_versions_that_corral_depends_on() -> None:
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / ".ci" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_lock_holds_a_version_in_range_of_each_dependency_and_carried_wheels_are_of_these_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {*project["dependencies"], *project["optional-dependencies"]["megatron"]}
-    pins = dict(requirement.split("==") for requirement in wanted)
-    carried = dict(
-        line.split("==") for line in (ROOT / ".ci/gpu-wheels.txt").read_text().splitlines() if not line.startswith("#")
-    )
-    assert {name: version for name, version in carried.items() if name in pins} == {
-        name: pins[name] for name in carried.keys() & pins.keys()
-    }
-    assert set(project["optional-dependencies"]["megatron"]) <= {f"{name}=={carried[name]}" for name in carried}
+    extras = project["optional-dependencies"]
+    locked = {canonicalize_name(name): version for name, version in pins("lock.txt").items()}
+    for requirement in map(Requirement, [*project["dependencies"], *extras["megatron"], *extras["dev"]]):
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
+    carried = {canonicalize_name(name): version for name, version in pins("gpu-wheels.txt").items()}
+    assert carried == {name: locked[name] for name in carried}
+    assert {Requirement(text).name for text in extras["megatron"]} <= carried.keys()
     assert "torch" not in carried, "a machine with a GPU has the torch that fits its driver"
+
+
+def test_an_environment_with_a_version_out_of_range_is_refused_with_both(tmp_path: Path) -> None:
+    old = tmp_path / "torch-2.10.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0\n")
+    command = [sys.executable, ROOT / ".ci/check-gpu-venv", "cpu"]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "torch is 2.10.0, and corral needs <2.14,>=2.11" in found.stderr
+    assert subprocess.run(command).returncode == 0

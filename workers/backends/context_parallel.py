@@ -28,6 +28,7 @@ from torch import Tensor
 
 from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.torch_versions import gather_equal_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class _Join(torch.autograd.Function):
         longest = max(counts)
         padded = torch.cat([scores, scores.new_zeros((longest - counts[rank], *scores.shape[1:]))])
         gathered = scores.new_empty((len(counts) * longest, *scores.shape[1:]))
-        dist.all_gather_single(gathered, padded, group=group)
+        gather_equal_parts(gathered, padded, group=group)
         parts = torch.split(gathered, longest)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 

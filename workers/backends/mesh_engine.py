@@ -45,6 +45,7 @@ Loss: TypeAlias = Callable[[Any, MicroBatch], Tensor]
 """(the head's scores, micro-batch) -> scalar whose gradient is added up."""
 _SKIPPED: Final = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/skipped_early_stop": 0.0}
 _SQUARED_NORM: Final = "squared_norm"
+_OF_LOSS, _OF_STATS = "denominator of the loss", "denominator of the statistics"
 
 
 class MeshEngine(ABC):
@@ -184,6 +185,8 @@ class MeshEngine(ABC):
         def loss(scores: Any, micro_batch: MicroBatch) -> Tensor:
             output = loss_fn(scores, micro_batch)
             sums.add({"loss": output.loss_sum} | output.stats)
+            if output.denominators is not None:
+                sums.add(dict(zip((_OF_LOSS, _OF_STATS), output.denominators, strict=True)))
             return output.loss_sum / count
 
         self._backward(self._micro_batches(sample, keeps_groups=keeps_groups), loss, temperature=temperature)
@@ -236,8 +239,13 @@ class MeshEngine(ABC):
         self, config: OptimizerConfig, count: float, total: dict[str, float], may_step: StepCondition | None
     ) -> dict[str, float]:
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        norm = math.sqrt(total.pop(_SQUARED_NORM))
-        means = {name: value / count for name, value in total.items()}
+        of_loss, of_stats = total.pop(_OF_LOSS, count), total.pop(_OF_STATS, count)
+        if of_loss == 0.0:
+            self._drop_gradients()
+            return _SKIPPED | {"train/skipped_empty": 1.0}
+        scale = count / of_loss  # gradients were divided by `count`, before the loss could say by what
+        norm, count = math.sqrt(total.pop(_SQUARED_NORM)) * scale, of_stats
+        means = {name: value / (of_loss if name == "loss" else of_stats) for name, value in total.items()}
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
             self._drop_gradients()
             self.num_nonfinite += 1
@@ -245,10 +253,11 @@ class MeshEngine(ABC):
         if may_step is not None and not may_step(means):
             self._drop_gradients()
             return means | _SKIPPED | {"train/skipped_early_stop": 1.0, "train/tokens": count}
-        if norm > config.gradient_clipping:
+        scale *= min(1.0, config.gradient_clipping / norm) if norm > 0.0 else 1.0
+        if scale != 1.0:
             for tensor in self._trained_tensors():
                 if tensor.grad is not None:
-                    local(tensor.grad).mul_(config.gradient_clipping / norm)
+                    local(tensor.grad).mul_(scale)
         rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
         self._make_step(rate)
         self._drop_gradients()

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # re-exported by torch.d
 
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
+from corral.workers.backends.torch_versions import new_group
 
 _MAX_TEXT_BYTES = 256  # of every rank alike, so that none has to be told the length first
 _AXES = MappingProxyType(
@@ -224,8 +225,13 @@ def init_parallel(
     store: Store | None = None,
     device: torch.device | str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    join_timeout_s: float | None = None,
 ) -> ParallelContext:
     """Join the gang, as a context of all its ranks; a gang of one forms no process group and needs no store.
+
+    Args:
+        timeout_s: how long a rank waits for others in a collective, of this group and of all that are formed in it.
+        join_timeout_s: how long for all to be there; None as `timeout_s`.
 
     Raises:
         ValueError: if the rank is outside the gang, or a gang of several has no store.
@@ -240,13 +246,18 @@ def init_parallel(
         raise ValueError(
             f"a gang of {world_size} ranks needs a rendezvous store: host_store on rank 0, connect_store on the others"
         )
+    join_timeout_s = timeout_s if join_timeout_s is None else join_timeout_s
     try:
+        # Apart from the group, whose one timeout is that of its collectives, too.
+        store.set(_joined_key(rank), "")
+        store.wait([_joined_key(other) for other in range(world_size)], timedelta(seconds=join_timeout_s))
         dist.init_process_group(
             collectives_of(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
         )
     except dist.DistError as error:
         raise TimeoutError(
-            f"rank {rank} waited {timeout_s:.0f} s for the other {world_size - 1} ranks of its gang to join: {error}"
+            f"rank {rank} waited {join_timeout_s:.0f} s for the other {world_size - 1} ranks of its gang to join: "
+            f"{error}"
         ) from error
     return ParallelContext(
         rank=rank,
@@ -258,6 +269,10 @@ def init_parallel(
         expert_dp_group=dist.group.WORLD,
         timeout_s=timeout_s,
     )
+
+
+def _joined_key(rank: int) -> str:
+    return f"joined/{rank}"
 
 
 def collectives_of(device: torch.device) -> str:
@@ -291,15 +306,12 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
         return None
     try:
         # In the order of places, not of rank numbers: place 0 of the group must be data-parallel rank 0 of the mesh.
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=world.timeout_s), sort_ranks=False
-        )
+        return new_group(ranks, timeout_s=world.timeout_s)
     except dist.DistError as error:
         raise TimeoutError(
             f"rank {world.rank} waited {world.timeout_s:.0f} s for ranks {ranks} to form a group of mesh {name!r}: "
             f"{error}"
         ) from error
-    return group
 
 
 def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:

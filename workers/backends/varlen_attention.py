@@ -12,12 +12,11 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+from corral.workers.backends.torch_versions import varlen_attention
 
 logger = logging.getLogger(__name__)
 
-VARLEN_OPERATION: Final = torch.ops.torch_attn._varlen_attn.default
-"""What the call is to whoever watches operations, as recomputation does."""
 _TYPES: Final = (torch.bfloat16, torch.float16)
 _OLDEST: Final = (8, 0)
 _MAX_HEAD_DIM: Final = 256
@@ -100,20 +99,16 @@ def attend_in_one_call(
     # Rotated queries and keys come in float32 under autocast, which changes the types of torch's own calls only.
     dtype = products_type(query)
     query_rows, key_rows, value_rows = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    output = varlen_attn(
+    output = varlen_attention(
         query_rows,
         key_rows,
         value_rows,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        cu_seqlens=cu_seqlens,
+        longest=longest,
         scale=scaling,
         # As many as are seen before a token, and none after it.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor), "nothing else was asked for"
     return output[None]
 
 

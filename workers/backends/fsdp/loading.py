@@ -52,6 +52,7 @@ def load_model(directory: Path, head: Head[Any]) -> Any:
         # Made by the model's own code, which rounds it to the type of the weights: it is in no file to be read again.
         model, report = _from_files(directory, head, config, torch.float32)
     model.config.dtype = torch.float32
+    _train_every_embedding(model)
     missing = set(report["missing_keys"])
     if head.has_score_layer:
         is_new = _SCORE_WEIGHT in missing and not _is_classifier(config)
@@ -63,6 +64,13 @@ def load_model(directory: Path, head: Head[Any]) -> Any:
             "give a directory that has all of them, or a role whose head it has"
         )
     return model
+
+
+def _train_every_embedding(model: nn.Module) -> None:
+    """Let the embedding of `pad_token_id` have a gradient: packed rows hold no padding, so there it is a token."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def hold_weights(model: nn.Module, *, low: Iterable[Tensor] = (), low_type: torch.dtype = torch.float32) -> None:

@@ -179,12 +179,7 @@ class OwnTokens(nn.Embedding):
         rows = weight.shape[0]
         first = self.tensor_mesh.get_local_rank() * rows
         is_own = (input >= first) & (input < first + rows)
-        padding = None if self.padding_idx is None else self.padding_idx - first
-        embedded = F.embedding(
-            torch.where(is_own, input - first, 0),
-            weight,
-            padding_idx=padding if padding is not None and 0 <= padding < rows else None,
-        )
+        embedded = F.embedding(torch.where(is_own, input - first, 0), weight)  # no padding: see load_model
         return _summed(embedded * is_own[..., None], self.tensor_mesh)
 
 

@@ -1,0 +1,68 @@
+"""What torch 2.11, 2.12 and 2.13 name differently; every other name that is used here is the same in all of them.
+
+`tests/torch_names.py` compares the names and keywords in use with a list of each of these versions.
+"""
+
+import inspect
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import varlen
+
+_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+_TAKES_GQA: Final = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+_TAKES_ORDER: Final = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+VARLEN_OPERATION: Final = torch.ops.torch_attn._varlen_attn.default
+"""What `varlen_attention` is to whoever watches operations, as recomputation does."""
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """torch's `varlen_attn` of [T, heads, head_dim] over one packed row; `key` and `value` may have fewer heads."""
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    if _TAKES_GQA and query.shape[1] != key.shape[1]:  # torch 2.11 has no such flag, and lets its kernel see the heads
+        options["enable_gqa"] = True
+    output = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
+    assert isinstance(output, Tensor), "nothing else was asked for"
+    return output
+
+
+def gather_equal_parts(gathered: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> None:
+    """All-gather of parts of one shape [n, ...] into `gathered` [ranks * n, ...], in the group's order."""
+    _gather(gathered, part, group=group)
+
+
+def new_group(ranks: Sequence[int], *, timeout_s: float, takes_order: bool = _TAKES_ORDER) -> dist.ProcessGroup:
+    """A group whose place i is `ranks[i]`, whichever number that rank has; a collective of the world."""
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    if takes_order:
+        options["sort_ranks"] = False
+    group: dist.ProcessGroup = dist.new_group([_PlacedRank(rank, place) for place, rank in enumerate(ranks)], **options)
+    return group
+
+
+class _PlacedRank(int):
+    """A rank that sorts by its place: torch 2.11 sorts what it is given, and has no flag against it."""
+
+    place: int
+
+    def __new__(cls, rank: int, place: int) -> "_PlacedRank":
+        placed = super().__new__(cls, rank)
+        placed.place = place
+        return placed
+
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _PlacedRank) else int(self) < other
