@@ -8,7 +8,6 @@ Both processes share this machine's cores with the receiver, and the network is 
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the worker as the tests start it
@@ -28,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # the worker as the tests start it
 from corral.workers.checkpoint.durable_file import PIECE_BYTES  # noqa: E402
 from corral.workers.checkpoint.manifest import SealedDirectory  # noqa: E402
 from tests.workers.generation.servers import ADMIN_KEY, DEADLINE_S, LOOPBACK  # noqa: E402
+from tests.workers.trusted import connection_to  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class AnotherHost:
         """Let it hold a version, and no other."""
         body = {"version": "0.0", "weights": str(version.path), "digest": version.digest, "timeout_s": DEADLINE_S}
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        with closing(http.client.HTTPConnection(urlsplit(self.control).netloc, timeout=DEADLINE_S)) as connection:
+        with closing(connection_to(self.control, timeout_s=DEADLINE_S)) as connection:
             connection.request("POST", "/stage", json.dumps(body), headers)
             response = connection.getresponse()
             answer = json.loads(response.read())

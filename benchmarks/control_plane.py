@@ -157,6 +157,7 @@ def _plan(load: Load, folder: Path, *, num_steps: int) -> RunPlan:
         "dataset.path": folder / "train.jsonl",
         "evaluation": "null",
         "ppo.kl.coef": 0.1,
+        "ppo.n_minibatches": 2,
         "train_batch_size": load.samples,
         "allocation": f"hf:d1+fsdp:d{load.num_ranks}",
         "control.total_train_epochs": (num_steps + 2) * load.samples,  # however few rows there are

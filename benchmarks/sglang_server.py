@@ -7,14 +7,12 @@ serving_sglang(model) ──► MeasuredSglang ──generate──► POST /gen
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -25,6 +23,8 @@ from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
+from corral.workers.streams.https import open_session
+from tests.workers.trusted import connection_to, trust
 
 _ADDRESS = "127.0.0.1"
 _KEY = "the key of a benchmark"
@@ -44,7 +44,7 @@ class MeasuredSglang:
         """One batch in one request, all to the same length."""
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
         body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=_REQUEST_TIMEOUT_S)
+        connection = connection_to(self.url, timeout_s=_REQUEST_TIMEOUT_S)
         try:
             headers = {"Authorization": f"Bearer {_KEY}", "Content-Type": "application/json"}
             connection.request("POST", "/generate", json.dumps(body), headers)
@@ -78,7 +78,7 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
         address=_ADDRESS,
         api_key=Secret(_KEY),
         admin_key=Secret(_KEY + ", as administrator"),
-        secrets_directory=folder,
+        trust=trust(),
         log_path=folder / "sglang.log",
         seed=1,
         version="0.0",
@@ -100,4 +100,4 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
 
 
 async def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession()
+    return open_session(trust().client())

@@ -127,6 +127,7 @@ def slow_plan(folder: Path, training: str, *overrides: str) -> RunPlan:
         "ppo.kl.coef": "0.1",
         "ppo.advantage": "gae",
         "ppo.use_decoupled_loss": "true",
+        "ppo.n_minibatches": "2",  # so that the proximal policy is a call of its own
     }
     experiment = load_experiment(
         folder / "ppo.yaml", [f"{key}={value}" for key, value in settings.items()] + [*overrides]

@@ -47,6 +47,7 @@ from benchmarks.weight_update import (  # noqa: E402
 from corral.workers.weight_transport.transport import WeightTransport  # noqa: E402
 from corral.workers.weight_transport.transports import make_transport  # noqa: E402
 from tests.workers.generation.servers import ADMIN_KEY, DEADLINE_S  # noqa: E402
+from tests.workers.trusted import trust  # noqa: E402
 
 TRANSPORTS = ("disk", "shared_memory", "broadcast", "delta", "lora")
 Seconds = tuple[float, float]
@@ -108,7 +109,9 @@ def versions_for(name: str, folder: Path, *, megabytes: int) -> list[Version]:
 def make(name: str, host_directory: Path) -> WeightTransport:
     """A worker's end, of a trial of its own."""
     config = WeightsConfig.model_validate({"transport": name, "host_directory": host_directory})
-    return make_transport(config, trial_uuid=uuid.uuid4().hex, worker="benchmark", admin_key=ADMIN_KEY)
+    return make_transport(
+        config, trial_uuid=uuid.uuid4().hex, worker="benchmark", admin_key=ADMIN_KEY, tls=trust().client()
+    )
 
 
 def copied(version: Version, into: Path, other: AnotherHost | None) -> Seconds:

@@ -27,7 +27,6 @@ copy come before the update in one round, and after it in the next. A ratio is t
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import shutil
@@ -41,7 +40,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file
@@ -60,6 +58,7 @@ sys.path.insert(0, str(ROOT))  # servers as the tests start them
 from benchmarks.another_host import AnotherHost, another_host  # noqa: E402
 from tests.workers.backends.trained_versions import publish, stepped  # noqa: E402
 from tests.workers.generation.servers import API_KEY, DEADLINE_S, Served, serving, wait_until  # noqa: E402
+from tests.workers.trusted import connection_to  # noqa: E402
 from tests.workers.weight_transport.adapted_versions import (  # noqa: E402
     merged,
     publish_adapted,
@@ -224,7 +223,7 @@ class Tokens:
 
     def watch_stream(self) -> None:
         """Of SGLang: one request more, whose tokens are told one by one."""
-        connection = http.client.HTTPConnection(urlsplit(self.served.client.url).netloc, timeout=DEADLINE_S)
+        connection = connection_to(self.served.client.url, timeout_s=DEADLINE_S)
         sampling = {"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "stream": True}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}

@@ -1,11 +1,12 @@
 """A trial's secrets: made once at submission, kept in one file of mode 0600, handed on by path only.
 
-    rl-submit --create--> {trial}/secrets/secrets.json --load--> every worker of the trial, by the same user
+    rl-submit --create--> {trial}/secrets/secrets.json, server.pem --load--> every worker of the trial, by the same user
                                      |
     rl-stop, completion --destroy----+
 
 All server sockets of a trial share one CURVE key pair; each role has a client key pair of its own, so a server can
-tell a rollout worker from a master worker, and a stranger from both.
+tell a rollout worker from a master worker, and a stranger from both. What speaks HTTP, and Redis between hosts, shows
+the certificate in `server.pem`: see `trust.py`.
 """
 
 import hmac
@@ -22,6 +23,7 @@ import msgspec
 import zmq
 
 from corral.experiments.trial.directory import fsync_directory, write_new_file
+from corral.experiments.trial.trust import Trust, new_identity
 
 ROLES: Final = (
     "master_worker",
@@ -31,7 +33,7 @@ ROLES: Final = (
     "rollout_worker",
     "launcher",
 )
-_FILE_NAME: Final = "secrets.json"
+SECRETS_FILE: Final = "secrets.json"
 _MAX_BYTES: Final = 65536
 _HIDDEN: Final = "***"
 
@@ -105,13 +107,14 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         directory.mkdir(mode=0o700, exist_ok=True)
         _require_private_directory(directory)
-        path = directory / _FILE_NAME
+        path = directory / SECRETS_FILE
         try:
             write_new_file(path, msgspec.json.encode(new, enc_hook=Secret.reveal))
         except FileExistsError:
             raise FileExistsError(
                 f"{path} exists already; a trial keeps its secrets for life, so load them, or start a new trial"
             ) from None
+        write_new_file(Trust(directory).path, new_identity())
         fsync_directory(directory)
         return new
 
@@ -125,12 +128,18 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ValueError: if the file is no secrets file.
         """
         _require_private_directory(directory)
-        path = directory / _FILE_NAME
+        path = directory / SECRETS_FILE
         try:
             found = msgspec.json.decode(_read_private_file(path), type=cls, dec_hook=_secret_of)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             # The cause is not chained: it may quote the file.
             raise ValueError(f"{path} is not a secrets file ({type(error).__name__}); start a new trial") from None
+        if not Trust(directory).path.exists():
+            raise ValueError(
+                f"{directory} holds no certificate; it was written by another version of corral, so stop the trial, "
+                "and continue it with `rl-submit --resume`, which makes new secrets"
+            )
+        _read_private_file(Trust(directory).path)
         missing = [role for role in ROLES if role not in found.clients]
         if missing:
             raise ValueError(

@@ -19,6 +19,7 @@ from redis.retry import Retry
 from zmq.utils.monitor import recv_monitor_message
 
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.lifecycle.control import control_call
 from corral.workers.streams.security import StreamSecurity
@@ -108,12 +109,12 @@ def test_random_bytes_disturb_nobody(target: Target) -> None:
 @pytest.mark.parametrize("key", [None, "Bearer ", "Bearer wrong", "Basic dXNlcjpwYXNz"])
 def test_the_generation_server_answers_nothing_without_the_key(target: Target, key: str | None) -> None:
     for path in HTTP_PATHS:
-        assert http_status(target.http + path, key) == 401, path
-        assert http_status(target.http_control + path, key) == 401, path
+        assert http_status(target, target.http + path, key) == 401, path
+        assert http_status(target, target.http_control + path, key) == 401, path
 
 
 def test_the_generation_server_answers_its_own_trial(target: Target) -> None:
-    assert http_status(target.http + "/get_model_info", f"Bearer {target.secrets.http_api_key.reveal()}") == 200
+    assert http_status(target, target.http + "/get_model_info", f"Bearer {target.secrets.http_api_key.reveal()}") == 200
 
 
 @pytest.mark.parametrize("user", ["default", "trial", "starter"])
@@ -194,11 +195,12 @@ def connect(target: Target, *, username: str | None, password: str | None) -> "r
     return redis.Redis(port=target.redis_port, username=username, password=password, retry=retry)
 
 
-def http_status(url: str, authorization: str | None) -> int:
+def http_status(target: Target, url: str, authorization: str | None) -> int:
     headers = {} if authorization is None else {"Authorization": authorization}
     body = b"{}" if url.endswith(("/generate", "/update_weights_from_disk")) else None
+    request, tls = urllib.request.Request(url, body, headers), Trust(target.trial.directory.secrets_path).client()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10.0) as reply:
+        with urllib.request.urlopen(request, timeout=10.0, context=tls) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code

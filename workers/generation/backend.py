@@ -46,7 +46,7 @@ class GenerationBackend(Protocol):
     """
 
     async def start(self) -> str:
-        """Serve the initial weights; returns where, "http://host:port", once requests are answered there."""
+        """Serve the initial weights; returns where, "https://host:port", once requests are answered there."""
 
     def progress(self) -> Progress:
         """Numbers for heartbeats; any thread may ask, at any time."""
@@ -69,7 +69,8 @@ class GenerationBackend(Protocol):
 
         Raises:
             StaleServerError: it says that it has taken over the weights, and has not.
-            ServerError: it refused them, or did not answer; it goes on with what it has.
+            ServerError: it refused them, and goes on with those from before; or nobody knows what it holds, it makes no
+                token any more, and `wait_ended` says so.
         """
 
     async def wait_ended(self) -> None:

@@ -25,13 +25,17 @@ def make_backend(
 
 
 def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) -> GenerationBackend:
-    from corral.workers.generation.embedded import EmbeddedBackend, load_engine  # torch, which takes seconds to import
+    import torch  # which takes seconds
 
+    from corral.workers.generation.embedded import EmbeddedBackend, load_engine
+
+    device = "cuda" if context.check_gpus(torch.cuda.device_count()) else "cpu"
     return EmbeddedBackend(
-        partial(load_engine, spec, seed=seed),
+        partial(load_engine, spec, device=device, seed=seed),
         api_key=context.secrets.http_api_key.reveal(),
         admin_key=context.secrets.http_admin_key.reveal(),
         address=context.address,
+        tls=context.trust.server(),
     )
 
 
@@ -45,7 +49,7 @@ def _sglang(
         address=context.address,
         api_key=context.secrets.http_api_key,
         admin_key=context.secrets.http_admin_key,
-        secrets_directory=context.trial.secrets_path,
+        trust=context.trust,
         log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
         seed=seed,
         version=spec.initial_version,

@@ -7,6 +7,7 @@ Apart from the server's, since the worker must know what happens to its server, 
 """
 
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.given_weights import GivenWeights
 from corral.workers.generation.http_calls import ServerError, get_text, post
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.streams.https import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,10 +58,11 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ControlServer:
     """Answers the manager on the running loop."""
 
-    def __init__(self, updates: WeightUpdates, *, admin_key: str, address: str) -> None:
+    def __init__(self, updates: WeightUpdates, *, admin_key: str, address: str, tls: ssl.SSLContext) -> None:
         self._updates = updates
         self._expected = f"Bearer {admin_key}".encode()
         self._address = address
+        self._tls = tls
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -68,9 +71,7 @@ class ControlServer:
         application.add_routes([web.post("/bring_to", self._bring_to), web.post("/stage", self._stage)])
         application.add_routes(GivenWeights(self._updates.held).routes())
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._address, port=0).start()
-        return f"http://{self._address}:{self._runner.addresses[0][1]}"
+        return await serve(self._runner, self._address, self._tls)
 
     async def stop(self) -> None:
         """Close the port."""

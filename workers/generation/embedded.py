@@ -4,10 +4,10 @@ initial weights ──► GenerationEngine (its own thread) ──► EngineServ
 new weights ──prepare: read and built beside the old ones──► swap: one command between two decode steps
 """
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
@@ -20,11 +20,11 @@ from corral.workers.generation.backend import NewWeights
 from corral.workers.generation.http_calls import ServerError
 
 
-def load_engine(spec: GenerationServerSpec, *, seed: int) -> GenerationEngine:
-    """The engine that a plan describes, with its initial weights, on the GPU that this process sees or else the CPU."""
+def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> GenerationEngine:
+    """The engine that a plan describes, with its initial weights."""
     return GenerationEngine(
         spec.initial_weights,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=device,
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
         cuda_graphs=spec.engine.cuda_graphs,
@@ -39,7 +39,13 @@ class EmbeddedBackend:
     """Loads the engine when it starts; an engine that fails ends the worker, whose process it shares."""
 
     def __init__(
-        self, load_engine: Callable[[], GenerationEngine], *, api_key: str, admin_key: str, address: str
+        self,
+        load_engine: Callable[[], GenerationEngine],
+        *,
+        api_key: str,
+        admin_key: str,
+        address: str,
+        tls: ssl.SSLContext,
     ) -> None:
         """
         Args:
@@ -47,19 +53,22 @@ class EmbeddedBackend:
             api_key: what clients must send as bearer token.
             admin_key: what those must send who change the server.
             address: the interface to listen on.
+            tls: how the server proves itself.
         """
         self._load_engine = load_engine
         self._api_key = api_key
         self._admin_key = admin_key
         self._address = address
+        self._tls = tls
         self._server: EngineServer | None = None
 
     async def start(self) -> str:
         """Load the weights and listen."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._server = EngineServer(self._load_engine(), self._api_key, self._address, admin_key=self._admin_key)
-        port = await self._server.start()
-        return f"http://{self._address}:{port}"
+        self._server = EngineServer(
+            self._load_engine(), self._api_key, self._address, tls=self._tls, admin_key=self._admin_key
+        )
+        return await self._server.start()
 
     def progress(self) -> Progress:
         """Zeros until it has started."""

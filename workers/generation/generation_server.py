@@ -14,8 +14,6 @@ import time
 from contextlib import closing
 from typing import Any
 
-import aiohttp
-
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import BackendLostError, GenerationBackend
 from corral.workers.generation.backends import make_backend
@@ -24,6 +22,7 @@ from corral.workers.generation.restart_budget import RestartBudget
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
+from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.transports import make_transport
 
 logger = logging.getLogger(__name__)
@@ -47,20 +46,21 @@ class GenerationServer(Worker):
         return dict(self._backend.progress()) if self._backend is not None else {}
 
     async def _main(self) -> None:
-        secrets = self.context.secrets
+        secrets, trust = self.context.secrets, self.context.trust
         api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
         transport = make_transport(
             self._spec.weights,
             trial_uuid=self.context.plan.trial.uuid,
             worker=self.context.worker_id,
             admin_key=admin_key,
+            tls=trust.client(),
         )
-        async with aiohttp.ClientSession() as session:
+        async with open_session(trust.client()) as session:
             with closing(transport):
                 client = GenerationServerClient(session, api_key=api_key, admin_key=admin_key)
                 updates = WeightUpdates(client, transport, mode=self._spec.weights.update_mode)
                 backend = self._backend = make_backend(self._spec, self.context, client=client)
-                control = ControlServer(updates, admin_key=admin_key, address=self.context.address)
+                control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
                 try:
                     await self._keep_serving(backend, updates, await control.start())
                 finally:

@@ -14,11 +14,16 @@ class ServerError(RuntimeError):
     """A generation server refused, or did not answer in time."""
 
 
+class RefusedError(ServerError):
+    """It has answered, by another status than 200: it is done with what it was asked for."""
+
+
 async def get_text(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> str:
     """What GET answers.
 
     Raises:
-        ServerError: naming the URL and what it said, or that it said nothing.
+        RefusedError: naming the URL and what it said.
+        ServerError: it said nothing, or nothing that can be read.
     """
     return await _call(session, "GET", url, None, key, timeout_s)
 
@@ -51,5 +56,5 @@ async def _call(
         reason = str(error) or f"no answer within {timeout_s:.0f} s"
         raise ServerError(f"{url} failed: {reason}") from error
     if response.status != 200:
-        raise ServerError(f"{url} answered {response.status}: {text[:500]}")
+        raise RefusedError(f"{url} answered {response.status}: {text[:500]}")
     return text

@@ -52,20 +52,24 @@ class GenerationServerClient:
     async def paused(self, url: str, mode: UpdateMode) -> AsyncIterator[None]:
         """While the block runs the server makes no token; afterwards requests go on as the mode has it.
 
+        Guarantee: a block that raises leaves the server paused: nobody knows which weights it would go on with.
+
         Raises:
             ServerError: naming the call that failed.
         """
         await self._post(url, "/pause_generation", {"mode": mode}, _PAUSE_TIMEOUT_S)
-        try:
-            yield
-        finally:
-            await self._post(url, "/continue_generation", {}, _PAUSE_TIMEOUT_S)
+        yield
+        await self._post(url, "/continue_generation", {}, _PAUSE_TIMEOUT_S)
 
     async def load(self, url: str, *, version: str, weights: Path, flush_cache: bool, timeout_s: float) -> None:
-        """Read other weights; ServerError if they are refused, the server then still has its old ones.
+        """Read other weights.
 
         Args:
             flush_cache: whether what the old weights computed is dropped; no request may run then.
+
+        Raises:
+            RefusedError: it could not; it may hold its old weights, the new ones, or some of both.
+            ServerError: it says nothing, and may still read.
         """
         body = {"model_path": str(weights), "weight_version": version, "flush_cache": flush_cache}
         await self._post(url, "/update_weights_from_disk", body, timeout_s)

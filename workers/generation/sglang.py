@@ -2,6 +2,8 @@
 
     start ──► sglang.launch_server ──/ready──► url
     swap ──► pause ──► it reads the weights ──► fingerprints ──► continue
+                         │ could not, or has not: once more, else those from before ──► requests given up ──► continue
+                         │ says nothing, or can read neither: it stays paused, BackendLostError
     wait_ended: every second, does the process live, does its scheduler answer?
                     │ died: BackendLostError      │ silent for probe_timeout_s, and reads no weights: likewise
     restarted by whoever runs the backend: stop, start
@@ -15,17 +17,18 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
 from corral.experiments.trial.directory import write_new_file
 from corral.experiments.trial.secrets import Secret, SecretFilter
+from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.progress import Progress
 from corral.workers.generation.backend import BackendLostError, NewWeights
-from corral.workers.generation.http_calls import ServerError, get_json, get_text
+from corral.workers.generation.http_calls import RefusedError, ServerError, get_json, get_text
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang_command import (
     check_gpus,
@@ -37,6 +40,7 @@ from corral.workers.generation.sglang_command import (
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.streams.https import open_session
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +59,8 @@ class SglangSettings:
     """The interface to listen on."""
     api_key: Secret
     admin_key: Secret
-    secrets_directory: Path
-    """Private; where the server's own settings lie while it reads them."""
+    trust: Trust
+    """By which it proves itself; its own settings lie in the same private folder while it reads them."""
     log_path: Path
     seed: int
     version: str
@@ -81,6 +85,8 @@ class SglangBackend:
         Not during the pause before and after, so that a server that hangs is noticed while it is asked for those.
         """
         self._process: SglangProcess | None = None
+        self._lost = ""
+        """Why nobody knows which weights it holds: it is paused then, and is to be started anew."""
         self._url = ""
         self._progress = Progress(running=0, queued=0, tokens_generated=0, version="")
 
@@ -97,14 +103,15 @@ class SglangBackend:
             BackendLostError: if it ended, or was not ready in time.
         """
         settings = self._settings
-        port = _free_port(settings.address)
-        self._url = f"http://{settings.address}:{port}"
-        secrets_file = settings.secrets_directory / f"sglang-{settings.spec.index}.yaml"
+        self._lost = ""
+        secrets_file = settings.trust.secrets_directory / f"sglang-{settings.spec.index}.yaml"
         secrets_file.unlink(missing_ok=True)
         keys = secret_settings(api_key=settings.api_key.reveal(), admin_key=settings.admin_key.reveal())
         write_new_file(secrets_file, keys.encode())
         try:
-            self._process = self._launch(port, secrets_file)
+            with _bound_socket(settings.address) as bound:
+                self._url = f"https://{settings.address}:{bound.getsockname()[1]}"
+                self._process = self._launch(bound, secrets_file)
             await self._until_ready(self._process)
         finally:
             secrets_file.unlink(missing_ok=True)
@@ -119,25 +126,63 @@ class SglangBackend:
 
     async def swap(self, new: NewWeights) -> float:
         """See `GenerationBackend.swap`; the seconds are from the order to pause to the answer of that to go on."""
+        if self._lost:
+            raise ServerError(f"{self._url} is about to be started again: {self._lost}")
+        before = replace(
+            new, version=await self._client.version(self._url), directory=await self._client.model_path(self._url)
+        )
         ordered = time.monotonic()
         async with self._client.paused(self._url, new.mode):
-            self._is_reading = True
             try:
-                await self._client.load(
-                    self._url,
-                    version=new.version,
-                    weights=new.directory,
-                    flush_cache=new.mode != "in_place",
-                    timeout_s=new.timeout_s,
-                )
-            finally:
-                self._is_reading = False
-            try:
-                await new.proof.ask()
-            except StaleServerError:
-                await self._client.give_up_requests(self._url)
+                failed = await self._take_over(new, before)
+            except BaseException as error:
+                self._lost = f"which weights it holds is unknown after an update: {error!r}"
                 raise
+        if failed is not None:
+            raise failed
         return time.monotonic() - ordered
+
+    async def _take_over(self, new: NewWeights, before: NewWeights) -> ServerError | None:
+        """Read `new`, once more if that fails, or else `before` again; returns why it does not hold the new ones.
+
+        A load that fails has written some tensors, and SGLang, which means to undo that, reads the new files once more:
+        it may hold either, or a mixture, under the old version. A load that is acknowledged and was found not done says
+        no more. So only one that succeeds, and that the proof finds done, says what it holds.
+
+        Raises:
+            ServerError: it holds nobody knows what.
+        """
+        if (failure := await self._try_load(new)) is None:
+            return None
+        logger.warning("reads version %s once more: %s", new.version, failure)
+        if (again := await self._try_load(new)) is not None:
+            logger.warning("reads version %s again, which it held: %s", before.version, again)
+            await new.proof.expect(before.directory)
+            await self._load(before)
+        await self._client.give_up_requests(self._url)
+        return failure if again is not None else None
+
+    async def _try_load(self, weights: NewWeights) -> ServerError | None:
+        """What it, or the proof, says against having loaded them; ServerError if it says nothing."""
+        try:
+            await self._load(weights)
+        except (RefusedError, StaleServerError) as error:
+            return error
+        return None
+
+    async def _load(self, weights: NewWeights) -> None:
+        self._is_reading = True
+        try:
+            await self._client.load(
+                self._url,
+                version=weights.version,
+                weights=weights.directory,
+                flush_cache=weights.mode != "in_place",
+                timeout_s=weights.timeout_s,
+            )
+        finally:
+            self._is_reading = False
+        await weights.proof.ask()
 
     async def wait_ended(self) -> None:
         """Watch the server; returns never.
@@ -146,10 +191,12 @@ class SglangBackend:
             BackendLostError: if it died, or hangs.
         """
         assert self._process is not None
-        async with aiohttp.ClientSession() as session:
+        async with open_session(self._settings.trust.client()) as session:
             heard_at = time.monotonic()
             while True:
                 self._raise_if_ended(self._process)
+                if self._lost:
+                    raise BackendLostError(f"SGLang at {self._url} cannot go on: {self._lost}")
                 try:
                     self._progress = await self._look(session)
                     heard_at = time.monotonic()
@@ -166,7 +213,7 @@ class SglangBackend:
         if self._process is not None:
             await self._process.stop()
 
-    def _launch(self, port: int, secrets_file: Path) -> SglangProcess:
+    def _launch(self, bound: socket.socket, secrets_file: Path) -> SglangProcess:
         settings = self._settings
         gpu, num_ranks = has_gpu(os.environ), settings.spec.tensor_parallel_size
         try:
@@ -176,7 +223,9 @@ class SglangBackend:
         command = sglang_command(
             settings.spec,
             host=settings.address,
-            port=port,
+            port=bound.getsockname()[1],
+            descriptor=bound.fileno(),
+            identity=settings.trust.path,
             seed=settings.seed,
             version=settings.version,
             secrets_file=secrets_file,
@@ -190,6 +239,7 @@ class SglangBackend:
                     os.environ, has_gpu=gpu, num_ranks=num_ranks, cpus=sorted(os.sched_getaffinity(0))
                 ),
                 log_path=settings.log_path,
+                descriptors=[bound.fileno()],
                 scrub=SecretFilter([settings.api_key, settings.admin_key]).scrub,
             )
         except OSError as error:
@@ -199,14 +249,14 @@ class SglangBackend:
 
     async def _until_ready(self, process: SglangProcess) -> None:
         deadline = time.monotonic() + self._settings.start_timeout_s
-        async with aiohttp.ClientSession() as session:
+        async with open_session(self._settings.trust.client()) as session:
             while True:
                 if process.poll() == _EXIT_USAGE:
                     raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
                 self._raise_if_ended(process)
                 try:
                     await get_text(session, f"{self._url}/ready", key="", timeout_s=_LOOK_TIMEOUT_S)
-                    self._progress = await self._look(session)  # with its key: nobody else has taken the port
+                    self._progress = await self._look(session)
                     return
                 except ServerError as error:
                     if time.monotonic() > deadline:
@@ -250,8 +300,11 @@ def _sum_of(metrics: str, name: str) -> int:
     return int(sum(float(value) for label, _, value in samples if label.partition("{")[0] == f"sglang:{name}"))
 
 
-def _free_port(address: str) -> int:
-    """A port that is free now; if another process takes it first the server ends, and is started again."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+def _bound_socket(address: str) -> socket.socket:
+    """On a port that the system chooses, and that nobody else gets while the server or this process has the socket.
+
+    It does not listen before the server does, so that who asks too early is refused at once.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    bound.bind((address, 0))
+    return bound

@@ -14,6 +14,7 @@ from corral.experiments.config.rollout import FlagValue
 from corral.experiments.worker_specs import GenerationServerSpec
 
 STAND_INS = Path(__file__).parent / "cpu_stand_ins"
+_ENTRY = Path(__file__).parent / "sglang_entry"
 
 
 def sglang_command(
@@ -23,13 +24,17 @@ def sglang_command(
     port: int,
     seed: int,
     version: str,
+    descriptor: int,
+    identity: Path,
     secrets_file: Path,
     has_gpu: bool,
 ) -> list[str]:
     """The command line; the user's own flags come last, so that they also replace what is only a default here.
 
     Args:
+        descriptor: inherited; of a socket that is bound to `host` and `port`.
         version: tag of the initial weights.
+        identity: `Trust.path`, by which the server proves itself.
         secrets_file: what `secret_settings` gives, as a file that only its owner can read.
     """
     engine, sglang = spec.engine, spec.sglang
@@ -40,6 +45,8 @@ def sglang_command(
         "weight-version": version,
         "host": host,
         "port": port,
+        "ssl-keyfile": str(identity),
+        "ssl-certfile": str(identity),
         "dtype": engine.dtype,  # never `auto`, which makes float16 of float32
         "max-running-requests": engine.max_running_requests,
         "max-total-tokens": engine.max_total_tokens,
@@ -56,7 +63,7 @@ def sglang_command(
     if not has_gpu:
         ours |= {"device": "cpu", "attention-backend": "torch_native"}
     flags = ours | sglang.flags
-    return [str(sglang.python), "-m", "sglang.launch_server", *_arguments(flags)]
+    return [str(sglang.python), str(_ENTRY), str(descriptor), *_arguments(flags)]
 
 
 def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:

@@ -31,11 +31,18 @@ class SglangProcess:
     """A running server; to be started from the main thread, see `die_with_parent`."""
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path, scrub: Callable[[str], str]
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log_path: Path,
+        scrub: Callable[[str], str],
+        descriptors: Sequence[int] = (),
     ) -> None:
         """
         Args:
             log_path: appended to.
+            descriptors: inherited under their numbers.
             scrub: takes secrets out of a line: SGLang prints all its settings when it starts, the keys among them.
         """
         self._process = subprocess.Popen(
@@ -47,6 +54,7 @@ class SglangProcess:
             text=True,
             errors="replace",
             process_group=0,
+            pass_fds=descriptors,
             preexec_fn=die_with_parent(),
         )
         self.pid = self._process.pid

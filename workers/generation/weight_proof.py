@@ -4,7 +4,7 @@
                                                         └──► StaleServerError: it said so, and does not
 
 A server that cannot be asked (a model with other names, an engine that answers no /weights_checker) is believed, and
-the log says so once.
+the log says so once. One that was found stale is believed no more before a check finds that it holds what it says.
 """
 
 import asyncio
@@ -35,10 +35,16 @@ class WeightProof:
         """What it said of that."""
         self._next: Probe | None = None
         """Of what it is being brought to; None where it is believed."""
+        self._is_stale = False
+        """Whether the last check has found that it does not hold what it said."""
         self._was_told = False
 
     async def expect(self, weights: Path) -> None:
-        """Look at the files that it is about to be brought to, and, the first time, at what it holds."""
+        """Look at the files that it is about to be brought to, and, the first time, at what it holds.
+
+        Raises:
+            StaleServerError: it was found stale, and these cannot be looked at.
+        """
         self._next = None
         try:
             expected = await asyncio.to_thread(Probe.of, weights)
@@ -59,7 +65,7 @@ class WeightProof:
         return list(self._next.fingerprints) if self._next is not None else []
 
     async def ask(self) -> None:
-        """Ask the server, and `check` what it says."""
+        """Ask the server, and `check` what it says; StaleServerError also if it was found stale, and does not say."""
         if self._next is None:
             return
         try:
@@ -84,7 +90,8 @@ class WeightProof:
             held_before=self._held,
             held=held,
         )
-        if state is Held.STALE:
+        self._is_stale = state is Held.STALE
+        if self._is_stale:
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
@@ -98,6 +105,8 @@ class WeightProof:
         self._probe, self._held = self._next, held
 
     def _believe(self, reason: Exception) -> None:
+        if self._is_stale:
+            raise StaleServerError(f"what {self._url} holds since it was found stale is unknown: {reason}") from reason
         self._probe = None
         if not self._was_told:
             self._was_told = True

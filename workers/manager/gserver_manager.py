@@ -16,7 +16,6 @@ import json
 import logging
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from corral.experiments.trial.worker_record import MASTER
@@ -43,6 +42,7 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
+from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestServer
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class GserverManager(Worker):
         context = self.context
         self._take_in_commits()
         async with (
-            aiohttp.ClientSession() as session,
+            open_session(context.trust.client()) as session,
             AsyncRequestServer[ManagerRequest](
                 context.security,
                 ManagerRequest,

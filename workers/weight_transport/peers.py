@@ -10,6 +10,7 @@ so that nothing depends on a source but time.
 
 import http.client
 import logging
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Peers:
     """The workers of other hosts, for those who know the key."""
 
     admin_key: str = field(repr=False)
+    tls: ssl.SSLContext
+    """By which a source proves itself before it is told the key."""
     silence_s: float = _SILENCE_S
     """Longest time without a byte of a source."""
     share_of_time: float = 0.5
@@ -128,7 +131,7 @@ class _Fetching:
 def _opened(url: str, expected: FileEntry, peers: Peers) -> Iterator["_Body"]:
     """Ask for a file; SourceError if the answer is not that long, or none."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=peers.silence_s)
+    connection = http.client.HTTPSConnection(parts.netloc, timeout=peers.silence_s, context=peers.tls)
     try:
         try:
             connection.request("GET", parts.path, headers={"Authorization": f"Bearer {peers.admin_key}"})

@@ -6,6 +6,7 @@ weights.transport ──► "shared_memory", "delta", "lora": SharedMemoryTransp
 """
 
 import logging
+import ssl
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.weight_transport.adapters import fill_with_adapter
@@ -19,12 +20,15 @@ from corral.workers.weight_transport.transport import WeightTransport
 logger = logging.getLogger(__name__)
 
 
-def make_transport(config: WeightsConfig, *, trial_uuid: str, worker: str, admin_key: str) -> WeightTransport:
+def make_transport(
+    config: WeightsConfig, *, trial_uuid: str, worker: str, admin_key: str, tls: ssl.SSLContext
+) -> WeightTransport:
     """The transport of one generation worker; without a usable host directory that is `disk`, and the log says why.
 
     Args:
         worker: its name, for the other workers of its host.
         admin_key: what workers of other hosts want of those that they give weights to.
+        tls: by which those workers prove themselves first.
     """
     if config.transport == "disk":
         return DiskTransport()
@@ -34,7 +38,7 @@ def make_transport(config: WeightsConfig, *, trial_uuid: str, worker: str, admin
         "delta": fill_with_deltas,
         "lora": fill_with_adapter,
     }
-    peers = Peers(admin_key) if config.transport == "broadcast" else None
+    peers = Peers(admin_key, tls) if config.transport == "broadcast" else None
     try:
         host = HostWeights(config.host_directory, trial_uuid, owner=worker)
         return SharedMemoryTransport(host, fill=fills[config.transport], peers=peers)

@@ -1,6 +1,5 @@
 """The embedded engine over HTTP: SGLang's requests, replies and status codes, and nothing that a client can break."""
 
-import http.client
 import json
 import random
 import shutil
@@ -8,10 +7,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -26,6 +26,7 @@ from tests.workers.engine.tiny_models import (
     text_of,
 )
 from tests.workers.loop_thread import LoopThread, loop_thread
+from tests.workers.trusted import connection_to, trust
 
 API_KEY = "correct horse"
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
@@ -36,11 +37,11 @@ DEADLINE_S = 120.0
 class Client:
     """A blocking client; `start` posts from a thread of its own."""
 
-    port: int
+    url: str
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def call(self, method: str, path: str, body: bytes = b"", *, key: str | None = API_KEY) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        connection = connection_to(self.url, timeout_s=DEADLINE_S)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             connection.request(method, path, body, headers)
@@ -89,7 +90,7 @@ def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
     """The server on an event loop in a thread, as it runs in a worker process."""
 
     async def create() -> EngineServer:
-        return EngineServer(engine, API_KEY, "127.0.0.1", **options)
+        return EngineServer(engine, API_KEY, "127.0.0.1", tls=trust().server(), **options)
 
     with loop_thread(deadline_s=DEADLINE_S) as loop:
         server = loop.run(create())
@@ -449,7 +450,7 @@ def test_a_stream_of_several_answers_says_whose_each_chunk_is(client: Client) ->
 def test_a_client_that_hangs_up_on_several_answers_ends_all_of_them(client: Client, streamed: bytes) -> None:
     sampling = json.dumps({**LONG, "n": 3}).encode()
     body = b'{"input_ids": [7], "stream": %b, "sampling_params": %b}' % (streamed, sampling)
-    with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
+    with raw_connection(client) as connection:
         connection.sendall(raw_request(body))
         wait_until(lambda: client.info()["running"] == 3, "the requests to run")
         if streamed == b"true":
@@ -612,6 +613,15 @@ def test_a_request_that_no_empty_queue_could_hold_is_answered_400(client: Client
     assert "37 answers in one request are more than this server ever holds, 36" in answer["error"]["message"]
 
 
+@contextmanager
+def raw_connection(client: Client) -> Iterator[socket.socket]:
+    """What is sent by it is no HTTP but what the test makes so."""
+    url = urlsplit(client.url)
+    with socket.create_connection((url.hostname, url.port), DEADLINE_S) as plain:
+        with trust().client().wrap_socket(plain) as connection:
+            yield connection
+
+
 def raw_request(body: bytes, headers: bytes = b"") -> bytes:
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + headers + b"\r\n" + body
@@ -637,12 +647,13 @@ def test_a_thousand_random_blobs_do_not_harm_the_server(client: Client, referenc
         return kinds[index % len(kinds)]
 
     for index in range(1000):
-        with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
+        with raw_connection(client) as connection:
             connection.sendall(blob(index))
-            if index % 10 == 0:  # most clients just vanish; some wait for their answer
-                connection.shutdown(socket.SHUT_WR)
-                connection.settimeout(DEADLINE_S)
-                connection.recv(4096)
+            if index % 10 == 0:  # most clients just vanish; some wait until the server has answered or hung up
+                with suppress(ConnectionError):
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(4096):
+                        pass
     answer = client.generate(input_ids=[7], sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
     assert answer["output_ids"] == reference_greedy(references[0], [7], max_new_tokens=8)
     wait_until(lambda: client.info()["running"] == 0, "the requests of vanished clients to end")

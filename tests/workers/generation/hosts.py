@@ -20,6 +20,7 @@ from corral.workers.generation.backend import NewWeights
 from corral.workers.generation.control import ControlClient, ControlServer, Staged
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.streams.https import open_session, serve
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
@@ -27,6 +28,7 @@ from corral.workers.weight_transport.shared_memory import SharedMemoryTransport,
 from corral.workers.weight_transport.transport import Arrived
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
 from tests.workers.loop_thread import LoopThread, loop_thread
+from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import content_of, make_version
 
 TRIAL = "ab" * 16
@@ -47,9 +49,7 @@ class LabelServer:
             ]
         )
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, 0).start()
-        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
+        return await serve(self._runner, LOOPBACK, trust().server())
 
     async def stop(self) -> None:
         await self._runner.cleanup()
@@ -86,12 +86,12 @@ class Host:
         self._weights = HostWeights(self.memory, TRIAL, owner=f"generation_server/{number}")
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        self.transport = SharedMemoryTransport(self._weights, fill=self._fill, peers=Peers(ADMIN_KEY))
+        self.transport = SharedMemoryTransport(self._weights, fill=self._fill, peers=Peers(ADMIN_KEY, trust().client()))
         client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
         self.updates = WeightUpdates(client, self.transport, mode="retract")
         self.url = await self.server.start()
         self.updates.serves(self.server, self.url)
-        self._control = ControlServer(self.updates, admin_key=ADMIN_KEY, address=LOOPBACK)
+        self._control = ControlServer(self.updates, admin_key=ADMIN_KEY, address=LOOPBACK, tls=trust().server())
         self.control = await self._control.start()
 
     async def stop(self) -> None:
@@ -144,7 +144,7 @@ class Hosts:
         self.run(client.bring_to(host.control, published))
 
     async def _open(self) -> None:
-        self._session = aiohttp.ClientSession()
+        self._session = open_session(trust().client())
 
     async def _close(self) -> None:
         for host in self.all:

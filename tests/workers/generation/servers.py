@@ -3,7 +3,6 @@
 make_backend(spec) ──start──► url ◄── Client (HTTP, blocking)       WeightUpdates, as the manager has it called
 """
 
-import http.client
 import json
 import time
 import uuid
@@ -13,7 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -26,9 +24,11 @@ from corral.workers.generation.embedded import EmbeddedBackend, load_engine
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.transport import WeightTransport
 from corral.workers.weight_transport.transports import make_transport
 from tests.workers.loop_thread import LoopThread, loop_thread
+from tests.workers.trusted import connection_to, trust
 
 API_KEY = "the key of those who generate"
 ADMIN_KEY = "the key of the administrator"
@@ -46,7 +46,7 @@ class Client:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def call(self, method: str, path: str, body: Any = None, *, key: str | None = API_KEY) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=DEADLINE_S)
+        connection = connection_to(self.url, timeout_s=DEADLINE_S)
         headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -151,11 +151,15 @@ def serving(
     with loop_thread(deadline_s=DEADLINE_S) as loop:
 
         async def connect() -> aiohttp.ClientSession:
-            return aiohttp.ClientSession()
+            return open_session(trust().client())
 
         session = loop.run(connect())
         transport = make_transport(
-            transport_config, trial_uuid=uuid.uuid4().hex, worker="generation_server/0", admin_key=ADMIN_KEY
+            transport_config,
+            trial_uuid=uuid.uuid4().hex,
+            worker="generation_server/0",
+            admin_key=ADMIN_KEY,
+            tls=trust().client(),
         )
         server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
         updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
@@ -187,10 +191,11 @@ def serving(
 def embedded(weights: Path) -> EmbeddedBackend:
     spec = server_spec("hf", weights)
     return EmbeddedBackend(
-        lambda: load_engine(spec, seed=1),
+        lambda: load_engine(spec, device="cpu", seed=1),
         api_key=API_KEY,
         admin_key=ADMIN_KEY,
         address=LOOPBACK,
+        tls=trust().server(),
     )
 
 
@@ -222,7 +227,7 @@ def sglang(
         address=LOOPBACK,
         api_key=Secret(API_KEY),
         admin_key=Secret(ADMIN_KEY),
-        secrets_directory=folder,
+        trust=trust(),
         log_path=folder / "sglang.log",
         seed=1,
         version="0.0",

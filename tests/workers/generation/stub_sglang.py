@@ -1,11 +1,13 @@
-"""Stands in for `python -m sglang.launch_server` where a test is about who starts it: says that it is well, or dies.
+"""Stands in for SGLang where a test is about who starts it: says that it is well, or dies.
 
-stub_sglang.py FOLDER -m sglang.launch_server --config KEYS --port N ...
+stub_sglang.py FOLDER ENTRY DESCRIPTOR --config KEYS --ssl-certfile PEM ...
 FOLDER/exit_code: what it ends with at once          FOLDER/starts: one line per start, its process id
 """
 
 import json
 import os
+import socket
+import ssl
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,7 +41,12 @@ def main(folder: Path, *arguments: str) -> None:
         print("the last words of the stub")
         sys.exit(int((folder / "exit_code").read_text()))
     Handler.keys = json.loads(Path(options["--config"]).read_text())
-    ThreadingHTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+    server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options["--ssl-certfile"])
+    server.socket = context.wrap_socket(socket.socket(fileno=int(arguments[1])), server_side=True)
+    server.server_activate()
+    server.serve_forever()
 
 
 if __name__ == "__main__":

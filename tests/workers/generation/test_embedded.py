@@ -17,7 +17,7 @@ def test_a_server_rounds_its_weights_if_the_plan_says_so(tmp_path: Path) -> None
     directory = save_tiny_model(tmp_path / "model")
     spec = server_spec("hf", directory)
     engine = spec.engine.model_copy(update={"quantization": "int8"})
-    exact = logprobs_of(load_engine(spec, seed=1))
-    rounded = logprobs_of(load_engine(spec.model_copy(update={"engine": engine}), seed=1))
+    exact = logprobs_of(load_engine(spec, device="cpu", seed=1))
+    rounded = logprobs_of(load_engine(spec.model_copy(update={"engine": engine}), device="cpu", seed=1))
     assert exact == logprobs_of(GenerationEngine(directory))
     assert rounded == logprobs_of(GenerationEngine(directory, quantization="int8")) != exact

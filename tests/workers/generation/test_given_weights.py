@@ -1,6 +1,5 @@
 """Hosts that give each other versions: whatever a source does, what is staged is what was published."""
 
-import http.client
 import socket
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -24,6 +22,7 @@ from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
 from tests.workers.generation.hosts import TRIAL, Host, Hosts, running_hosts
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK, wait_until
+from tests.workers.trusted import connection_to, trust
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, patience
 
 MANIFEST_ONLY = 4096
@@ -43,7 +42,7 @@ def memory_of(host: Host, published: PublishedWeights) -> Path:
 
 def get(url: str, path: str, *, key: str | None = ADMIN_KEY) -> tuple[int, bytes]:
     """What a worker answers to a path that nobody has put in order before."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=LONG_S)
+    connection = connection_to(url, timeout_s=LONG_S)
     try:
         connection.putrequest("GET", path)
         if key is not None:
@@ -170,7 +169,7 @@ def test_a_source_that_is_killed_in_the_middle_is_left_for_the_next(hosts: Hosts
         killing = Interrupted(calm.what, calm.timeout_s, calm.deadline, calm.given_up, kill)
         manifest = read_manifest(published.directory, published.digest)
         files = {"model-00000.bin": manifest.files["model-00000.bin"]}
-        arrived = Peers(ADMIN_KEY).fill(
+        arrived = Peers(ADMIN_KEY, trust().client()).fill(
             published.digest,
             [control, other.control],
             published.directory,
@@ -220,6 +219,7 @@ def source_that(answer: Callable[[IO[bytes]], None]) -> Iterator[str]:
     with socket.create_server((LOOPBACK, 0)) as listening:
         listening.settimeout(LONG_S)
         connections: list[socket.socket] = []
+        tls = trust().server()
 
         def serve() -> None:
             while True:
@@ -227,9 +227,10 @@ def source_that(answer: Callable[[IO[bytes]], None]) -> Iterator[str]:
                     connection, _ = listening.accept()
                 except OSError:
                     return
-                connections.append(connection)
-                connection.recv(65536)
                 try:
+                    connection = tls.wrap_socket(connection, server_side=True)
+                    connections.append(connection)
+                    connection.recv(65536)
                     with connection.makefile("wb") as file:
                         answer(file)
                 except OSError:
@@ -238,7 +239,7 @@ def source_that(answer: Callable[[IO[bytes]], None]) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+            yield f"https://{LOOPBACK}:{listening.getsockname()[1]}"
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             thread.join(DEADLINE_S)
@@ -261,8 +262,8 @@ def trickle(file: IO[bytes]) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda file: None, "did not answer: timed out"),
-        (lambda file: file.write(head(5_000_001) + b"abc"), "bytes to come: timed out"),
+        (lambda file: None, "did not answer: The read operation timed out"),
+        (lambda file: file.write(head(5_000_001) + b"abc"), "bytes to come: The read operation timed out"),
         (lambda file: file.write(head(5_000_002)), "expected 5000001 bytes, got 5000002"),
         (lambda file: file.write(b"HTTP/1.1 200 OK\r\n\r\nabc"), "expected 5000001 bytes, got None"),
         (lambda file: file.write(b"no HTTP\r\n\r\n"), "did not answer: no HTTP"),
@@ -277,7 +278,7 @@ def test_a_source_that_does_not_speak_as_it_should_costs_time_and_nothing_else(
     assert published.digest is not None
     (tmp_path / "into").mkdir()
     with source_that(answer) as source:
-        arrived = Peers(ADMIN_KEY, silence_s=0.2, share_of_time=0.01).fill(
+        arrived = Peers(ADMIN_KEY, trust().client(), silence_s=0.2, share_of_time=0.01).fill(
             published.digest,
             [source],
             published.directory,
@@ -297,5 +298,7 @@ def test_a_manifest_that_names_other_places_is_refused_before_anything_is_asked_
     manifest = read_manifest(published.directory, published.digest)
     manifest.files["../outside"] = manifest.files["model-00001.bin"]
     with pytest.raises(CorruptCheckpointError, match="expected names inside of it"):
-        Peers(ADMIN_KEY).fill("0" * 64, ["http://127.0.0.1:9"], published.directory, manifest, tmp_path, patience())
+        Peers(ADMIN_KEY, trust().client()).fill(
+            "0" * 64, ["http://127.0.0.1:9"], published.directory, manifest, tmp_path, patience()
+        )
     assert not (tmp_path.parent / "outside").exists()

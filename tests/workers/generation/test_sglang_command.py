@@ -39,6 +39,8 @@ def command(
         port=4711,
         seed=5,
         version="0.0",
+        descriptor=11,
+        identity=Path("/trial/secrets/server.pem"),
         secrets_file=Path("/trial/secrets/sglang-0.yaml"),
         has_gpu=with_gpu,
     )
@@ -50,7 +52,8 @@ def value_of(arguments: list[str], flag: str) -> str:
 
 def test_the_command_line_says_what_the_trial_says() -> None:
     arguments = command()
-    assert arguments[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
+    assert arguments[0] == "/opt/sglang/bin/python" and arguments[2] == "11"
+    assert value_of(arguments, "--ssl-keyfile") == value_of(arguments, "--ssl-certfile") == "/trial/secrets/server.pem"
     assert value_of(arguments, "--model-path") == "/models/a"
     assert (value_of(arguments, "--host"), value_of(arguments, "--port")) == ("10.0.0.7", "4711")
     assert (value_of(arguments, "--weight-version"), value_of(arguments, "--dtype")) == ("0.0", "float32")
@@ -60,8 +63,12 @@ def test_the_command_line_says_what_the_trial_says() -> None:
     } >= SGLANG_FLAGS_SET_HERE - {
         "api-key",
         "admin-api-key",
+        "enable-http2",
+        "enable-http-worker-reuseport",
         "enable-return-routed-experts",
         "model",
+        "ssl-ca-certs",
+        "ssl-keyfile-password",
     }
 
 

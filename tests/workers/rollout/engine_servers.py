@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
-
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.http.api import EngineServer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.streams.https import open_session
+from tests.workers.trusted import trust
 
 DEADLINE_S = 20.0
 
@@ -30,11 +30,13 @@ async def sample_in_turns(
     async with AsyncExitStack() as stack:
         urls = []
         for seed in engine_seeds:
-            server = EngineServer(GenerationEngine(model, seed=seed, version="0.0"), "key", "127.0.0.1")
+            server = EngineServer(
+                GenerationEngine(model, seed=seed, version="0.0"), "key", "127.0.0.1", tls=trust().server()
+            )
             stack.push_async_callback(server.stop)
-            urls.append(f"http://127.0.0.1:{await server.start()}")
+            urls.append(await server.start())
         headers = {"Authorization": "Bearer key"}
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        session = await stack.enter_async_context(open_session(trust().client(), headers=headers))
 
         async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
             assert setback is None

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
 from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
@@ -34,6 +36,7 @@ from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.rollout.rollout_worker import RolloutWorker
+from corral.workers.streams.https import serve
 from corral.workers.streams.security import StreamSecurity
 from tests.launcher.trials import make_plan
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
@@ -57,7 +60,7 @@ class FakeGenerationServer:
         self.broken_updates: list[int] = []
         """What its worker answers to the manager, one after the other, before it does what it is told."""
 
-    async def start(self) -> str:
+    async def start(self, tls: ssl.SSLContext) -> str:
         """Listen; returns the URL."""
         application = web.Application()
         application.add_routes(
@@ -68,9 +71,7 @@ class FakeGenerationServer:
             ]
         )
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, 0).start()
-        return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
+        return await serve(self._runner, LOOPBACK, tls)
 
     async def stop(self) -> None:
         await self._runner.cleanup()
@@ -150,7 +151,7 @@ class RolloutRig:
             TrialSecrets.create(self.trial.secrets_path)
             self._loop = stack.enter_context(loop_thread(deadline_s=DEADLINE_S))
             names = MemoryNameService(self._store)
-            url = self._loop.run(self.server.start())
+            url = self._loop.run(self.server.start(Trust(self.trial.secrets_path).server()))
             stack.callback(lambda: self._loop.run(self.server.stop()))
             record = {"url": url, "control": url, "incarnation": "a", "place": ""}
             names.add(self._keys.generation_server(0), json.dumps(record))

@@ -137,7 +137,7 @@ def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(
     """What rl-logs --errors shows are the last lines of the worker's log."""
     rollout = {"agent": f"{HERE}:always_raises", "reward_retries": 0}
     with RolloutRig(tmp_path, ["1+2="] * 20, rollout=rollout) as rig, caplog.at_level(logging.INFO):
-        assert rig.run_to_its_end() == WorkerExit.ERROR
+        assert rig.run_to_its_end() == WorkerExit.USER_CODE
     last_line = caplog.records[-1].getMessage().splitlines()[-1]
     line = always_raises.__code__.co_firstlineno + 1
     assert f"KeyError: 'no such field' (test_rollout_worker.py:{line})" in last_line
@@ -160,7 +160,7 @@ def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_p
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
         outcomes = rig.outcomes()
         assert outcomes["0"] == outcomes["2"] == "finished"
-        assert outcomes["1"].startswith("request_refused: http://") and "/generate answered 400" in outcomes["1"]
+        assert outcomes["1"].startswith("request_refused: https://") and "/generate answered 400" in outcomes["1"]
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 

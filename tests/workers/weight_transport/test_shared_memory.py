@@ -20,6 +20,7 @@ from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
 from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError
 from corral.workers.weight_transport.transports import make_transport
+from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, make_version
 
 TRIAL, ANOTHER_TRIAL = "ab" * 16, "cd" * 16
@@ -251,17 +252,22 @@ def test_a_directory_that_others_could_change_is_not_used(root: Path, caplog: py
     (root / f"corral-weights-{TRIAL}").chmod(0o777)
     config = WeightsConfig(host_directory=root)
     assert isinstance(
-        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()),
+        DiskTransport,
     )
     assert "is not private to this user" in caplog.text
     config = WeightsConfig(host_directory=root / "absent")
     assert isinstance(
-        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()),
+        DiskTransport,
     )
     (root / f"corral-weights-{ANOTHER_TRIAL}").symlink_to(root)
     config = WeightsConfig(host_directory=root)
     assert isinstance(
-        make_transport(config, trial_uuid=ANOTHER_TRIAL, worker="generation_server/0", admin_key=""), DiskTransport
+        make_transport(
+            config, trial_uuid=ANOTHER_TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()
+        ),
+        DiskTransport,
     )
 
 

@@ -11,6 +11,7 @@ from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.transport import WeightTransport
 from corral.workers.weight_transport.transports import make_transport
 from tests.workers.checkpoint.sealing import describe
+from tests.workers.trusted import trust
 
 LONG_S = 60.0
 
@@ -30,7 +31,9 @@ def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightTranspor
     """One of the workers of a host, whose memory is a folder of `tmp_path`."""
     (tmp_path / "memory").mkdir(exist_ok=True)
     config = WeightsConfig.model_validate({"transport": transport, "host_directory": tmp_path / "memory"})
-    return make_transport(config, trial_uuid="ab" * 16, worker=f"generation_server/{number}", admin_key="")
+    return make_transport(
+        config, trial_uuid="ab" * 16, worker=f"generation_server/{number}", admin_key="", tls=trust().client()
+    )
 
 
 def flip_a_byte(path: Path) -> None:

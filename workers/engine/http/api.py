@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.metadata import version as package_version
@@ -39,6 +40,7 @@ from corral.workers.engine.http.messages import (
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, UpdateResult
 from corral.workers.engine.progress import Progress
 from corral.workers.engine.weights import WeightsRejectedError
+from corral.workers.streams.https import serve
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +66,8 @@ class EngineServer:
     """Serves one GenerationEngine until `stop`.
 
     Example:
-        server = EngineServer(engine, api_key, "127.0.0.1")
-        port = await server.start()
+        server = EngineServer(engine, api_key, "127.0.0.1", tls=tls)
+        url = await server.start()
         try:
             await server.wait_ended()       # raises what the engine thread died of
         finally:
@@ -78,6 +80,7 @@ class EngineServer:
         api_key: str,
         host: str,
         *,
+        tls: ssl.SSLContext,
         admin_key: str | None = None,
         max_body_bytes: int = 64 * 2**20,
         max_queued_requests: int = 4096,
@@ -88,7 +91,8 @@ class EngineServer:
             engine: handed over; only this server's thread may use it from `start` on.
             api_key: what clients must send as bearer token.
             admin_key: what is wanted instead of it for aborts, pauses, updates and flushes; None is the same key.
-            host: address to bind; the system chooses the port, and `start` returns it.
+            host: address to bind; the system chooses the port.
+            tls: how the server proves itself to its clients.
             max_body_bytes: larger bodies are answered 413.
             max_queued_requests: beyond these, /generate answers 503.
             update_timeout_s: longest wait of a weight update for the requests in flight.
@@ -98,6 +102,7 @@ class EngineServer:
         self._expected_authorization = f"Bearer {api_key}".encode()
         self._expected_of_administrator = f"Bearer {admin_key or api_key}".encode()
         self._host = host
+        self._tls = tls
         self._max_body_bytes = max_body_bytes
         self._update_timeout_s = update_timeout_s
         self._loop = EngineLoop(engine)
@@ -107,8 +112,8 @@ class EngineServer:
         self._prepared: StagedModel | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> int:
-        """Start the engine thread and listen; returns the port."""
+    async def start(self) -> str:
+        """Start the engine thread and listen; returns the URL."""
         await self._generate.load_tokenizer()
         application = web.Application(
             client_max_size=self._max_body_bytes, middlewares=[self._answer_errors, self._check_key]
@@ -118,11 +123,9 @@ class EngineServer:
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, port=0)
-        await site.start()
+        url = await serve(self._runner, self._host, self._tls)
         self._loop.start()
-        return int(self._runner.addresses[0][1])
+        return url
 
     async def stop(self) -> None:
         """End requests as aborted, answer them, close the port."""
