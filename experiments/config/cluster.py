@@ -90,6 +90,8 @@ class SupervisionConfig(FrozenConfig):
     """A unit that ran this long gets its whole budget back."""
     lease_ttl_s: float = Field(default=10.0, ge=1.0)
     """Time to live of a worker's record; a record is refreshed three times in it."""
+    silence_timeout_s: float = Field(default=60.0, ge=1.0)
+    """Longest time that a worker may give no sign of life while Redis answers; it is then killed and started again. While it becomes ready, `setup_timeout_s` holds."""  # noqa: E501
     setup_timeout_s: float = Field(default=600.0, gt=0.0)
     """Longest time without progress while a worker becomes ready, or verifies the checkpoint to continue from."""
     step_timeout_s: float = Field(default=3600.0, gt=0.0)

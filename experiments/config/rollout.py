@@ -84,6 +84,8 @@ SGLANG_FLAGS_SET_HERE = frozenset(
         "api-key",
         "config",
         "dtype",
+        "enable-http2",
+        "enable-http-worker-reuseport",
         "enable-return-routed-experts",
         "host",
         "max-running-requests",
@@ -94,6 +96,10 @@ SGLANG_FLAGS_SET_HERE = frozenset(
         "random-seed",
         "skip-server-warmup",
         "skip-tokenizer-init",
+        "ssl-ca-certs",
+        "ssl-certfile",
+        "ssl-keyfile",
+        "ssl-keyfile-password",
         "weight-version",
     }
 )

@@ -1,6 +1,6 @@
 """Workers as processes of this machine, and how a trial is set free from the terminal that started it.
 
-rl-submit --local --start_detached--> supervisor (its own session) --LocalRunner--> one session per worker
+rl-submit --local --start_detached--> supervisor (its own session) --LocalRunner--> a guard per worker, its own session
 """
 
 import os
@@ -10,14 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from corral.experiments.trial.tether import die_with_parent
+from corral.launcher.runners.guard import END_ALL, guarded
 from corral.launcher.runners.runner import TaskSpec, start_process
 from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.processes import kill_session
 
 LOCAL_NODE = "localhost"
 
 
 class LocalTask:
-    """One worker process, leader of its own session."""
+    """One worker under its guard, which leads a session of its own."""
 
     node = LOCAL_NODE
 
@@ -28,10 +30,10 @@ class LocalTask:
     def poll(self) -> int | None:
         if self._process.returncode is not None:
             return self._process.returncode
-        # Look before reaping: while the leader is a zombie its id cannot be used again, so the group is still ours.
+        # Look before reaping: while the leader is a zombie its id cannot be used again, so the session is still ours.
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        self._signal_group(signal.SIGKILL)
+        kill_session(self.pid)  # empty, unless the guard itself was killed
         return self._process.wait()
 
     def exit_kind(self) -> ExitKind:
@@ -43,13 +45,8 @@ class LocalTask:
 
     def kill(self) -> None:
         if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass  # nobody is left in the group
+            os.kill(self.pid, END_ALL)
+            os.kill(self.pid, signal.SIGCONT)  # it hears that even if it is stopped
 
 
 class LocalRunner:
@@ -68,10 +65,11 @@ class LocalRunner:
             **spec.environment,
         }
         process = start_process(
-            spec.command,
+            guarded(spec.command),
             environment=environment,
             log_path=spec.log_path,
-            preexec_fn=die_with_parent(),  # what is committed is whole; an orphan would train on, unsupervised
+            # What is committed is whole; an orphan would train on, unsupervised.
+            preexec_fn=die_with_parent(signal.SIGTERM),
         )
         self._tasks[spec.worker] = LocalTask(process)
         return self._tasks[spec.worker]

@@ -20,6 +20,7 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
+from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec, start_process
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment, patiently
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
@@ -161,7 +162,7 @@ class SrunRunner:
         if TRIAL_UUID_VARIABLE in os.environ:
             environment[TRIAL_UUID_VARIABLE] = os.environ[TRIAL_UUID_VARIABLE]
         return contain(
-            spec.command,
+            guarded(spec.command),
             environment,
             scheduling=self.plan.scheduling[kind].scheduling_of(index),
             cluster=self.plan.cluster,

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
@@ -26,6 +27,7 @@ from corral.launcher.trial.exits import ExitKind, ExitRecorder
 from corral.scheduling.worker_information import parse_worker_id
 
 _EXIT_NOT_STARTED = 127  # a shell's "command not found"
+_GUARDS_END_S = 5.0
 
 
 class NameServer(Protocol):
@@ -113,8 +115,11 @@ class AttemptTasks:
             self.runner.signal(workers, kill=kill)
 
     def kill_all(self) -> None:
-        """Ends all that was started here."""
+        """Ends all that was started here, and waits a while for the guards, which end what workers have started."""
         self.signal([*self._running, REDIS_UNIT], kill=True)
+        deadline = time.monotonic() + _GUARDS_END_S
+        while any(task.poll() is None for task in self._running.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         kind = task.exit_kind()
@@ -132,7 +137,16 @@ class AttemptTasks:
         self.recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
         )
-        return TaskExit(worker, returncode, kind)
+        said = self._last_word(worker) if returncode == WorkerExit.USER_CODE else ""
+        return TaskExit(worker, returncode, kind, said=said)
+
+    def _last_word(self, worker: str) -> str:
+        """What a worker put down about its end."""
+        path = self.directory.last_word_path(worker)
+        try:
+            return self.files.run(path.read_text, f"read {path}")
+        except (OSError, ValueError):
+            return ""
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
         kind, index = parse_worker_id(worker)

@@ -2,6 +2,7 @@
 
 keeper --attempt--> supervisor --starts--> workers, Redis
   ^                    |
+  |<--a mark a second--+    silent for long: it is killed
   |                    +-- ENDED, FAILED, ABANDONED: the keeper ends too
   |                    +-- any other exit, or a signal: what it left is ended, and another one is started, which goes on
   |                        from the last commit; after too many in a row the trial fails
@@ -11,34 +12,42 @@ The supervisor ends with the keeper, and what it has started with it: nothing of
 trial that fail for a moment are waited for, with nothing running.
 """
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
 from corral.experiments.plan import RunPlan
+from corral.experiments.trial import leftovers
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
+from corral.launcher.supervisor.progress_mark import MARK_VARIABLE, wait_while_it_lives
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.units.actions import RestartPolicy
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
+from corral.launcher.trial.sweep import sweep
+
+logger = logging.getLogger(__name__)
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S = 0.2
+_GUARDS_END_S = 5.0
 _LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
 _TOLD_TIMEOUT_S = 60.0  # the end of a trial is worth waiting for a file server
 
@@ -74,6 +83,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             return 0
         return _keep(directory, forwarder, lock, record, command=command, max_restarts=max_restarts)
     finally:
+        sweep()
         forwarder.close()
         lock.release()
 
@@ -101,25 +111,47 @@ def _keep(
     budget = RestartBudget(policy)
     unheard: list[str] = []
     num_starts = 0
-    while True:
-        started_at = time.monotonic()
-        returncode = forwarder.run([*command, "--attempt", str(record.attempt), *unheard], lock.descriptor)
-        if returncode in tuple(SupervisorExit):
-            return SupervisorExit(returncode).of_keeper
-        # Its own children have died with it; what they had started is nobody's now.
-        kill_trial_processes(plan.trial.uuid, spare=(os.getpid(),))
-        end = patience.insist(partial(read_end, directory, record.attempt), "read how the attempt ended")
-        if end is not None:
-            return _leave_ended(directory, recorder, end)
-        num_starts += 1
-        recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1)
-        pause_s = budget.ended(time.monotonic() - started_at)
-        if pause_s is None:
-            return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
-        if -returncode in forwarder.forwarded:
-            # It was asked to stop before it could listen: its successor is told.
-            unheard = ["--signalled", signal.Signals(-returncode).name]
-        forwarder.pause(pause_s)
+    with _secrets_recorded(directory, plan.trial.uuid) as recorded:
+        while True:
+            started_at = time.monotonic()
+            returncode = forwarder.run(
+                [*command, "--attempt", str(record.attempt), *unheard], (lock.descriptor, *recorded)
+            )
+            if returncode in tuple(SupervisorExit):
+                return SupervisorExit(returncode).of_keeper
+            # Its own children have died with it; guards end what these had started, and the rest is nobody's now.
+            kill_trial_processes(plan.trial.uuid, spare=(os.getpid(),), grace_s=_GUARDS_END_S)
+            sweep()
+            end = patience.insist(partial(read_end, directory, record.attempt), "read how the attempt ended")
+            if end is not None:
+                return _leave_ended(directory, recorder, end)
+            num_starts += 1
+            cause = "it had fallen silent, and was killed" if forwarder.was_silent else ""
+            recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1, cause=cause)
+            pause_s = budget.ended(time.monotonic() - started_at)
+            if pause_s is None:
+                return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
+            if -returncode in forwarder.forwarded:
+                # It was asked to stop before it could listen: its successor is told.
+                unheard = ["--signalled", signal.Signals(-returncode).name]
+            forwarder.pause(pause_s)
+
+
+@contextlib.contextmanager
+def _secrets_recorded(directory: TrialDirectory, trial_uuid: str) -> Iterator[tuple[int, ...]]:
+    """Has whoever sweeps here next remove this attempt's secrets if both keeper and supervisor are killed.
+
+    Gives the descriptor that the supervisor holds, too. Those that end by themselves have decided on the secrets.
+    """
+    try:
+        record = leftovers.begin(trial_uuid)
+        leftovers.note_secrets(record, directory.secrets_path / SECRETS_FILE)
+    except OSError as error:
+        logger.warning("secrets stay behind if keeper and supervisor are killed: %s", error)
+        yield ()
+        return
+    yield (record.descriptor,)
+    record.drop()
 
 
 def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndRecord) -> int:
@@ -150,22 +182,30 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.forwarded: set[int] = set()
+        self.was_silent = False
+        """Whether the last child was ended because it had fallen silent."""
         self._early: list[int] = []
         self._is_disturbed = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    def run(self, command: Sequence[str], lock_descriptor: int) -> int:
-        # The child shares the lock: the trial stays locked until it is gone too.
-        with subprocess.Popen(command, pass_fds=(lock_descriptor,), preexec_fn=die_with_parent()) as child:
+    def run(self, command: Sequence[str], descriptors: Sequence[int]) -> int:
+        # The child shares the locks: the trial stays locked until it is gone too.
+        read_end, write_end = os.pipe()
+        environment = os.environ | {MARK_VARIABLE: str(write_end)}
+        descriptors = (*descriptors, write_end)
+        with subprocess.Popen(command, env=environment, pass_fds=descriptors, preexec_fn=die_with_parent()) as child:
+            os.close(write_end)
             self._child = child
             self._is_disturbed.clear()
             early, self._early = self._early, []
             for number in early:
                 self._forward(number, None)
+            self.was_silent = wait_while_it_lives(child, read_end)
             returncode = child.wait()
             self._child = None
+        os.close(read_end)
         return returncode
 
     def pause(self, seconds: float) -> None:

@@ -35,7 +35,9 @@ from corral.launcher.runners.runner import TaskRunner
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks, NameServer
 from corral.launcher.supervisor.end.continuation import Continuation
 from corral.launcher.supervisor.end.shell import EndShell
+from corral.launcher.supervisor.lease_watch import LeaseWatch
 from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
+from corral.launcher.supervisor.progress_mark import ProgressMark
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.supervisor_exit import SupervisorExit
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
@@ -54,12 +56,16 @@ from corral.launcher.supervisor.units.actions import (
 )
 from corral.launcher.supervisor.units.machine import TrialPhase, UnitMachine
 from corral.launcher.supervisor.units.nodes import UnitNodes
-from corral.launcher.supervisor.units.specs import WorkerCommand, units_of_plan, worker_command
+from corral.launcher.supervisor.units.silence import Silence
+from corral.launcher.supervisor.units.specs import REDIS_UNIT, WorkerCommand, units_of_plan, worker_command
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
+from corral.launcher.trial.sweep import sweep
 
 _TICK_S = 0.1
+_SETUP_MARGIN_S = 30.0  # the worker gives up first, and says why
+_GUARDS_END_S = 2.0
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
 _REPORT_TIMEOUT_S = 60.0
 
@@ -128,6 +134,11 @@ class Supervisor:
             recorder=recorder,
             worker_command=worker_command,
         )
+        self._leases = LeaseWatch(directory, plan.trial.uuid)
+        self._silence = Silence(
+            running_s=plan.supervision.silence_timeout_s, setup_s=plan.supervision.setup_timeout_s + _SETUP_MARGIN_S
+        )
+        self._mark = ProgressMark()
         self._news: deque[_News] = deque()
         self._ends = EndShell(
             directory=directory,
@@ -147,10 +158,13 @@ class Supervisor:
         """Supervises until the attempt has ended."""
         os.environ[TRIAL_UUID_VARIABLE] = self._plan.trial.uuid  # inherited by everything that is started from here
         self._looks.wake_up = self._wake.wake_up
+        self._mark.begin()
         with self._wake.listening():
             self._clean_up_after_predecessor()
             self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self._attempt.mode)
+            self._leases.begin()
             while self._end is None and not self._why_abandoned:
+                self._mark.go_round()
                 self._step()
                 self._recorder.try_again(time.monotonic())
                 if self._end is None:
@@ -178,8 +192,19 @@ class Supervisor:
             for number in news.signals:
                 self._request_stop_for(number)
             for one in news.exits:
-                self._apply(self._unit_machine.exited(one.task, one.returncode, time.monotonic(), kind=one.kind))
+                self._apply(
+                    self._unit_machine.exited(one.task, one.returncode, time.monotonic(), kind=one.kind, said=one.said)
+                )
+        self._end_silent()
         self._apply(self._unit_machine.tick(time.monotonic()))
+
+    def _end_silent(self) -> None:
+        """Workers whose leases say nothing any more, though Redis answers."""
+        for looked_at, records in self._leases.take():
+            for task, silent_s in self._silence.looked(records, looked_at).items():
+                if actions := self._unit_machine.silent(task, silent_s):
+                    self._record("worker_silent", worker=task, silent_s=silent_s)
+                    self._apply(actions)
 
     def _drive_extra_jobs(self) -> None:
         """Before the exits are judged: those whose nodes were lost are no crashes."""
@@ -287,6 +312,9 @@ class Supervisor:
             match action:
                 case StartUnit(unit):
                     self._tasks.start(self._tasks_by_unit[unit])
+                    for task in self._tasks_by_unit[unit]:
+                        if task != REDIS_UNIT:
+                            self._silence.started(task)
                 case SignalTask(task, kill):
                     signals[kill].append(task)
                 case RestartUnit(unit, cause, pause_s, restarts):
@@ -322,7 +350,8 @@ class Supervisor:
         self._kill_leftovers()
 
     def _kill_leftovers(self) -> None:
-        found = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()))
+        found = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()), grace_s=_GUARDS_END_S)
+        sweep()
         if found.killed:
             self._record("leftovers_killed", pids=found.killed, left=found.left)
 

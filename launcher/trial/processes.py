@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 TRIAL_UUID_VARIABLE = "CORRAL_TRIAL_UUID"
@@ -59,9 +60,18 @@ class Leftovers:
     """Killed, and not gone in time: a process that waits for a dead disk or GPU dies when that answers."""
 
 
-def kill_trial_processes(trial_uuid: str, *, spare: Collection[int] = (), timeout_s: float = 5.0) -> Leftovers:
-    """Ends what runs of a trial on this host, and waits for its end."""
+def kill_trial_processes(
+    trial_uuid: str, *, spare: Collection[int] = (), timeout_s: float = 5.0, grace_s: float = 0.0
+) -> Leftovers:
+    """Ends what runs of a trial on this host, and waits for its end.
+
+    Args:
+        grace_s: for guards whose supervisor has died: they end their workers, and remove what these leave.
+    """
     killed: set[int] = set()
+    given = time.monotonic() + grace_s
+    while time.monotonic() < given and any(trial_processes(trial_uuid, spare=spare)):
+        time.sleep(0.02)
     deadline = time.monotonic() + timeout_s
     while (left := tuple(trial_processes(trial_uuid, spare=spare))) and time.monotonic() < deadline:
         killed.update(pid for pid in left if _kill_process_of(trial_uuid, pid))
@@ -98,6 +108,64 @@ def _carries(trial_uuid: str, pid: int) -> bool:
     except OSError:  # another user's process, or it has just ended
         return False
     return f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
+
+
+def children_of(parent: int) -> list[int]:
+    """Process ids of those that a process has started, or adopted; zombies among them."""
+    return [pid for pid, fields in _all_stats() if int(fields[1]) == parent]
+
+
+def descendants_of(ancestor: int) -> list[int]:
+    """Process ids of all that come from a process and have not ended."""
+    parents = {pid: int(fields[1]) for pid, fields in _all_stats()}
+    found, left = [], [ancestor]
+    while left:
+        parent = left.pop()
+        children = [pid for pid, its_parent in parents.items() if its_parent == parent]
+        found += children
+        left += children
+    return found
+
+
+def kill_session(leader: int, *, start_ticks: int | None = None, trial_uuid: str = "") -> list[int]:
+    """Ends what is left of a session of this user's whose leader has ended, whatever became of its environment.
+
+    Args:
+        start_ticks: of the leader, where nobody holds its id any more: a session of that id that is older, or whose
+            leader lives and is another process, is not meant.
+        trial_uuid: is compared then, too: a process that tells its environment tells whose it is.
+    """
+    if start_ticks is not None and process_start_ticks(leader) not in (None, start_ticks):
+        return []
+    killed = []
+    for pid, fields in _all_stats():
+        if int(fields[3]) != leader or fields[0] in "ZX" or pid == os.getpid():
+            continue
+        if start_ticks is not None and (int(fields[19]) < start_ticks or not _may_be_of(trial_uuid, pid)):
+            continue
+        if _kill(partial(os.kill, pid, signal.SIGKILL)):
+            killed.append(pid)
+    return killed
+
+
+def _all_stats() -> Iterator[tuple[int, list[str]]]:
+    """Of every process: its id, and the fields of its stat from the state on."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                stat = Path(entry.path, "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            yield int(entry.name), stat.rpartition(")")[2].split()
+
+
+def _may_be_of(trial_uuid: str, pid: int) -> bool:
+    """Whether a process is the trial's, or has overwritten its environment, as one does that gives itself a title."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return b"PATH=" not in environment or f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
 
 
 def user_name() -> str:

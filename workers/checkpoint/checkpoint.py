@@ -23,7 +23,6 @@ checksums find what is damaged later. Removing what no commit names only gives s
 """
 
 import logging
-import os
 import re
 import secrets as random_tokens
 import shutil
@@ -51,12 +50,12 @@ from corral.workers.checkpoint.manifest import (
     verify_manifest,
     write_manifest,
 )
+from corral.workers.checkpoint.removal import Remover
 
 logger = logging.getLogger(__name__)
 
 MIN_KEPT_COMMITS: Final = 2  # one may turn out to be corrupt
 _DIRECTORY_NAME: Final = re.compile(r"step-(?P<step>\d{8,})-e(?P<epoch>\d+)-[0-9a-f]{8}", re.ASCII)
-_REMOVING: Final = ".removing-"
 
 
 WEIGHTS: Final = "weights"
@@ -230,7 +229,13 @@ def last_valid_commit(
 
 
 def collect_garbage(
-    trial_directory: TrialDirectory, log_state: LogState, *, epoch: int, keep: int, protect: Collection[str] = ()
+    trial_directory: TrialDirectory,
+    log_state: LogState,
+    *,
+    epoch: int,
+    keep: int,
+    remover: Remover,
+    protect: Collection[str] = (),
 ) -> list[str]:
     """Removes checkpoints that nobody can need again: old commits, and what earlier epochs never committed.
 
@@ -253,20 +258,18 @@ def collect_garbage(
             f"epoch {epoch} may not remove checkpoints before its own first commit, nor once it is superseded "
             f"(last commit: epoch {last.epoch if last else None}, current epoch: {log_state.epoch})"
         )
+    remover.sweep(trial_directory.checkpoints_path)
     kept = {logged.commit.directory for logged in log_state.lineage()[-keep:]} | set(protect)
     committed = {logged.commit.directory for logged in log_state.commits}
     removed: list[str] = []
     for path in sorted(trial_directory.checkpoints_path.iterdir()):
         relative = trial_directory.relative(path)
-        if path.name.startswith(_REMOVING):
-            shutil.rmtree(path)
-            continue
         match = _DIRECTORY_NAME.fullmatch(path.name)
         # An uncommitted directory of this epoch may be in use; an earlier epoch can never commit its own any more.
         if match is None or relative in kept or (relative not in committed and int(match["epoch"]) >= epoch):
             continue
-        _remove_directory(path)
-        removed.append(relative)
+        if remover.remove(path):
+            removed.append(relative)
     return removed
 
 
@@ -275,10 +278,3 @@ def _directory_of(trial_directory: TrialDirectory, commit: Commit) -> Path:
         return trial_directory.inside(commit.directory)
     except ValueError as error:
         raise CorruptCheckpointError(str(error)) from error
-
-
-def _remove_directory(path: Path) -> None:
-    """Renames first, so that a crash in between leaves no half-empty directory under a committed name."""
-    doomed = path.with_name(f"{_REMOVING}{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)

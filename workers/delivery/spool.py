@@ -51,6 +51,8 @@ class _Segment:
     """Uids of the records here that are not discarded."""
     buried: set[int] = field(default_factory=set)
     """Numbers of the segments whose records the tombstones here kill; if this file went first, they would rise."""
+    stays: bool = False
+    """Whether the file could not be removed when nothing in it was needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,13 @@ class Spool(Closing):
             needed = any(other in self._segments for other in segment.buried if other != number)
             if number == self._active or segment.live or needed:
                 continue
-            segment.path.unlink(missing_ok=True)
+            try:
+                segment.path.unlink(missing_ok=True)
+            except OSError as error:  # it only takes room; and no later one may go before it
+                if not segment.stays:
+                    logger.warning("%s cannot be removed and takes room until it can be: %s", segment.path, error)
+                segment.stays = True
+                return
             # Before the next deletion: tombstones must outlive, on disk, the records that they kill.
             fsync_directory(self._directory)
             del self._segments[number]

@@ -10,6 +10,7 @@ has ended. A file system that takes its time holds up what is written, and neith
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, Self, TypeVar
@@ -17,6 +18,8 @@ from typing import ParamSpec, Self, TypeVar
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LogWriter
 from corral.workers.streams.closing import AsyncClosing
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.5  # two opens each time, on a shared file system; a stop waits for the end of a step anyway
 P = ParamSpec("P")
@@ -62,6 +65,8 @@ class LogWatch(AsyncClosing):
         self._writer = writer
         self._trial = trial
         self.stop_requested = False
+        self._is_blind = False
+        """Whether the last look failed."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._look_again_and_again())
@@ -89,7 +94,16 @@ class LogWatch(AsyncClosing):
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     def _look(self) -> None:
-        self._writer.check()
-        request = self._trial.read_stop_request()
+        try:
+            self._writer.check()
+            request = self._trial.read_stop_request()
+        except (
+            OSError
+        ) as error:  # the next look may see it; that a replaced master commits nothing does not rest on this
+            if not self._is_blind:
+                logger.warning("the trial log cannot be looked at, and is tried again: %s", error)
+            self._is_blind = True
+            return
+        self._is_blind = False
         # "now" is the supervisor's: it fences the log and kills.
         self.stop_requested = request is not None and not request.now

@@ -9,7 +9,6 @@ replies say what it is. Every method that touches a file does so in the epoch's 
 """
 
 import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from corral.workers.checkpoint.kept_weights import link_weights
 from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, read_manifest, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.metrics import LineSizes, StepLines
@@ -62,6 +62,7 @@ class DurableState:
     def __init__(self, parts: EpochParts, disk: Disk) -> None:
         self._parts = parts
         self._disk = disk
+        self._remover = Remover()
         self.committed_step = parts.recovery.commit.step if parts.recovery.commit else 0
         self._written: SealedDirectory | None = None
         """The newest version of the published weights that this epoch has written."""
@@ -254,8 +255,8 @@ class DurableState:
 
     def _export(self, name: str, version: PolicyVersion) -> None:
         target = self._parts.trial.exports_path / name
-        if target.exists():
-            shutil.rmtree(target)
+        if not self._remover.remove(target):
+            target = target.with_name(f"{name}-{version}")
         if self._written is not None:
             link_weights(self._written, target)
         else:
@@ -278,6 +279,7 @@ class DurableState:
             epoch=parts.writer.epoch,
             keep=parts.spec.control.keep_commits,
             protect=read_now,
+            remover=self._remover,
         )
 
     async def remove_old_weights(self, present: PolicyVersion) -> None:
@@ -285,7 +287,12 @@ class DurableState:
         in_use = await asyncio.to_thread(parts.weights_in_use)
         if in_use is not None:
             await self._disk.run(
-                remove_old_weights, parts.trial.weights_path, parts.lineage, present=present, in_use=in_use
+                remove_old_weights,
+                parts.trial.weights_path,
+                parts.lineage,
+                present=present,
+                in_use=in_use,
+                remover=self._remover,
             )
 
     # Roles

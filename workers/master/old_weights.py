@@ -6,12 +6,12 @@ weights/v00000089-e1  v00000090-e1        the lineage: its newest versions stay
 """
 
 import re
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.removal import Remover
 
 _KEPT: Final = 3  # a server that was told of a version just now may not have said yet that it reads it
 _NAME: Final = re.compile(r"v(?P<step>\d{8,})-e(?P<epoch>\d+)", re.ASCII)
@@ -23,7 +23,7 @@ def weights_name(version: PolicyVersion) -> str:
 
 
 def remove_old_weights(
-    directory: Path, lineage: Lineage, *, present: PolicyVersion, in_use: Collection[Path]
+    directory: Path, lineage: Lineage, *, present: PolicyVersion, in_use: Collection[Path], remover: Remover
 ) -> list[str]:
     """Removes orphans, and the lineage's versions before its newest ones.
 
@@ -35,6 +35,7 @@ def remove_old_weights(
     Returns:
         The names that were removed.
     """
+    remover.sweep(directory)
     matches = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     versions = [PolicyVersion(int(match["epoch"]), int(match["step"])) for match in matches]
     living = sorted((version for version in versions if lineage.contains(version)), key=lambda version: version.step)
@@ -44,6 +45,6 @@ def remove_old_weights(
         path = directory / weights_name(version)
         if version in kept or version.epoch > present.epoch or path in in_use:
             continue
-        shutil.rmtree(path)
-        removed.append(path.name)
+        if remover.remove(path):
+            removed.append(path.name)
     return removed

@@ -7,7 +7,7 @@
 What is under a digest was compared with it before it got that name, so that nothing of a worker that was killed is
 ever read. A version that nobody holds any more goes when the next one is there: two are held at a time, and more only
 while a server still reads an older one. The last worker that leaves removes the directory; what workers left behind
-that were all killed goes when the next trial starts here, since nobody holds a lock of it.
+that were all killed goes with the guard of the last one, by its record, or when the next trial starts here.
 """
 
 import fcntl
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from corral.experiments.config.rollout import SPARE_STAGING_MB
-from corral.workers.weight_transport.flocks import (
+from corral.experiments.trial import leftovers
+from corral.experiments.trial.flocks import (
     REMOVING,
     hold_directory,
     is_at,
@@ -80,6 +81,7 @@ class HostWeights:
         self._owner = f"{owner} (process {os.getpid()})"
         self._room = room
         self._remove_dead_trials(root)
+        leftovers.note(self.path)
         self._membership = _join(self.path)
         self._held: tuple[Path, int] | None = None
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, Follows, write_end
-from corral.experiments.trial.attempts import read_attempts, why_not_another
+from corral.experiments.trial.attempts import ENDED_BY_CLUSTER, read_attempts, taken_away, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
@@ -139,7 +139,11 @@ class EndShell:
 
     def judge(self, end: EndTrial, log: LogState) -> Verdict:
         """What the end means, with what the trial log holds by now."""
-        refusal = why_not_another(read_attempts(self.directory), log)
+        attempts = read_attempts(self.directory)
+        taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.attempt])
+        if self._end.verdict.state in ENDED_BY_CLUSTER:  # which may not be written down yet
+            taken.add(self.attempt)
+        refusal = why_not_another(attempts, log, taken)
         return self._end.judge(end, is_done=log.is_done, refusal=refusal)
 
     def close(self, log: TrialLog) -> Verdict:

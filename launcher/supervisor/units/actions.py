@@ -60,11 +60,15 @@ class TaskExit:
     returncode: int
     kind: ExitKind = ExitKind.OWN
     killed_by_us: bool = False
+    said: str = ""
+    """What the task itself put down about its end."""
+    silent_s: float = 0.0
+    """How long it had given no sign of life when it was killed for that."""
 
     @property
     def is_consequence(self) -> bool:
         """Whether another task's end explains this one."""
-        return self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN
+        return not self.silent_s and (self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN)
 
     @property
     def is_charged(self) -> bool:
@@ -72,6 +76,8 @@ class TaskExit:
         return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
 
     def __str__(self) -> str:
+        if self.silent_s:
+            return f"{self.task} gave no sign of life for {self.silent_s:.0f} s, and was killed"
         if self.kind is not ExitKind.OWN:
             return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
         meaning = {
@@ -81,6 +87,8 @@ class TaskExit:
             WorkerExit.CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
             WorkerExit.SUPERSEDED: " (superseded)",
             WorkerExit.GANG_BROKEN: " (its peers failed)",
+            WorkerExit.WRONG_DEVICES: " (it sees other GPUs than the plan gives it: look at its node)",
+            WorkerExit.USER_CODE: f" ({self.said or 'your code fails on everything: its log says with what'})",
             WorkerExit.NO_ROOM: " (a disk is full; it goes on when there is room)",
         }.get(self.returncode, "")
         return f"{self.task} {exit_text(self.returncode)}{meaning}"

@@ -4,7 +4,7 @@ One unit, while the trial runs:
 
     WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
        ^                                                    |   |
-       |                                                    |   +-- budget spent, or exit 2, 77, 78 --> the trial fails
+       |                                                    |   +-- budget spent, or exit 2, 77, 78, 81 the trial fails
        +-- its nodes are lost, or stay --- CHECKING <-------+ (a unit in an extra job)
 
 A unit in an extra job (`needs_nodes`) starts only while that job runs. Its exit is judged once the cluster has said
@@ -44,6 +44,12 @@ from corral.launcher.supervisor.units.actions import (
 )
 from corral.launcher.trial.exits import ExitKind
 
+_FINAL = (
+    WorkerExit.BAD_CONFIGURATION,
+    WorkerExit.NOT_FINITE,
+    WorkerExit.CANNOT_CONTINUE,
+    WorkerExit.USER_CODE,
+)
 MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"
 
@@ -103,14 +109,17 @@ class UnitMachine:
         self._units = {spec.name: _Unit(spec, has_nodes=not spec.needs_nodes) for spec in ordered}
         self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
         self._signalled: set[str] = set()
+        self._silent_s: dict[str, float] = {}
         self._deadline = float("inf")
         self._stop_reason = ""
         self._outcome = EndState.FAILED
         self._cause = ""
         self.phase = TrialPhase.RUNNING
 
-    def exited(self, task: str, returncode: int, now: float, *, kind: ExitKind = ExitKind.OWN) -> list[Action]:
-        """A task ended, or could not be started.
+    def exited(
+        self, task: str, returncode: int, now: float, *, kind: ExitKind = ExitKind.OWN, said: str = ""
+    ) -> list[Action]:
+        """A task ended, or could not be started; `said` is what it put down about that.
 
         The shell reads the trial log first (`log_ended`), so that a worker that ends because of Done is no crash.
         """
@@ -118,11 +127,12 @@ class UnitMachine:
         if task not in unit.running:
             return []
         unit.running.discard(task)
-        unit.exits.append(TaskExit(task, returncode, kind, killed_by_us=task in self._signalled))
+        silent_s = self._silent_s.pop(task, 0.0)
+        unit.exits.append(TaskExit(task, returncode, kind, task in self._signalled, said, silent_s))
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
-        if returncode in (WorkerExit.BAD_CONFIGURATION, WorkerExit.NOT_FINITE, WorkerExit.CANNOT_CONTINUE):
+        if returncode in _FINAL:
             return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)
@@ -134,6 +144,13 @@ class UnitMachine:
         if not unit.running:
             actions += self._cleared(unit, now)
         return actions
+
+    def silent(self, task: str, silent_s: float) -> list[Action]:
+        """A task has given no sign of life for longer than it may: it is killed, which counts as its own failure."""
+        if task not in self._unit_by_task[task].running or self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        self._silent_s[task] = silent_s
+        return [SignalTask(task, kill=True)]
 
     def nodes_granted(self, name: str, now: float) -> list[Action]:
         """The unit's nodes are there; what runs on its fallback moves."""

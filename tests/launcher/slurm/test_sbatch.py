@@ -329,3 +329,11 @@ def test_an_extra_job_gives_its_nodes_back_at_once_when_it_is_cancelled(tmp_path
         time.sleep(0.3)
         extra_job.terminate()
         assert extra_job.wait(timeout=120) == 0
+
+
+def test_a_signal_that_comes_before_anybody_listens_does_not_end_the_script() -> None:
+    script = (GOLDEN / "packed.sbatch").read_text()
+    before, separator, _ = script.rpartition("\nexec ")
+    early = f"{before}{separator}sh -c 'kill -USR2 $$; echo still there'\n"
+    ended = subprocess.run(["bash", "-c", early], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "still there\n"), ended

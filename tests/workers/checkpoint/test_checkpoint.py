@@ -29,6 +29,7 @@ from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta
 from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, SealedDirectory, verify_manifest, write_manifest
+from corral.workers.checkpoint.removal import Remover
 from tests.workers.checkpoint.sealing import describe
 
 
@@ -404,9 +405,9 @@ def _names(trial: TrialDirectory) -> set[str]:
 def test_old_commits_go_and_the_newest_stay(trial: TrialDirectory) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     saved = [_save(trial, writer, step, [f"0:{step}"]).commit.directory for step in range(1, 6)]
-    removed = collect_garbage(trial, writer.state, epoch=1, keep=2, protect={saved[0]})
+    removed = collect_garbage(trial, writer.state, epoch=1, remover=Remover(), keep=2, protect={saved[0]})
     assert removed == saved[1:3] and _names(trial) == {saved[0], *saved[3:]}
-    assert collect_garbage(trial, writer.state, epoch=1, keep=2) == [saved[0]]
+    assert collect_garbage(trial, writer.state, epoch=1, remover=Remover(), keep=2) == [saved[0]]
 
 
 def test_what_dead_epochs_left_goes_but_not_what_this_one_writes(trial: TrialDirectory) -> None:
@@ -420,7 +421,10 @@ def test_what_dead_epochs_left_goes_but_not_what_this_one_writes(trial: TrialDir
     (trial.checkpoints_path / "my-notes").mkdir()
     (trial.checkpoints_path / ".removing-step-00000001-e1-00000000").mkdir()
     committed.append(_save(trial, second, 3, ["0:3"]).commit.directory)
-    assert collect_garbage(trial, second.state, epoch=2, keep=2) == [committed[0], abandoned.relative_path]
+    assert collect_garbage(trial, second.state, epoch=2, remover=Remover(), keep=2) == [
+        committed[0],
+        abandoned.relative_path,
+    ]
     assert _names(trial) == {
         *committed[1:],
         in_progress.relative_path,
@@ -435,11 +439,11 @@ def test_nothing_is_removed_before_the_own_commit_or_below_two(trial: TrialDirec
         _save(trial, first, step, [f"0:{step}"])
     before = _names(trial)
     with pytest.raises(ValueError, match="at least 2 commits, got 1"):
-        collect_garbage(trial, first.state, epoch=1, keep=1)
+        collect_garbage(trial, first.state, epoch=1, remover=Remover(), keep=1)
     second = TrialLog(trial.log_path).claim("job 2")
     for state, epoch in ((second.state, 2), (TrialLog(trial.log_path).read(), 1)):
         with pytest.raises(ValueError, match="before its own first commit"):
-            collect_garbage(trial, state, epoch=epoch, keep=2)
+            collect_garbage(trial, state, epoch=epoch, remover=Remover(), keep=2)
     assert _names(trial) == before
 
 
@@ -450,5 +454,5 @@ def test_after_a_fall_back_the_commits_continued_from_stay(trial: TrialDirectory
     second = TrialLog(trial.log_path).claim("job 2")
     second.fall_back_to(last_valid_commit(second.state, trial).slot, reason="state.json is gone")
     new = _save(trial, second, 3, ["0:3"])
-    collect_garbage(trial, second.state, epoch=2, keep=2)
+    collect_garbage(trial, second.state, epoch=2, remover=Remover(), keep=2)
     assert _names(trial) == {saved[1].commit.directory, new.commit.directory}

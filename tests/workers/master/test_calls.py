@@ -122,8 +122,14 @@ def run(
     if called.call_type is CallType.EVALUATE:
         asyncio.run(calls.evaluate(called, UIDS, version=7))
     else:
-        asyncio.run(calls.run_call(called, UIDS, version=7, is_last_go=is_last_go))
+        asyncio.run(_go(calls, called, is_last_go=is_last_go))
     return ranks, buffer
+
+
+async def _go(calls: MeshCalls, called: ModelFunctionCall, *, is_last_go: bool) -> None:
+    trained = (await calls.run_call(called, UIDS, version=7, is_last_go=is_last_go)).trained
+    if is_last_go:
+        await calls.end_call(called, [trained] if trained else [])
 
 
 def specification(called: ModelFunctionCall) -> MasterWorkerSpec:

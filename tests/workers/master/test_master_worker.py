@@ -183,7 +183,7 @@ def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypat
 
     with pytest.raises(KilledError):
         run_master(plan, trial, Gang(at_call=die_after_a_commit), monkeypatch)
-    (committed,) = (logged.commit for logged in TrialLog(trial.log_path).read().commits)
+    *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().commits)
 
     gang, hashed, real = ListeningGang(), set[str](), manifest._digest
 

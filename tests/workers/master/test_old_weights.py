@@ -9,6 +9,7 @@ import pytest
 
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.removal import Remover
 from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
 from corral.workers.master.old_weights import remove_old_weights, weights_name
 
@@ -32,7 +33,7 @@ def test_the_newest_versions_of_the_lineage_stay(tmp_path: Path) -> None:
     write(tmp_path, *(f"1.{step}" for step in range(1, 8)))
     (tmp_path / "notes").mkdir()
     lineage = Lineage([PolicyVersion(1, 4)], epoch=1)
-    removed = remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 7), in_use=())
+    removed = remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 7), in_use=(), remover=Remover())
     assert set(removed) == names("1.1", "1.2", "1.3", "1.4")
     assert left(tmp_path) == names("1.5", "1.6", "1.7") | {"notes"}
 
@@ -40,17 +41,17 @@ def test_the_newest_versions_of_the_lineage_stay(tmp_path: Path) -> None:
 def test_after_a_fall_back_the_present_weights_stay_and_the_orphans_go(tmp_path: Path) -> None:
     write(tmp_path, "1.98", "1.99", "1.100", "2.91")
     lineage = Lineage([PolicyVersion(1, 90)], epoch=2)
-    remove_old_weights(tmp_path, lineage, present=PolicyVersion(2, 91), in_use=())
+    remove_old_weights(tmp_path, lineage, present=PolicyVersion(2, 91), in_use=(), remover=Remover())
     assert left(tmp_path) == names("2.91")
     write(tmp_path, "2.92")
-    remove_old_weights(tmp_path, lineage, present=PolicyVersion(2, 92), in_use=())
+    remove_old_weights(tmp_path, lineage, present=PolicyVersion(2, 92), in_use=(), remover=Remover())
     assert left(tmp_path) == names("2.91", "2.92")  # a server may be about to read the one before
 
 
 def test_a_superseded_trainer_removes_nothing_of_its_successor(tmp_path: Path) -> None:
     write(tmp_path, "1.5", "2.4", "2.5", "2.6")
     lineage = Lineage([PolicyVersion(1, 3)], epoch=1)
-    remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 5), in_use=())
+    remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 5), in_use=(), remover=Remover())
     assert left(tmp_path) == names("1.5", "2.4", "2.5", "2.6")
 
 
@@ -72,18 +73,22 @@ def test_what_a_slow_server_reads_stays_until_it_is_done(tmp_path: Path) -> None
                         write(tmp_path, f"1.{step}")
                         readers = read_weights_in_use(service, key)
                         assert readers == {slow}
-                        remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, step), in_use=readers)
+                        remove_old_weights(
+                            tmp_path, lineage, present=PolicyVersion(1, step), in_use=readers, remover=Remover()
+                        )
                     assert (slow / "model.safetensors").exists()
                     assert left(tmp_path) == names("1.1", "1.5", "1.6", "1.7")
                 assert read_weights_in_use(service, key) == frozenset()
 
     asyncio.run(scenario())
-    remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 7), in_use=())
+    remove_old_weights(tmp_path, lineage, present=PolicyVersion(1, 7), in_use=(), remover=Remover())
     assert left(tmp_path) == names("1.5", "1.6", "1.7")
 
 
 @pytest.mark.parametrize("step", [1, 99_999_999, 100_000_000])
 def test_a_version_is_found_again_by_the_name_of_its_folder(tmp_path: Path, step: int) -> None:
     write(tmp_path, f"1.{step}")
-    removed = remove_old_weights(tmp_path, Lineage([], epoch=2), present=PolicyVersion(2, 0), in_use=())
+    removed = remove_old_weights(
+        tmp_path, Lineage([], epoch=2), present=PolicyVersion(2, 0), in_use=(), remover=Remover()
+    )
     assert removed == [weights_name(PolicyVersion(1, step))]

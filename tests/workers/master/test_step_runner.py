@@ -44,6 +44,8 @@ class Calls:
         self.started: list[tuple[str, tuple[str, ...], bool]] = []
         self._ends: dict[str, asyncio.Future[None]] = {}
         self.drops: dict[str, dict[str, str]] = {}
+        self.followed: dict[str, int] = {}
+        """Replies of the goes of calls that were followed by what follows them."""
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
@@ -54,6 +56,10 @@ class Calls:
         is_train = call.call_type == "train_step"
         trained = TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0)
         return CallResult(trained=trained if is_train else None, dropped=self.drops.pop(call.name, {}))
+
+    async def end_call(self, call: ModelFunctionCall, replies: Sequence[TrainReply]) -> None:
+        assert call.name not in self.followed
+        self.followed[call.name] = len(replies)
 
     @property
     def running(self) -> set[str]:
@@ -198,3 +204,33 @@ def test_ranks_are_granted_in_order_and_others_are_not_held_up() -> None:
         return order
 
     assert asyncio.run(scenario()) == ["left", "apart", "all"]
+
+
+@pytest.mark.parametrize(("call_type", "num_replies"), [("train_step", 2), ("inference", 0)])
+def test_what_follows_a_call_follows_it_also_if_the_samples_of_its_last_go_were_dropped(
+    call_type: str, num_replies: int
+) -> None:
+    graph = build_dataflow(
+        [
+            call("actor_gen", "generate", "actor", (), "ids", n_seqs=2),
+            call("critic_call", call_type, "critic", ("ids",), *(("values",) if num_replies == 0 else ()), n_seqs=2),
+        ],
+        [],
+    )
+
+    async def scenario() -> Calls:
+        calls = Calls()
+        step = start(graph, calls)
+        await settle()
+        await calls.end("actor_gen")
+        calls.drops["actor_gen"] = {"c": "reward_error", "d": "reward_error"}
+        await calls.end("critic_call")
+        while calls.running:
+            await calls.end(calls.running.pop())
+        await step
+        return calls
+
+    calls = asyncio.run(scenario())
+    goes = [("".join(uids), is_last) for name, uids, is_last in calls.started if name == "critic_call"]
+    assert goes == [("ab", False), ("", True)]
+    assert calls.followed == {"actor_gen": 0, "critic_call": num_replies}

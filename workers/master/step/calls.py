@@ -32,6 +32,7 @@ from corral.workers.master.arrivals import buffered
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, note_held
 from corral.workers.master.step.all_or_first import all_or_first_error
 from corral.workers.master.step.dealing import Dealer, Shares
+from corral.workers.master.step.outcome import joined
 from corral.workers.master.step.runner import CallResult
 from corral.workers.master.step.transfers import TransferPlanner
 from corral.workers.master.trainer_gang import TrainerGang
@@ -108,9 +109,17 @@ class MeshCalls:
         if reply is None:
             for head, share in zip(mesh.dp_heads, shares, strict=True):
                 note_held(share, call.output_keys, (head,))
-        elif is_last_go and not reply.is_skipped and not reply.is_damaged:
-            await self._after_training(call)
         return CallResult(trained=reply)
+
+    async def end_call(self, call: ModelFunctionCall, replies: Sequence[TrainReply]) -> None:
+        """See `CallRunner.end_call`: weights that have changed, and are sound, go where they are wanted."""
+        if not replies or (step := joined(replies)).is_skipped or step.is_damaged:
+            return
+        for hook in call.post_hooks:
+            if isinstance(hook, PublishWeightsHook):
+                await self._publish()
+            elif isinstance(hook, PushWeightsHook):
+                await self._reallocate(call.model_name, hook.target, eta=hook.eta)
 
     def _take_in_answers(self, replies: Mapping[int, ReplyPayload]) -> CallResult:
         """Note what ranks have made of prompts; what they had to give up, the step goes on without."""
@@ -179,13 +188,6 @@ class MeshCalls:
             orders = [sample.order for sample in samples]
             return Generate(mfc=call.name, uids=uids, orders=orders, version=str(self._lineage.version(version)))
         return Inference(mfc=call.name, uids=uids)
-
-    async def _after_training(self, call: ModelFunctionCall) -> None:
-        for hook in call.post_hooks:
-            if isinstance(hook, PublishWeightsHook):
-                await self._publish()
-            elif isinstance(hook, PushWeightsHook):
-                await self._reallocate(call.model_name, hook.target, eta=hook.eta)
 
     async def _reallocate(self, source: ModelName, target: ModelName, *, eta: float) -> None:
         ranks = {*self._spec.mesh(source).ranks, *self._spec.mesh(target).ranks}

@@ -26,7 +26,7 @@ class StepOutcome:
     @cached_property
     def by_call(self) -> dict[str, TrainReply]:
         """What each train step did in all of its goes."""
-        return {name: _joined(replies) for name, replies in self.result.train_replies.items()}
+        return {name: joined(replies) for name, replies in self.result.train_replies.items()}
 
     @property
     def num_nonfinite(self) -> int:
@@ -70,7 +70,7 @@ class StepOutcome:
         return values
 
 
-def _joined(replies: Sequence[TrainReply]) -> TrainReply:
+def joined(replies: Sequence[TrainReply]) -> TrainReply:
     """Several goes as one: means of the statistics, sums of the counts."""
     names = dict.fromkeys(name for reply in replies for name in reply.stats)
     means = {name: [reply.stats[name] for reply in replies if name in reply.stats] for name in names}

@@ -3,7 +3,7 @@
     for every call of the graph, at the same time:
 
         ┌──► inputs of n_seqs samples ──► ranks of its mesh ──► request to them ──► outputs noted ──┐
-        │    (StepState, step_state.py)   (RankLocks)           (TrainerGang)                       │
+        │    (StepState, state.py)     (RankLocks)           (TrainerGang)                       │
         └───────────────── until the whole batch was taken ◄────────────────────────────────────────┘
 
 Nothing waits for a level of the graph: calls on ranks apart from each other run side by side as soon as their inputs
@@ -45,7 +45,15 @@ class CallRunner(Protocol):
 
         Args:
             version: policy version before this step.
-            is_last_go: whether the step has no more samples for this call: what follows it, follows now.
+            is_last_go: whether the step has no more samples for this call, so that its model may leave. Without `uids`
+                it is known only now, since the samples of what was to be the last go were dropped.
+        """
+
+    async def end_call(self, call: ModelFunctionCall, replies: Sequence[TrainReply]) -> None:
+        """What follows a call on the whole batch.
+
+        Args:
+            replies: of its goes, if it is a train step.
         """
 
 
@@ -121,28 +129,40 @@ class StepRunner:
 
     async def _run_call(self, call: ModelFunctionCall, step: "_Step") -> None:
         times = step.times.setdefault(call.name, CallTimes())
+        is_ended = True  # a call that takes nothing is followed by nothing
         while not step.state.is_over(call.name):
-            uids = await self._inputs(call, step, times)
-            if not uids:
-                return
-            asked = time.monotonic()
-            async with self._locks.hold(call.name, self._ranks_of(call)):
-                started = time.monotonic()
-                step.running.add(call.name)
-                self._report(step)
-                is_last_go = step.state.is_last_go(call.name, uids)
-                result = await self._runner.run_call(call, uids, version=step.version, is_last_go=is_last_go)
-                step.running.remove(call.name)
-            times.ranks_s += started - asked
-            times.run_s += time.monotonic() - started
+            if uids := await self._inputs(call, step, times):
+                is_ended = await self._go(call, uids, step, times)
+        if not is_ended:
+            await self._go(call, [], step, times)
+
+    async def _go(self, call: ModelFunctionCall, uids: Sequence[str], step: "_Step", times: CallTimes) -> bool:
+        """One go of a call, and what follows it if it is the last; whether it is.
+
+        What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
+        before it may drop all samples that it had still to take.
+        """
+        asked = time.monotonic()
+        async with self._locks.hold(call.name, self._ranks_of(call)):
+            started = time.monotonic()
+            step.running.add(call.name)
+            self._report(step)
+            is_last_go = step.state.is_last_go(call.name, uids)
+            result = await self._runner.run_call(call, uids, version=step.version, is_last_go=is_last_go)
             if result.trained is not None:
                 step.train_replies.setdefault(call.name, []).append(result.trained)
-            step.state.finish_go(call.name, uids)
-            step.state.drop(result.dropped)
-            step.dropped.update(result.dropped)
-            self._report(step)
-            step.changed.set()
-            step.changed = asyncio.Event()
+            if is_last_go:
+                await self._runner.end_call(call, step.train_replies.get(call.name, ()))
+            step.running.remove(call.name)
+        times.ranks_s += started - asked
+        times.run_s += time.monotonic() - started
+        step.state.finish_go(call.name, uids)
+        step.state.drop(result.dropped)
+        step.dropped.update(result.dropped)
+        self._report(step)
+        step.changed.set()
+        step.changed = asyncio.Event()
+        return is_last_go
 
     async def _inputs(self, call: ModelFunctionCall, step: "_Step", times: CallTimes) -> list[str]:
         """The samples of the next go; none if all that remained was dropped meanwhile."""

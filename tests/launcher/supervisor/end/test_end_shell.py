@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import begin_attempt, record_attempt
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
@@ -317,12 +317,13 @@ def test_at_the_time_limit_a_refusal_leaves_no_second_way(attempt: Attempt) -> N
     assert "sbatch failed" in verdict.cause and "--resume" in verdict.cause
 
 
-@pytest.mark.parametrize("ask", [lambda end: end.usr2(), lambda end: end.end.requested(REQUEUE)])
-def test_the_last_attempt_of_a_chain_stops_with_advice(tmp_path: Path, ask: Any) -> None:
+def test_the_last_attempt_of_a_chain_stops_with_advice(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
     begin_attempt(attempt.directory, job_id="6", restart_count=0, mode="slurm")
     begin_attempt(attempt.directory, job_id=OWN, restart_count=0, mode="slurm")
-    ask(attempt)
+    for number in range(2):
+        write_end(attempt.directory, AttemptEndRecord(attempt=number, state="TIMED_OUT", cause="", then="successor"))
+    attempt.usr2()
     verdict = attempt.finish()
     assert not verdict.goes_on and "before their first commit" in verdict.cause and "--resume" in verdict.cause
     assert attempt.slurm.alive == set() and attempt.has_ended()

@@ -471,3 +471,26 @@ def _drain(machine: UnitMachine, now: float) -> EndTrial:
             if isinstance(action, EndTrial):
                 return action
     raise AssertionError("the trial did not end")
+
+
+def test_a_silent_task_is_killed_and_started_again_as_its_own_failure_with_its_gang() -> None:
+    machine = started()
+    assert machine.silent("model_worker/1", 61.0) == [SignalTask("model_worker/1", kill=True)]
+    assert machine.exited("model_worker/1", -9, 10.1) == [SignalTask("model_worker/0", kill=True)]
+    (restart,) = machine.exited("model_worker/0", -9, 10.2)
+    assert isinstance(restart, RestartUnit)
+    assert restart.cause == "model_worker/1 gave no sign of life for 61 s, and was killed"
+    assert machine.silent("model_worker/1", 63.0) == []  # it does not run
+
+
+def test_a_task_that_falls_silent_again_and_again_spends_its_budget() -> None:
+    machine, now = started(), 0.0
+    for _ in range(POLICY.max_restarts):
+        machine.silent("rollout_worker/0", 61.0)
+        (restart,) = machine.exited("rollout_worker/0", -9, now)
+        assert isinstance(restart, RestartUnit)
+        now += restart.pause_s
+        machine.tick(now)
+    machine.silent("rollout_worker/0", 61.0)
+    machine.exited("rollout_worker/0", -9, now)
+    assert machine.phase is TrialPhase.TERMINATING

@@ -1,0 +1,168 @@
+"""What is to go with a process of ours, however that ends: written down on its host before it is made.
+
+    /dev/shm/corral-UID/TOKEN      a record: its owner holds a lock of it while it lives
+        line 1        whose trial, which session of processes
+        further ones  paths: a folder in memory, a temporary folder, a name in /dev/shm, a file of secrets
+
+Whoever gets the lock of a record knows that its owner is gone, and removes what is in it (launcher/trial/sweep.py).
+Guarantee: nothing that a living process uses is removed: folders are locked by those who use them, and a file of
+secrets is known by its time, so that those made anew under its name stay.
+"""
+
+import fcntl
+import json
+import os
+import secrets as random_tokens
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
+
+LEFTOVERS_VARIABLE: Final = "CORRAL_LEFTOVERS"
+"""Names the record of a worker to all that runs in it."""
+MEMORY: Final = Path("/dev/shm")
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A record that this process holds the lock of."""
+
+    path: Path
+    descriptor: int
+    trial_uuid: str
+    session: int
+    """Process id of the leader of the session that all of it runs in; 0 if there is none to end."""
+    start_ticks: int
+    """Of that leader."""
+
+    def note(self, path: Path) -> None:
+        """Has this go when the owner does."""
+        note(path, self.path)
+
+    def paths(self) -> list[tuple[Path, int | None]]:
+        """What is noted, and the time of a file of secrets."""
+        lines = os.pread(self.descriptor, 1 << 20, 0).split(b"\n")[1:-1]  # what follows the last end was cut off
+        noted = map(json.loads, lines)
+        return [(Path(line["path"]), line.get("mtime_ns")) for line in noted]
+
+    def remove(self) -> None:
+        """All that is noted, and the record; what cannot be removed only takes space."""
+        for path, mtime_ns in self.paths():
+            _remove(path, mtime_ns)
+        self.drop()
+
+    def drop(self) -> None:
+        """The record alone: what is noted stays."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def records_folder(*, memory: Path = MEMORY) -> Path:
+    """This user's records on this host.
+
+    Raises:
+        OSError: if it cannot be made, or somebody else has it.
+    """
+    folder = memory / f"corral-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = open_directory(folder)
+    try:
+        if not is_private(descriptor):
+            raise PermissionError(f"{folder} is not private to this user; it is left alone")
+    finally:
+        os.close(descriptor)
+    return folder
+
+
+def begin(trial_uuid: str, *, session: int = 0, start_ticks: int = 0) -> Record:
+    """A new record, locked until its descriptor is closed everywhere.
+
+    Raises:
+        OSError: if this host has no place for it.
+    """
+    path = records_folder() / random_tokens.token_hex(8)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    head = {"trial": trial_uuid, "session": session, "start_ticks": start_ticks}
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, (json.dumps(head) + "\n").encode())
+    except OSError:
+        path.unlink()
+        os.close(descriptor)
+        raise
+    return Record(path=path, descriptor=descriptor, trial_uuid=trial_uuid, session=session, start_ticks=start_ticks)
+
+
+def take(path: Path) -> Record | None:
+    """The record of an owner that is gone; None if it lives, or the file is no record (yet)."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if try_lock(descriptor, fcntl.LOCK_EX) and (head := _head(descriptor)) is not None:
+            return Record(path=path, descriptor=descriptor, **head)
+    except OSError:
+        pass  # without locks nobody knows who lives
+    os.close(descriptor)
+    return None
+
+
+def note(path: Path, record: Path | None = None) -> None:
+    """Has a folder of memory or temporary files, or a name in memory, go when this worker does.
+
+    Args:
+        record: of the owner; None is that of the worker that this process runs in, if it runs in one.
+    """
+    record = record or Path(os.environ.get(LEFTOVERS_VARIABLE) or os.devnull)
+    with record.open("a") as file:
+        file.write(json.dumps({"path": str(path)}) + "\n")
+
+
+def note_secrets(record: Record, path: Path) -> None:
+    """Has the folder of a file of secrets go when the owner does, unless it has been made anew."""
+    with record.path.open("a") as file:
+        file.write(json.dumps({"path": str(path), "mtime_ns": path.stat().st_mtime_ns}) + "\n")
+
+
+def names_in_memory(pids: Iterable[int], *, memory: Path = MEMORY) -> set[Path]:
+    """Files of this user right in /dev/shm that these processes have mapped: semaphores, and what is shared by name."""
+    found = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        found |= {Path(line.split(None, 5)[5]) for line in lines if line.endswith(".shm") or f" {memory}/" in line}
+    return {path for path in found if path.parent == memory and _is_ours(path)}
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _head(descriptor: int) -> dict[str, Any] | None:
+    try:
+        head = json.loads(os.pread(descriptor, 4096, 0).decode().splitlines()[0])
+        return {"trial_uuid": head["trial"], "session": head["session"], "start_ticks": head["start_ticks"]}
+    except (IndexError, ValueError, KeyError):
+        return None
+
+
+def _remove(path: Path, mtime_ns: int | None) -> None:
+    try:
+        if mtime_ns is not None:
+            if path.stat().st_mtime_ns == mtime_ns:
+                shutil.rmtree(path.parent, ignore_errors=True)
+        elif path.is_dir():
+            remove_if_unused(path)
+        else:
+            path.unlink()
+    except OSError:
+        return  # it is gone, or takes space that nobody can give back

@@ -1,0 +1,155 @@
+"""What a worker leaves goes with it, whoever is killed: its processes, its temporary files, its names in memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.trial import leftovers
+from corral.launcher.runners.guard import guarded
+from corral.launcher.runners.local import LocalRunner
+from corral.launcher.runners.runner import TaskSpec
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, process_start_ticks
+from corral.launcher.trial.sweep import sweep
+from tests.launcher.trials import wait_until
+
+# Leaves the session, forgets its environment, as a server that gives itself a title does, and tells who it is.
+STRAY = """
+import ctypes, os, pathlib, sys, time
+if "setsid" in sys.argv: os.setsid()
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+WORKER = """
+import os, pathlib, subprocess, sys, tempfile, time
+from multiprocessing import get_context
+from corral.experiments.trial import leftovers
+told = pathlib.Path(sys.argv[1])
+subprocess.Popen([sys.executable, "-c", sys.argv[2], str(told / "stray"), *sys.argv[3:]], env={})
+held = get_context("spawn").Semaphore()
+(pathlib.Path(tempfile.gettempdir()) / "file").write_text("x")
+(told / "temporary").write_text(tempfile.gettempdir())
+(told / "worker").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+class Guarded:
+    """A worker of this test under its guard, started as the local runner does, with a stray process of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+        self.uuid = uuid.uuid4().hex
+        monkeypatch.setenv(TRIAL_UUID_VARIABLE, self.uuid)
+        self.names = set(os.listdir("/dev/shm"))
+        command = (sys.executable, "-c", WORKER, str(folder), STRAY, *options)
+        spec = TaskSpec(worker="rollout_worker/0", command=command, environment={}, log_path=folder / "log")
+        self.task = LocalRunner(bind_address="auto", gpus_by_worker={}).start(spec)
+        told = [folder / name for name in ("stray", "worker", "temporary")]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in told), "the worker")
+        self.stray, self.worker = (int(path.read_text()) for path in told[:2])
+        self.temporary = Path(told[2].read_text())
+
+    def check_nothing_is_left(self) -> None:
+        for pid in (self.stray, self.worker, self.task.pid):
+            wait_until(lambda pid=pid: process_start_ticks(pid) is None, f"the end of {pid}")
+        wait_until(lambda: not self.temporary.exists(), "its temporary folder")
+        assert not [name for name in set(os.listdir("/dev/shm")) - self.names if name.startswith("sem.mp-")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_is_killed_leaves_neither_processes_nor_files_nor_semaphores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    guarded_worker = Guarded(tmp_path, monkeypatch, "setsid")
+    os.kill(guarded_worker.worker, number)
+    assert wait_until(lambda: guarded_worker.task.poll(), "its end") == -number
+    guarded_worker.check_nothing_is_left()
+
+
+def test_what_a_worker_started_ends_when_the_supervisor_kills_it_though_its_guard_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded_worker = Guarded(tmp_path, monkeypatch, "setsid")
+    os.kill(guarded_worker.task.pid, signal.SIGSTOP)
+    guarded_worker.task.kill()
+    assert wait_until(lambda: guarded_worker.task.poll(), "its end") == -signal.SIGKILL
+    guarded_worker.check_nothing_is_left()
+
+
+def test_a_guard_that_is_killed_takes_the_worker_and_their_session_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded_worker = Guarded(tmp_path, monkeypatch)
+    os.kill(guarded_worker.task.pid, signal.SIGKILL)
+    assert wait_until(lambda: guarded_worker.task.poll(), "its end") == -signal.SIGKILL
+    wait_until(lambda: process_start_ticks(guarded_worker.stray) is None, "the end of the stray")
+    sweep()
+    assert not guarded_worker.temporary.exists()
+
+
+def test_a_guard_outlives_its_parent_only_to_end_all_that_its_worker_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRIAL_UUID_VARIABLE, uuid.uuid4().hex)
+    guard = guarded([sys.executable, "-c", WORKER, str(tmp_path), STRAY, "setsid"])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({list(guard)!r}, start_new_session=True)"]
+    )
+    told = [tmp_path / name for name in ("stray", "worker", "temporary")]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in told), "the worker")
+    pids = [*children_of(parent.pid), *(int(path.read_text()) for path in told[:2])]
+    parent.kill()
+    parent.wait()
+    for pid in pids:
+        wait_until(lambda pid=pid: process_start_ticks(pid) is None, f"the end of {pid}")
+    wait_until(lambda: not Path(told[2].read_text()).exists(), "its temporary folder")
+
+
+@pytest.fixture
+def stray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose session nobody leads any more, and that tells nobody its environment."""
+    process = subprocess.Popen([sys.executable, "-c", STRAY, str(tmp_path / "told")], env={}, start_new_session=True)
+    wait_until(lambda: (tmp_path / "told").exists(), "the stray")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_sweep_ends_the_session_of_a_dead_owner_and_never_that_of_a_living_one(
+    stray: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    record = leftovers.begin("f" * 32, session=stray.pid, start_ticks=process_start_ticks(stray.pid) or 0)
+    record.note(folder)
+    sweep()
+    assert stray.poll() is None and folder.exists()
+    os.close(record.descriptor)
+    sweep()
+    assert stray.wait(10) == -signal.SIGKILL and not folder.exists() and not record.path.exists()
+
+
+def test_a_sweep_spares_a_session_of_the_same_id_that_is_another(stray: subprocess.Popen[bytes]) -> None:
+    record = leftovers.begin("f" * 32, session=stray.pid, start_ticks=(process_start_ticks(stray.pid) or 0) - 1)
+    os.close(record.descriptor)
+    sweep()
+    assert stray.poll() is None
+
+
+def test_secrets_go_with_their_owner_and_those_made_anew_stay(tmp_path: Path) -> None:
+    for name, is_renewed in (("old", False), ("new", True)):
+        path = tmp_path / name / "secrets.json"
+        path.parent.mkdir()
+        path.write_text("first")
+        record = leftovers.begin("f" * 32)
+        leftovers.note_secrets(record, path)
+        if is_renewed:
+            os.utime(path, ns=(0, 0))
+        os.close(record.descriptor)
+    sweep()
+    assert not (tmp_path / "old").exists() and (tmp_path / "new" / "secrets.json").exists()
