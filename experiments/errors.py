@@ -181,7 +181,7 @@ def display_path(path: Path) -> str:
     """The shorter of the path itself and the path from the current directory."""
     try:
         relative = os.path.relpath(path)
-    except ValueError:
+    except (ValueError, OSError):  # the current directory may have been removed
         return str(path)
     return min(str(path), relative, key=len)
 

@@ -40,5 +40,9 @@ class WorkerExit(IntEnum):
     """Training gives no finite loss, from the last commit on, too: another try gives the same."""
     CANNOT_CONTINUE = 78
     """What the trial stands on is damaged, or it makes no progress: another try gives the same."""
+    USER_CODE = 81
+    """The user's own code has failed on everything since the trial began: another try gives the same."""
     NO_ROOM = 79
     """A disk is full, or a quota used up: another try succeeds once there is room."""
+    WRONG_DEVICES = 80
+    """It sees other GPUs than the plan gives it: the node's fault, or its container's, and not the program's."""

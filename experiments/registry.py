@@ -27,6 +27,7 @@ from corral.experiments.errors import (
 )
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import import_class, naming_users_line
+from corral.experiments.loading.field_words import EXPERIMENT_BY_WORD
 from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
 from corral.experiments.loading.profile import Layer, merge, read_profile, without
 from corral.experiments.loading.schema import path_keys
@@ -57,6 +58,8 @@ class LoadedExperiment:
 
     experiment: Experiment
     source: ConfigSource
+    written: Mapping[str, Any]
+    """What files and overrides say, as one file could; nothing that follows from it is filled in."""
 
 
 def load_experiment(path: Path | str, overrides: Sequence[str] = (), *, profiles: Sequence[Path] = ()) -> Experiment:
@@ -103,12 +106,11 @@ def load_with_source(
         profiles=tuple(profiles),
     )
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
-    data = _with_group_defaults(apply_overrides(merged.data, changes), experiment_class)
-    data, source = _with_sbatch_arguments(data, sbatch_arguments, source)
-    data = _with_absolute_paths(data, experiment_class, source)
-    experiment = validate(experiment_class, data, source)
+    data, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
+    written = _with_absolute_paths(data, experiment_class, source)
+    experiment = validate(experiment_class, _with_group_defaults(written, experiment_class), source)
     check_experiment(experiment, source, is_to_run=is_to_run)
-    return LoadedExperiment(experiment=experiment, source=source)
+    return LoadedExperiment(experiment=experiment, source=source, written=written)
 
 
 def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[KeyPath]:
@@ -154,9 +156,11 @@ def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Exp
         raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of {known}", place=place)
     experiment_class = EXPERIMENTS.get(kind) if isinstance(kind, str) else None
     if experiment_class is None:
+        word = kind if isinstance(kind, str) else ""
+        meant = EXPERIMENT_BY_WORD.get(word.lower())
         raise ConfigError.of(
             f"there is no experiment {show_value(kind)}",
-            hint=did_you_mean(kind if isinstance(kind, str) else "", list(EXPERIMENTS), f"known: {known}"),
+            hint=f"it is {meant}" if meant else did_you_mean(word, list(EXPERIMENTS), f"known: {known}"),
             path=("experiment",),
             shown=show_value(kind),
             place=source.place(("experiment",)),

@@ -47,7 +47,7 @@ def judged(engine: SmallEngine) -> SequenceSample:
 
 
 def test_every_file_is_shorter_than_forty_lines() -> None:
-    assert FILES.keys() == {"gentle_loss", "curiosity", "surprise", "curious_ppo", "judge"}
+    assert FILES.keys() == {"gentle_loss", "fluent_loss", "curiosity", "surprise", "curious_ppo", "judge"}
     assert all(len(text.splitlines()) < 39 for text in FILES.values())  # and the line with its name
 
 
@@ -65,6 +65,16 @@ def test_a_loss_of_ones_own_decides_how_answers_are_trained() -> None:
 
     usual, gentle = gains(PPOConfig()), gains(PPOConfig(loss="gentle_loss:gentle"))
     assert sum(gentle) > sum(usual)
+
+
+def test_a_loss_of_ones_own_reads_a_key_that_it_declares() -> None:
+    engine = SmallEngine("lm", lr=0.05)
+    sample = judged(engine)
+    fluency = np.log(np.array([0.5, 0.25, 0.125, 0.5, 0.25, 0.125], np.float32))
+    sample = sample.with_key(Key("fluency", "per_answer", "float32"), fluency)
+    actor = PPOActorInterface(PPOConfig(loss="fluent_loss:fluent"))
+    assert "fluency" in {key.name for key in actor.inputs[CallType.TRAIN_STEP]}
+    assert 0.125 < actor.train_step(engine, sample, version=0)["fluent/weight"] < 0.5
 
 
 def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advantage() -> None:

@@ -16,7 +16,6 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowK
 from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.import_paths import check_import_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
@@ -108,15 +107,13 @@ def make_requests(
     """What the jobs will be asked for; writes nothing.
 
     Raises:
-        ConfigError: if the problems are no good, or the reward cannot be found.
+        ConfigError: if the problems are no good.
     """
     spec = _model_worker(plan)
     kind: RowKind = "answers" if spec.reward.function == EXACT_MATCH else "prompts"
     reader = DatasetReader(config=evaluation.dataset, kind=kind)
     reader.read_to_end()
     reader.raise_problems()
-    if (problem := check_import_path(spec.reward.function)) is not None:
-        raise ConfigError([problem])
     return [
         EvaluationRequest(
             step=weights.step,
@@ -128,6 +125,8 @@ def make_requests(
             reward=spec.reward,
             dtype=spec.roles[0].model.dtype,
             result=result_path(folder, weights.step),
+            code=directory.code_path if plan.code else None,
+            code_digests=plan.code,
         )
         for weights in chosen
     ]

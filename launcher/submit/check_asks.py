@@ -99,14 +99,15 @@ def _node_name_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
     known = {node.name for node in facts.nodes}
     wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
     for name, hosts in (("nodelist", wanted), ("exclude", unwanted)):
-        for host in hosts:
-            if host not in known:
-                yield ask.problem(
-                    name,
-                    f"no node {host!r} in this cluster",
-                    hint=did_you_mean(host, sorted(known), f"this cluster has {some_nodes(facts.nodes)}"),
-                    evidence=shlex.join(nodes_command()),
-                )
+        # One problem for an expression, with one look for a near name: it may stand for thousands of hosts.
+        if unknown := [host for host in hosts if host not in known]:
+            others = f" and {len(unknown) - 1} others that {name} names" if len(unknown) > 1 else ""
+            yield ask.problem(
+                name,
+                f"no node {unknown[0]!r}{others} in this cluster",
+                hint=did_you_mean(unknown[0], sorted(known), f"this cluster has {some_nodes(facts.nodes)}"),
+                evidence=shlex.join(nodes_command()),
+            )
     allowed = {node.name for name in partitions_asked(ask.values, facts) for node in facts.members(name)}
     outside = [host for host in wanted if host in known and host not in allowed]
     if outside and allowed:

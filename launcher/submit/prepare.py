@@ -5,10 +5,13 @@ a trial that has ended --its plan, its log--> Submission of the next attempt, on
 """
 
 import os
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located, shorten
@@ -32,6 +35,7 @@ from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.submit.imagined import check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.submit.reallocate import reallocated
+from corral.launcher.submit.users_code import KeptCode, look_again, look_at_code
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
 from corral.scheduling.cluster_shape import ClusterShape
@@ -64,12 +68,16 @@ class Submission:
     checks: tuple[str, ...]
     layout: Layout | None
     """None for a local trial."""
+    code: KeptCode = KeptCode()
+    """The user's own."""
     has_default_name: bool = False
     """Whether nobody chose the trial's name."""
     gpu_memory_mb: int | None = None
     """Of one GPU, where somebody says it."""
     profiles: tuple[Path, ...] = ()
     """Profiles beneath the experiment file, the weakest first."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """What config.yaml is to say; empty where it stays as it is."""
 
 
 def prepare(
@@ -120,6 +128,9 @@ def prepare(
     with located(loaded.source):
         _check_fileroot(fileroot, directory)
         plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
+        # On an imagined cluster nothing will run.
+        code = look_at_code(plan, tries=has_checks) if shape is None else KeptCode()
+        plan = code.in_plan(plan)
     if shape is not None:
         found = check_on_shape(plan, shape, source=loaded.source)
     else:
@@ -127,12 +138,14 @@ def prepare(
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=(*experiment.find_warnings(), *found.warnings),
+        warnings=(*experiment.find_warnings(), *code.warnings, *found.warnings),
         checks=found.checks,
         layout=found.layout,
+        code=code,
         has_default_name=chosen is None,
         gpu_memory_mb=plan.cluster.gpu_memory if shape is None else shape.gpu_memory_mb,
         profiles=loaded.source.profiles,
+        written=loaded.written,
     )
 
 
@@ -159,17 +172,34 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     if log.is_done:
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
+    code = look_again(plan, directory)
+    plan = code.in_plan(plan)
+    written: Mapping[str, Any] = {}
     if allocation is not None:
-        plan = reallocated(plan, directory, allocation)
+        with _importing_from(directory.code_path):
+            plan, written = reallocated(plan, directory, allocation)
+        plan = code.in_plan(plan)
     found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=found.warnings,
+        warnings=(*code.warnings, *found.warnings),
         checks=found.checks,
         layout=found.layout,
+        code=code,
         gpu_memory_mb=plan.cluster.gpu_memory,
+        written=written,
     )
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """An experiment of the user's own, and the keys that others declare, are those that the trial keeps."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:

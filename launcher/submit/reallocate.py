@@ -1,11 +1,13 @@
 """A trial goes on with other ranks: what a resume may change of a plan, and what must be as it was.
 
-plan.json, config.yaml, another allocation ──► the same experiment, checked anew ──► RunPlan of the same trial
+config.yaml, as the user wrote it --still gives--> the settings of plan.json
+            + another allocation  --is planned----> RunPlan of the same trial
 
-A checkpoint is that of the whole model, and samples belong to rollout workers, whose number therefore stays.
+A checkpoint is that of the whole model, and samples belong to rollout workers, whose number therefore stays. All else
+that follows from the allocation follows from the new one, which is why config.yaml holds nothing that was filled in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from corral.experiments.errors import ConfigError, located
@@ -14,10 +16,12 @@ from corral.experiments.registry import load_with_source
 from corral.experiments.trial.directory import TrialDirectory
 
 _ROLLOUT: Final = "rollout_worker"
+_FOLLOWING: Final = ("model_worker", "generation_server")
+"""Groups whose count the allocation says; one that was written beside it said the same once."""
 
 
-def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> RunPlan:
-    """The trial's plan with another allocation.
+def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tuple[RunPlan, Mapping[str, Any]]:
+    """The trial's plan with another allocation, and what config.yaml is to say then.
 
     Guarantee: every prompt stays with the rollout worker that has it in its spool, so none is lost or trained twice.
 
@@ -27,36 +31,36 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> Ru
     Raises:
         ConfigError: if it does not fit the experiment, or the trial's files are not what it was planned from.
     """
-    changes = [f"allocation={allocation}"]
-    if num_rollout_workers := sum(worker.kind == _ROLLOUT for worker in plan.workers):
-        changes.append(f"groups.{_ROLLOUT}.count={num_rollout_workers}")
-    loaded = load_with_source(directory.config_path, changes)
-    with located(loaded.source):
-        changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
-    if differing := sorted(_changed_keys(plan.config, changed.config)):
+    # Elastic ones are beside these, and stay as they were written.
+    rollout = plan.scheduling.get(_ROLLOUT)
+    kept = [f"groups.{_ROLLOUT}.count={rollout.count}"] if rollout else []
+    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}", *kept])
+    if differing := _changed_keys(plan.config, before.experiment.model_dump(mode="json")):
         raise ConfigError.of(
             f"{directory.config_path} is not what the trial was planned from: {', '.join(differing[:3])} differs",
             hint="put the file back; a trial goes on with other ranks, and with no other settings",
         )
-    if (before := set(_digests(plan.model_dump(mode="json")))) != set(_digests(changed.model_dump(mode="json"))):
+    follow = [f"groups.{kind}.count=null" for kind in _FOLLOWING if kind in before.written.get("groups", {})]
+    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *kept, *follow])
+    with located(loaded.source):
+        changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
+    if (digests := set(_digests(plan.model_dump(mode="json")))) != set(_digests(changed.model_dump(mode="json"))):
         raise ConfigError.of(
             f"a data set of trial {plan.trial.experiment}/{plan.trial.trial} has changed since it was submitted "
-            f"(SHA-256 was {', '.join(sorted(before))})",
+            f"(SHA-256 was {', '.join(sorted(digests))})",
             hint="put the file back, or submit a new trial",
         )
-    return changed
+    return changed, loaded.written
 
 
-def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Keys whose values differ, but for those that a reallocation changes itself."""
-    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} - {"allocation"}
-    if "groups" in changed and _without_count(before["groups"]) == _without_count(after["groups"]):
-        changed.remove("groups")
-    return changed
+def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Keys whose values differ, but for the number of rollout workers, which nobody need have written."""
+    return sorted(key for key in before.keys() | after.keys() if _kept(before, key) != _kept(after, key))
 
 
-def _without_count(groups: dict[str, Any]) -> dict[str, Any]:
-    return {**groups, _ROLLOUT: {**groups.get(_ROLLOUT, {}), "count": None}}
+def _kept(config: dict[str, Any], key: str) -> Any:
+    value = config.get(key)
+    return {**value, _ROLLOUT: {**value[_ROLLOUT], "count": None}} if key == "groups" and value else value
 
 
 def _digests(content: Any) -> Iterator[str]:

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal
@@ -34,7 +36,8 @@ from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submittin
 logger = logging.getLogger(__name__)
 
 SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
-_SUPERVISOR_START_TIMEOUT_S = 20.0
+_SUPERVISOR_START_TIMEOUT_S = 600.0  # a process that lives is believed to be starting: a loaded machine takes its time
+_SUPERVISOR_END_TIMEOUT_S = 30.0
 
 
 def create(submission: Submission) -> None:
@@ -52,7 +55,7 @@ def create(submission: Submission) -> None:
     except OSError as error:
         raise SubmissionError(str(error)) from error
     try:
-        _write_plan(submission)
+        write_plan(submission)
     except BaseException:
         shutil.rmtree(directory.path)
         raise
@@ -77,16 +80,19 @@ def start(
             # It was looked at before, but of two who look at the same time both see that nobody is there.
             refuse_living(submission.plan, submission.directory)
             if submission.directory.plan_path.read_bytes() != submission.plan.to_json():  # another allocation
-                _write_plan(submission)
+                write_plan(submission)
             return _start(submission, cluster, supervisor_command, resume=True)
     except SubmissionRunsError as error:
         raise SubmissionError(str(error)) from error
 
 
-def _write_plan(submission: Submission) -> None:
+def write_plan(submission: Submission) -> None:
+    """Puts down what the trial is planned to be, and what the user has written of it."""
+    submission.code.write(submission.directory)
     # The plan first: whoever comes between the two finds that what people read is behind, and nothing else.
     atomic_write(submission.directory.plan_path, submission.plan.to_json())
-    atomic_write(submission.directory.config_path, _config_text(submission.plan))
+    if submission.written:
+        atomic_write(submission.directory.config_path, _config_text(submission.written))
 
 
 def _start(submission: Submission, cluster: Cluster | None, supervisor_command: Sequence[str], *, resume: bool) -> str:
@@ -119,19 +125,42 @@ def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Se
     log_path = directory.attempt_logs(attempt) / "supervisor.log"
     command = [*supervisor_command, "--trial", str(directory.path), "--attempt", str(attempt)]
     pid = start_detached(command, log_path=log_path, environment=clean_environment())
-    deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
-    while not is_locked(directory):
-        try:
-            ended = os.waitpid(pid, os.WNOHANG)[0] == pid
-        except ChildProcessError:
-            ended = True
-        if ended or time.monotonic() > deadline:
-            said = read_tail(log_path, 2000).decode(errors="replace")
-            why = "ended at once" if ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
-            raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
-        time.sleep(0.02)
+    try:
+        _wait_until_it_supervises(directory, pid, log_path)
+    except BaseException:
+        _end(directory, pid)  # whoever called removes its folder
+        raise
     _note(directory, attempt=attempt, pid=pid)
     return str(pid)
+
+
+def _wait_until_it_supervises(directory: TrialDirectory, pid: int, log_path: Path) -> None:
+    """Until our child holds the trial's lock, however long that takes: what counts is whether it lives."""
+    deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
+    while not is_locked(directory):
+        has_ended = _has_ended(pid)
+        if has_ended or time.monotonic() > deadline:
+            said = read_tail(log_path, 2000).decode(errors="replace")
+            why = "ended at once" if has_ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
+            raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
+        time.sleep(0.02)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether our child is gone."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _end(directory: TrialDirectory, pid: int) -> None:
+    """Ends a supervisor that was given up, and waits until neither it nor what it has started has the trial."""
+    if not _has_ended(pid):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _SUPERVISOR_END_TIMEOUT_S
+    while (not _has_ended(pid) or is_locked(directory)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _start_on_cluster(submission: Submission, layout: Layout, attempt: int, cluster: Cluster) -> str:
@@ -162,8 +191,8 @@ def script_of(submission: Submission) -> bytes | None:
     return cluster.script(submission.plan, submission.layout, submission.directory)
 
 
-def _config_text(plan: RunPlan) -> bytes:
+def _config_text(written: Mapping[str, Any]) -> bytes:
     # Not at the top: only a submission writes YAML.
     import yaml
 
-    return yaml.safe_dump(plan.config, sort_keys=False, allow_unicode=True).encode()
+    return yaml.safe_dump(dict(written), sort_keys=False, allow_unicode=True).encode()

@@ -4,6 +4,7 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, kind, sig
 """
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -34,6 +35,9 @@ _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 _CONSEQUENCES = (-signal.SIGTERM, WorkerExit.SUPERSEDED, WorkerExit.GANG_BROKEN)
 _MEMORY_EXITS = (-9, 137, 253)
+# slurmstepd's own line, which stands beside any exit code: srun may end with 1 where the kernel killed a task. Without
+# accounting SLURM tells nobody else, and the step's cgroup is gone when its srun ends.
+_SLURMS_OWN_LINE = re.compile(r"slurmstepd: error: .*\bdetected \d+ oom[-_ ]kill event", re.IGNORECASE)
 _MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
 
 
@@ -103,7 +107,10 @@ def is_consequence(record: Mapping[str, Any]) -> bool:
 
 def is_out_of_memory(record: Mapping[str, Any]) -> bool:
     """Whether this was the memory limit's doing: SLURM says so in what the worker printed last."""
-    said = " ".join(str(line) for line in record.get("last_lines") or ()).lower()
+    lines = [str(line) for line in record.get("last_lines") or ()]
+    if record.get("returncode") and any(map(_SLURMS_OWN_LINE.match, lines)):
+        return True
+    said = " ".join(lines).lower()
     return record.get("returncode") in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
 
 

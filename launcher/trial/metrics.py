@@ -1,7 +1,11 @@
 """The end of metrics.jsonl, where the master writes one line of numbers for each train step."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, TypeGuard
 
 import msgspec
@@ -10,6 +14,7 @@ from corral.experiments.trial.directory import read_tail
 
 _TAIL_BYTES = 65536
 _TAIL_LINES = 100
+_PACE_STEPS = 20  # long enough to even out evaluations and commits, short enough to show a change
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -20,13 +25,37 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def last_metrics(path: Path) -> dict[str, Any]:
-    """The newest value of every number in the last lines; {} before the first step."""
-    lines = _parse(b"\n".join(read_tail(path, _TAIL_BYTES).split(b"\n")[-_TAIL_LINES:]))
+def last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last lines that hold a step, oldest first; at most 64 KiB of them."""
+    return _parse(b"\n".join(read_tail(path, _TAIL_BYTES).split(b"\n")[-_TAIL_LINES:]))
+
+
+def newest_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The newest value of every number in these lines; {} before the first step."""
     newest: dict[str, Any] = {}
     for line in lines:  # evaluations come every few steps, and stay worth showing in between
         newest.update({name: value for name, value in line.items() if value is not None})
     return newest
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast training goes."""
+
+    step_s: float
+    """Seconds from the end of a train step to that of the next; the median, so that one restart does not count."""
+    tokens_per_s: float
+    """Tokens that are trained on; 0 if no line says how many."""
+
+
+def pace_of(lines: Sequence[Mapping[str, Any]]) -> Pace | None:
+    """From the last train steps; None before two of them have followed each other."""
+    steps = [line for line in lines if is_number(line.get("train/tokens")) and is_number(line.get("time"))]
+    steps = steps[-_PACE_STEPS - 1 :]
+    times = [new["time"] - old["time"] for old, new in pairwise(steps) if new["step"] == old["step"] + 1]
+    if not times or (step_s := median(times)) <= 0:
+        return None
+    return Pace(step_s, fmean(line["train/tokens"] for line in steps[1:]) / step_s)
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from corral.experiments.trial.evaluation import (
 )
 from corral.workers.engine.engine import DTYPES, load_model
 from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
+from corral.workers.user_code.kept import use_kept_code
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def evaluate(request: EvaluationRequest) -> EvaluationResult:
     Raises:
         ValueError: if the problems are not those that were asked for, or the model cannot answer them.
     """
+    if request.code is not None:
+        use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
     problems = HeldOutProblems(request.evaluation, request.weights, reward=request.reward)
     device = "cuda" if torch.cuda.is_available() else "cpu"

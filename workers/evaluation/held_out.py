@@ -18,8 +18,8 @@ from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
-from corral.workers.lifecycle.user_code import load_callable
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 

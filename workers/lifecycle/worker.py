@@ -6,7 +6,7 @@
                 │          ├─ superseded: another process has its place (exit 75)
                 │          └─ error: traceback in the log (exit 1); the supervisor restarts it
                 └─ never restarted: bad configuration (exit 2), a loss that stays not finite (exit 77), damage that only
-                   a person can mend, or no progress (exit 78)
+                   a person can mend, or no progress (exit 78), user code that fails on everything (exit 81)
 
 A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
 threads of their own, so that both go on while the main thread computes.
@@ -15,7 +15,9 @@ threads of their own, so that both go on while the main thread computes.
 import asyncio
 import errno
 import logging
+import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -29,10 +31,12 @@ from pydantic import BaseModel
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.name_resolve import Lease, NameService, NameServiceError, TrialKeys
+from corral.scheduling.worker_information import parse_worker_id
 from corral.workers.lifecycle.notice import Notice
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.streams.security import StreamSecurity
@@ -50,6 +54,10 @@ class CannotContinueError(RuntimeError):
     """What the trial stands on is damaged or makes no progress; restarting would not help."""
 
 
+class UserCodeError(RuntimeError):
+    """The user's own code has failed on everything since the trial began; restarting would not help."""
+
+
 class SupersededWorkerError(RuntimeError):
     """Another process holds this worker's place; this one must not act any more."""
 
@@ -60,6 +68,10 @@ class GangBrokenError(RuntimeError):
 
 class TrainingNotFiniteError(RuntimeError):
     """Loss or gradient stays not finite, from the last commit on, too; training on would change nothing."""
+
+
+class WrongDevicesError(RuntimeError):
+    """This process sees other GPUs than the plan gives it; on the CPU it would compute the same, for weeks."""
 
 
 class StopRequested(Exception):  # noqa: N818 - a wish, not an error
@@ -88,6 +100,11 @@ class WorkerContext:
     """Set when the worker is asked to leave."""
 
     @property
+    def trust(self) -> Trust:
+        """By which servers of the trial are known."""
+        return Trust(self.trial.secrets_path)
+
+    @property
     def worker_id(self) -> str:
         return f"{self.kind}/{self.index}"
 
@@ -107,6 +124,28 @@ class WorkerContext:
                 f"the plan's {self.worker_id} is a {type(spec).__name__}, not a {wanted.__name__}"
             )
         return spec
+
+    def check_gpus(self, visible: int) -> int:
+        """How many GPUs this worker computes on: those that the plan gives it, and it sees them.
+
+        Guarantee: what was planned for GPUs never computes on a CPU, nor on the GPU of a neighbour.
+
+        Args:
+            visible: GPUs that the driver shows this process.
+
+        Raises:
+            WrongDevicesError: if it sees more or fewer; none is right for a worker that is planned without.
+        """
+        kind, index = parse_worker_id(self.worker_id)
+        planned = self.plan.scheduling[kind].scheduling_of(index).gpu
+        if planned and visible != planned:
+            raise WrongDevicesError(
+                f"the plan gives {self.worker_id} {planned} GPU{'s' if planned > 1 else ''}, and it sees {visible} on "
+                f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); "
+                f"look there at nvidia-smi and at what its container shows, or set gpu: 0 in "
+                f"groups.{self.kind}.scheduling to compute on the CPU"
+            )
+        return planned
 
     def lease(self, key: str, value: str, *, owner: str = "") -> Lease:
         """Publish something while this process lives; what a predecessor that died left under the key is taken over.
@@ -173,7 +212,8 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
 
         def stop() -> None:
             stopping.set()
-            task.cancel()
+            if not task.cancelling():  # what ends in order is not disturbed by who asks again
+                task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             if not isinstance(signal.getsignal(number), Notice):
@@ -203,8 +243,10 @@ _ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
     StopRequested: (WorkerExit.DONE, logging.INFO, "%s leaves: asked to stop (%s)"),
     BadConfigurationError: (WorkerExit.BAD_CONFIGURATION, logging.ERROR, "%s cannot work with this configuration: %s"),
     CannotContinueError: (WorkerExit.CANNOT_CONTINUE, logging.ERROR, "%s cannot go on: %s"),
+    UserCodeError: (WorkerExit.USER_CODE, logging.ERROR, "%s ends the trial: %s"),
     SupersededWorkerError: (WorkerExit.SUPERSEDED, logging.WARNING, "%s leaves: %s"),
     GangBrokenError: (WorkerExit.GANG_BROKEN, logging.ERROR, "%s leaves: %s"),
+    WrongDevicesError: (WorkerExit.WRONG_DEVICES, logging.ERROR, "%s cannot compute here: %s"),
     TrainingNotFiniteError: (WorkerExit.NOT_FINITE, logging.ERROR, "%s gives up: %s"),
 }
 
@@ -217,6 +259,8 @@ def run_to_exit_code(worker: Worker) -> WorkerExit:
     except tuple(_ENDINGS) as error:
         exit_code, level, message = _ENDINGS[type(error)]
         logger.log(level, message, worker_id, error)
+        if exit_code == WorkerExit.USER_CODE:
+            _leave_word(worker.context, str(error))
         return exit_code
     except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
         if worker.context.stopping.is_set():
@@ -230,6 +274,14 @@ def run_to_exit_code(worker: Worker) -> WorkerExit:
         return WorkerExit.NO_ROOM if any(map(_is_no_room, causes)) else WorkerExit.ERROR
     logger.info("%s is done", worker_id)
     return WorkerExit.DONE
+
+
+def _leave_word(context: WorkerContext, cause: str) -> None:
+    """The supervisor reads it into the trial's end, where rl-status shows it."""
+    try:
+        atomic_write(context.trial.last_word_path(context.worker_id), cause.encode())
+    except OSError as error:
+        logger.warning("%s could not put down why: %s", context.worker_id, error)
 
 
 def _causes_of(error: BaseException) -> Iterator[BaseException]:

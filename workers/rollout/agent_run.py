@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ParamSpec, TypeVar
 
-from corral.workers.rollout.user_code import place_of
+from corral.workers.user_code.blame import place_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,7 +4,8 @@
                       │ raised, gave back what no step can use, or waited too long for something of its own
                       ├── again, `rollout.reward_retries` times
                       ├── PromptFailedError: the prompt is dropped and counted
-                      └── UserCodeError: so many prompts in a row failed that the code is to blame, not the prompt
+                      ├── PromptsFailError: so many in a row failed that something else is to blame
+      └── UserCodeError: and none was ever judged: the code is
 
 Whatever user code raises ends in one of these; what others are to blame for (servers, streams) passes through.
 """
@@ -22,15 +23,17 @@ from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, RequestRefusedError
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge, checked_reward
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.reward_threads import ThreadsHangError
 from corral.workers.rollout.trajectories import make_sample
-from corral.workers.rollout.user_code import describe_error
 from corral.workers.streams.errors import StreamError
+from corral.workers.user_code.blame import describe_error
+from corral.workers.user_code.trials import checked_reward
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +63,8 @@ class PromptFailedError(RuntimeError):
         self.kind = kind
 
 
-class UserCodeError(RuntimeError):
-    """Agent or reward fail on everything: the worker ends with the cause, and drops no prompt after the other."""
+class PromptsFailError(RuntimeError):
+    """Agent or reward fail on everything now, and did not before: the worker starts again, as what they ask may do."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,10 @@ class GroupMaker:
     trial_seed: int
     group_size: int
     max_prompt_tokens: int
+    num_prompts: int = _MAX_FAILED_IN_A_ROW
+    """Of the worker's share; if all of them fail, nothing is left to try."""
+    has_judged: bool = False
+    """Whether a prompt of the trial was ever judged."""
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
@@ -84,7 +91,7 @@ class GroupMaker:
 
         Raises:
             PromptFailedError: the prompt is to be dropped and counted.
-            UserCodeError, ThreadsHangError: the worker has to end.
+            UserCodeError, PromptsFailError, ThreadsHangError: the worker has to end.
             GenerationFailedError, StreamError: the prompt is to be issued again.
         """
         try:
@@ -92,14 +99,22 @@ class GroupMaker:
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
-            if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
-                raise UserCodeError(
-                    f"{self._failed_in_a_row} prompts in a row failed, the last one ({uid}) with {error}; mend agent "
-                    f"{self.config.agent} or reward {self.config.reward}"
-                ) from error.__cause__
+            if self._failed_in_a_row >= min(_MAX_FAILED_IN_A_ROW, self.num_prompts):
+                raise self._all_fail(
+                    f"{self._failed_in_a_row} prompts in a row failed, the last one with {error}"
+                ) from (error.__cause__)
             raise
         self._failed_in_a_row = 0
+        self.has_judged = True
         return made
+
+    def _all_fail(self, what: str) -> RuntimeError:
+        if self.has_judged:
+            return PromptsFailError(f"{what}; mend agent {self.config.agent} or reward {self.config.reward}")
+        return UserCodeError(
+            f"{what}; mend agent {self.config.agent} or reward {self.config.reward}, in the folder `code` of the trial "
+            "if it is your own, and rl-submit --resume it"
+        )
 
     async def _make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
         # One after the other for all tries: what made an agent fail may be the answers, so the next try has others.

@@ -9,17 +9,15 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.reward_threads import RewardThreads
 from corral.workers.rollout.rewards import Problem, RewardFunction
-from corral.workers.rollout.user_code import describe_error
+from corral.workers.user_code.blame import describe_error
+from corral.workers.user_code.trials import checked_reward
 
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
-_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
 
 class RewardFailedError(RuntimeError):
@@ -85,11 +83,3 @@ class RewardJudge:
     def close(self) -> None:
         self._is_closed = True
         self._threads.close()
-
-
-def checked_reward(value: Any) -> float:
-    """A value as a reward; ValueError if no training step could use it."""
-    reward = float(value)
-    if not abs(reward) <= _LARGEST:
-        raise ValueError(f"a reward must be a finite float32, got {reward}")
-    return reward

@@ -23,8 +23,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-import aiohttp
-
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
@@ -35,7 +33,6 @@ from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
 from corral.workers.delivery.records import RecordStore
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
-from corral.workers.lifecycle.user_code import load_callable
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
     Admitted,
@@ -53,7 +50,9 @@ from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.prompt_queue import PromptQueue
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
+from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
+from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class RolloutWorker(Worker):
         self._records.offer_all()
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         session = await stack.enter_async_context(
-            aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=_MAX_CONNECTIONS))
+            open_session(context.trust.client(), headers=headers, max_connections=_MAX_CONNECTIONS)
         )
         client = GenerationClient(
             session,
@@ -142,6 +141,8 @@ class RolloutWorker(Worker):
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
+            num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
+            has_judged=self._committed.ledger.trained_count > 0,
         )
 
     def _load_data(self) -> None:

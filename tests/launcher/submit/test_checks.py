@@ -93,6 +93,7 @@ def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
         ({"launch": {"partition": "cpu,h100", "time_limit": "1-0"}}, []),
         ({"launch": {"partition": "h100,nosuch"}}, ["no partition 'nosuch'"]),
         ({"launch": {"nodelist": "h[1-2],h9"}}, ["no node 'h9'"]),
+        ({"launch": {"exclude": "gone[0-1439],h1"}}, ["no node 'gone0' and 1439 others that exclude names"]),
         ({"launch": {"partition": "cpu", "nodelist": "h1"}}, ["h1 is not in partition 'cpu'", "c1, c2"]),
         ({"launch": {"partition": "big"}}, ["takes jobs of at least 4 (MinNodes)"]),
         (

@@ -48,10 +48,10 @@ def test_what_is_trained_and_what_stays_is_counted(folder: Path) -> None:
     shapes = {"model.embed_tokens.weight": (14, 8), "model.layers.0.mlp.up_proj.weight": (200, 8)}
     tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model" / "model.safetensors")
-    with_lora = _sections(_with_ref(folder, "actor.lora={rank: 5, alpha: 5}"), folder)[3]
+    with_lora = _sections(_with_ref(folder, "actor.lora={rank: 5, alpha: 5}", "ppo.n_minibatches=2"), folder)[3]
     assert with_lora[1].split("  ")[3:5] == ["1,040 trained (lora, rank 5), 1,712 frozen", "d0 on 0"]
     assert with_lora[2].split("float32")[1].startswith("  1,712 not trained  ")
-    assert "float32  1,712 trained  " in _sections(_with_ref(folder), folder)[3][1]
+    assert "float32  1,712 trained  " in _sections(_with_ref(folder, "ppo.n_minibatches=2"), folder)[3][1]
 
 
 def test_supervised_training_on_one_screen(folder: Path) -> None:
@@ -141,14 +141,14 @@ def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None
 
 
 def test_meshes_apart_show_who_gives_to_whom_and_what_runs_beside_what(folder: Path) -> None:
-    plan = _with_ref(folder, "allocation=hf:d1+actor=fsdp:d2,ref=fsdp:d4")
+    plan = _with_ref(folder, "allocation=hf:d1+actor=fsdp:d2,ref=fsdp:d4", "ppo.n_minibatches=2")
     *_, models, calls, keys = _sections(plan, folder)
     assert "d0-1 on 0-1" in models[1] and "d0-3 on 2-5" in models[2]
     assert calls == [
         "CALL         MODEL    TYPE        PROMPTS  PER DP RANK    MICRO-BATCH      UPDATES  CAN RUN BESIDE",
         "actor_inf    actor/0  inference   8        4, 16 answers  <= 16384 tokens  -        ref_inf",
         "ref_inf      ref/0    inference   8        2, 8 answers   <= 16384 tokens  -        actor_inf",
-        "actor_train  actor/0  train_step  8        4, 16 answers  <= 16384 tokens  1        -",
+        "actor_train  actor/0  train_step  8        4, 16 answers  <= 16384 tokens  2        -",
     ]
     assert keys[1].endswith("actor_inf, actor_train (0-1); ref_inf (2-5)")
     assert keys[4].startswith("ref_inf (2-5)") and keys[4].endswith("actor_train (0-1)")
@@ -190,7 +190,7 @@ def test_steps_that_max_steps_leaves_out_are_not_promised(folder: Path) -> None:
 
 
 def test_the_graph_is_a_mermaid_chart_with_numbers_for_names(folder: Path) -> None:
-    plan = _changed(_with_ref(folder, "allocation=hf:d1+actor=fsdp:d2,ref=fsdp:d1"))
+    plan = _changed(_with_ref(folder, "allocation=hf:d1+actor=fsdp:d2,ref=fsdp:d1", "ppo.n_minibatches=2"))
     assert render_mermaid(plan).splitlines() == [
         "flowchart LR",
         '  samples(["rollout workers"])',

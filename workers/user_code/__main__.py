@@ -1,0 +1,119 @@
+"""A process that looks at a user's code before a trial starts: imports it, tries it, and says which files it is.
+
+    python -m corral.workers.user_code QUESTION FINDINGS
+
+    Question ──► import ──► agent's form ──► reward on one row ──► one train step ──► Findings
+                   └──────────────────────────────┴─────────────────────┴── too late: Findings with the line, exit
+
+Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. It is given no secret of
+a trial; torch is imported only where the user's modules do, or a train step is tried.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.inputs.users_code import Findings, Problem, Question
+from corral.experiments.trial.directory import atomic_write
+from corral.workers.user_code.blame import describe_error, users_frame
+from corral.workers.user_code.files import UsedFiles
+from corral.workers.user_code.loading import load_callable
+from corral.workers.user_code.trials import UnfitError, check_agent, try_reward
+
+
+class _Look:
+    """One question, from the first import to the findings."""
+
+    def __init__(self, question: Question, findings: Path) -> None:
+        self._question = question
+        self._path = findings
+        self._problems: list[Problem] = []
+        self._used = UsedFiles(question.roots)
+
+    def run(self) -> None:
+        """Everything, as far as the imports carry it."""
+        question = self._question
+        with self._deadline("importing it", question.import_timeout_s, question.import_paths[0]):
+            loaded = {path: found for path in question.import_paths if (found := self._load(path)) is not None}
+        if question.agent in loaded:
+            self._try(question.agent, lambda: check_agent(loaded[str(question.agent)]))
+        if question.reward in loaded:
+            with self._deadline("one call of it", question.reward_timeout_s, str(question.reward)):
+                self._try(
+                    question.reward,
+                    lambda: try_reward(loaded[str(question.reward)], question.problem, question.answers),
+                )
+        if question.train is not None and not self._problems:
+            train, named = question.train, question.train.ppo
+            own = named.loss if ":" in named.loss else named.advantage
+            with self._deadline("one train step with it", question.import_timeout_s, own):
+                # Not at the top: only who trains with something of his own waits for torch.
+                try_train_step = import_module("corral.workers.algorithms.loss_trial").try_train_step
+                self._try(own, lambda: try_train_step(train))
+        self._write()
+
+    def _load(self, import_path: str) -> Any:
+        try:
+            return load_callable(import_path)
+        except BaseException as error:  # SystemExit too: nothing that a module does ends the look
+            is_missing = isinstance(error, ModuleNotFoundError) and not self._used.is_own(error.name or "")
+            kind = "missing_module" if is_missing else "code"
+            self._note(import_path, f"cannot be imported: {describe_error(error)}", kind)
+            return None
+
+    def _try(self, import_path: str | None, call: Any) -> None:
+        try:
+            call()
+        except UnfitError as error:
+            self._note(str(import_path), str(error))
+        except BaseException as error:
+            self._note(str(import_path), describe_error(error))
+
+    def _note(self, import_path: str, message: str, kind: Any = "code") -> None:
+        self._problems.append(Problem(import_path=import_path, message=message, kind=kind))
+
+    @contextmanager
+    def _deadline(self, what: str, timeout_s: float, import_path: str) -> Iterator[None]:
+        """A thread cannot end another: when the time is up the process ends, with the line where it stands."""
+        main = threading.main_thread().ident
+
+        def give_up() -> None:
+            frame = sys._current_frames().get(main) if main is not None else None
+            place = users_frame(frame) if frame is not None else ""
+            self._note(import_path, f"{what} took more than {timeout_s:g} s" + (f", in {place}" if place else ""))
+            self._write()
+            os._exit(0)
+
+        timer = threading.Timer(timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _write(self) -> None:
+        findings = Findings(
+            problems=tuple(self._problems),
+            files=self._used.files(),
+            not_kept=self._used.too_large(),
+            packages=self._used.packages(),
+        )
+        atomic_write(self._path, findings.model_dump_json().encode())
+
+
+def main(argv: list[str]) -> None:
+    """Answers the question in the first file, in the second one."""
+    question = Question.model_validate_json(Path(argv[0]).read_bytes())
+    sys.path[:0] = [str(root) for root in question.roots]
+    _Look(question, Path(argv[1])).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)  # threads of a user's module must not keep it

@@ -1,0 +1,42 @@
+"""Whose line it was: an exception, or a frame that hangs -> type, message, and where in the user's file."""
+
+import traceback
+from pathlib import Path
+from types import FrameType
+
+# Not resolved: frames name their files as they were imported.
+_OURS = {Path(__file__).parents[2] / folder for folder in ("experiments", "name_resolve", "scheduling", "workers")}
+
+
+def describe_error(error: BaseException) -> str:
+    """One line for ledgers and logs: "KeyError: 'answer' (my_rewards.py:12)"."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    place = place_of(error)
+    return f"{what} ({place})" if place else what
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the user's file it was: "my_rewards.py:12"; "" if it came through none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown_path(error.filename)}:{error.lineno}"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_users(frame.filename):  # the user's own function comes first; below may be any library
+            return f"{shown_path(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def users_frame(frame: FrameType) -> str:
+    """Where a thread stands that does not come back: the outermost line of the user's."""
+    for one in traceback.extract_stack(frame):
+        if _is_users(one.filename):
+            return f"{shown_path(one.filename)}:{one.lineno}"
+    return ""
+
+
+def shown_path(file: str) -> str:
+    return Path(file).name
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    return not (file.startswith("<frozen") or "importlib" in path.parts or _OURS & set(path.parents))
