@@ -1,6 +1,6 @@
 """PolicyExperiment: what synchronous and asynchronous PPO share: the roles, and the calls that train them.
 
-    answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss
+    answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss and several updates a step
               ├──► ref_inf ─────ref_logprobs───────┤     with a reference model, which may follow the actor (ema)
               ├──► rew_inf ─────model_rewards──────┤     with a reward model, in place of the reward function's
               ├──► critic_inf ──values─────────────┤     with a critic
@@ -45,6 +45,7 @@ from corral.scheduling.model_function_call import (
 )
 
 TRAJECTORY_KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
+PROXIMAL = "proximal_logprobs"
 MODEL_REWARDS = "model_rewards"
 """What the graph calls the scores of a reward model, beside the `rewards` of the reward function."""
 
@@ -105,15 +106,34 @@ class PolicyExperiment(Experiment):
     def model_keys(self) -> tuple[Key, ...]:
         return () if self.routed_experts is None else (self.routed_experts.key,)
 
+    @property
+    def calls_for_proximal(self) -> bool:
+        """Whether the proximal policy is computed before the train step.
+
+        The only update of a step is computed with the weights that the step begins with: the proximal policy is then
+        what the train step computes anyway. Not so with dropout, which a train step alone has, nor for whoever else
+        reads the numbers.
+        """
+        if not self.ppo.use_decoupled_loss:
+            return False
+        is_read = ":" in self.actor.interface or PROXIMAL in self._own_keys()
+        return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout
+
+    @property
+    def _trains_with_dropout(self) -> bool:
+        of_adapters = self.actor.lora is not None and self.actor.lora.dropout > 0.0
+        settings = read_config(self.actor.path) or {}
+        return of_adapters or any(
+            isinstance(value, int | float) and value > 0 for name, value in settings.items() if "drop" in name
+        )
+
     def training_calls(self) -> list[ModelFunctionCall]:
         """The model function calls from answers to new weights."""
         made: list[ModelFunctionCall] = []
         masked = ("input_ids", "prompt_mask")
-        if self.ppo.use_decoupled_loss:
+        if self.calls_for_proximal:
             routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
-            made.append(
-                self._inference("actor_inf", "actor", self.actor.interface, routed, logprobs="proximal_logprobs")
-            )
+            made.append(self._inference("actor_inf", "actor", self.actor.interface, routed, logprobs=PROXIMAL))
         if self.ref is not None:
             made.append(self._inference("ref_inf", "ref", "ppo_actor", masked, logprobs="ref_logprobs"))
         outputs = [key for call in made for key in call.output_keys]
@@ -286,5 +306,18 @@ class PolicyExperiment(Experiment):
                 "the experts of each token anew, and other ones than the generator here and there; it replays "
                 f"{', '.join(MIXTURES)}"
             )
+        yield from self._clip_warnings()
         if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
             yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"
+
+    def _clip_warnings(self) -> Iterator[str]:
+        """Bounds of a ratio that is 1 for every token, as far as they were written down."""
+        if not self.ppo.use_decoupled_loss or self.calls_for_proximal or ":" in self.ppo.loss:
+            return
+        bounds = ("eps_clip", "eps_clip_high", "c_clip", "early_stop_imp_ratio", "early_stop_kl")
+        for name in bounds:
+            if name in self.ppo.model_fields_set and getattr(self.ppo, name) is not None:
+                yield (
+                    f"ppo.{name} cannot act: the ratio that it bounds is 1 for every token while a step makes one "
+                    "update; ppo.n_minibatches or ppo.sample_reuse above 1 let it act"
+                )

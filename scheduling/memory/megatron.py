@@ -12,7 +12,8 @@
     activations  what autograd keeps of the stage's layers, less with recompute,    pipeline.py: 1F1B
                  for as many micro-batches as are under way in the first stage,     scheduling/memory/megatron_layers.py
                  and one layer's worth to work in; without gradients that alone
-    buffers      where a call generates: all weights whole                          engine.py: MegatronEngine.model
+    buffers      where a call generates: all weights whole, once                    engine.py: MegatronEngine.model
+    KV cache     keys and values of the answers that it generates at a time         workers/model/generator.py
 
 The files are those of workers/backends/megatron.
 Each figure is that of the stage with most: the first or the last.
@@ -26,7 +27,7 @@ from typing import Literal, TypeAlias
 
 from corral.scheduling.memory.activations import FLOAT32_BYTES, Recompute, head_bytes, share_of
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
-from corral.scheduling.memory.fsdp import Adapters, CallSizes
+from corral.scheduling.memory.fsdp import Adapters, CallSizes, key_value_bytes_per_token
 from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
 from corral.scheduling.memory.megatron_layers import (
     adapter_bytes_per_token,
@@ -140,7 +141,12 @@ class MegatronModel:
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
-            return {"buffers": self._compute_bytes * self._num_parameters}
+            sizes = self.sizes
+            return {
+                "KV cache": key_value_bytes_per_token(sizes, number_bytes=self._compute_bytes) * call.tokens,
+                "head": 2 * FLOAT32_BYTES * sizes.vocab_size * call.sequences,
+                "buffers": self._compute_bytes * self._num_parameters,
+            }
         is_training = call.kind == "train"
         tokens = -(-call.tokens // dims.cp)
         return {

@@ -17,7 +17,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional import advantages
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
-from corral.workers.lifecycle.user_code import load_callable
+from corral.workers.user_code.loading import load_callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,8 @@ def _compared(
     sample: SequenceSample, logprobs: Floats, entropy: Floats, chosen: npt.NDArray[np.int64]
 ) -> ComparedTokens:
     """The chosen entries of the packed arrays."""
-    answer = np.repeat(np.arange(len(sample)), sample.answer_lengths("old_logprobs"))
+    lengths = sample.answer_lengths("old_logprobs")
+    answer = np.repeat(np.arange(len(lengths)), lengths)
     return ComparedTokens(
         recorded=np.asarray(sample.data["old_logprobs"])[chosen].astype(np.float64),
         recomputed=logprobs[chosen].astype(np.float64),
@@ -177,7 +178,7 @@ def _place_of_largest(
         answer = int(tokens.answer[index])
         start = answer_slices(sample.answer_lengths("old_logprobs"))[answer].start
         position = int(np.count_nonzero(response_mask(sample)[start : chosen[index]]))
-        uid = sample.uids[answer]
+        uid = sample.answer_names()[answer]
     position = int(context.max_over_ranks({"position": float(position)})["position"])
     return _Place(dp_rank=dp_rank, position=position, uid=uid)
 

@@ -18,7 +18,7 @@ from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface
 from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.lifecycle.user_code import load_callable
+from corral.workers.user_code.loading import load_callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,17 +23,18 @@ def deal_mini_batches(
 ) -> Iterator[SequenceSample]:
     """`sample_reuse` passes over the answers, each dealt anew into `n_minibatches` parts of equal numbers of answers.
 
+    Answers stay with the others of their prompt in the same part, so that rows may have it once (`shared_prompts`).
     The same seed, version and rank deal alike. A part may be empty on a rank with few answers; every rank deals the
     same number of parts.
     """
-    answers = sample.ungroup()
     for reuse in range(config.sample_reuse):
         if config.n_minibatches == 1:
-            yield answers
+            yield sample
             continue
-        order = np.random.default_rng([seed, version, dp_rank, reuse]).permutation(len(answers))
+        num_answers = sum(sample.num_answers_per_sample())
+        order = np.random.default_rng([seed, version, dp_rank, reuse]).permutation(num_answers)
         for part in np.array_split(order, config.n_minibatches):
-            yield answers.select([answers.uids[index] for index in sorted(part)])
+            yield sample.select_answers(part.tolist())
 
 
 def merge_stats(stats: Sequence[dict[str, float]], *, loss_name: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from corral.workers.algorithms.functional import policy_losses
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.lifecycle.user_code import load_callable
+from corral.workers.user_code.loading import load_callable
 
 LossFunction = Callable[[TokenScores, MicroBatch, PPOConfig], TokenLosses]
 """Log-probabilities are 0 outside the loss mask, so that no gradient comes from there."""

@@ -4,14 +4,17 @@ inference    input_ids ─► logprobs                        (renamed to proxim
 
 train_step   rewards ─► shaped rewards ─► advantages ┐
              proximal / old logprobs ─► weights, cap ┴─► prepared sample ─► mini-batches ─► engine.train_batch
+             without proximal_logprobs, in the loss: its own logprobs, without gradient
              divergence from the reference ─► KL coefficient of the next step                    │ too far: stop early
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.worker_specs import BehaviourSpec
@@ -26,7 +29,8 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.policy_losses import importance_ratio
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights, importance_ratio
+from corral.workers.algorithms.functional.reduction import reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
@@ -76,7 +80,8 @@ class PPOActorInterface(ModelInterface):
     def inputs(self) -> CallKeys:
         config, made = self._config, self._estimator.outputs
         needed = ["input_ids", "prompt_mask", "old_logprobs", "rewards"]
-        needed += ["proximal_logprobs"] if config.use_decoupled_loss else []
+        # The weights of a step's only update are those that the step begins with.
+        needed += ["proximal_logprobs"] if config.use_decoupled_loss and config.updates_per_step > 1 else []
         needed += ["ref_logprobs"] if config.kl.coef > 0.0 else []
         needed += ["seq_no_eos_mask"] if config.mask_no_eos_with_zero else []
         of_loss = [key for key in self._policy_loss.inputs if key not in made]
@@ -103,6 +108,7 @@ class PPOActorInterface(ModelInterface):
         prepared = prepare_actor_sample(
             config, sample, estimator=self._estimator, kl_coefficient=self._kl.coefficient, context=context
         )
+        prepared = with_loss_weights(prepared, is_finite=facts.is_finite)
         stats: list[dict[str, float]] = []
         gap: dict[str, float] = {}
         for mini_batch in deal_mini_batches(
@@ -111,15 +117,21 @@ class PPOActorInterface(ModelInterface):
             if stats and stats[-1].get(STEPS_SKIPPED_EARLY):
                 stats.append({STEPS_SKIPPED_EARLY: 1.0})
                 continue
-            weighted = with_loss_weights(config, mini_batch, is_finite=facts.is_finite, context=context)
             loss = self._loss if stats else FirstPass(self._loss)
             stats.append(
-                engine.train_batch(weighted, loss_fn=loss, temperature=self._temperature, may_step=self._is_near_center)
+                engine.train_batch(
+                    mini_batch, loss_fn=loss, temperature=self._temperature, may_step=self._is_near_center
+                )
             )
             if isinstance(loss, FirstPass):
-                gap = self._gap.look(weighted, loss, version=version, context=context)
+                gap = self._gap.look(mini_batch, loss, version=version, context=context)
         merged = merge_stats(stats, loss_name="ppo/loss") | gap
         merged |= batch_stats(prepared, version=version, context=context)
+        if (
+            "behaviour_weights" not in prepared.data and "train/tokens" in merged
+        ):  # the loss has found whom to leave out
+            num_tokens = merged["response_length/mean"] * merged["ppo/num_answers"]
+            merged["ppo/capped_fraction"] = 1.0 - merged["train/tokens"] / max(num_tokens, 1.0)
         if config.kl.coef > 0.0:
             merged |= {"ppo/kl_coef": self._kl.coefficient, "ppo/ref_kl_per_answer": facts.kl_per_answer}
         if facts.is_finite:
@@ -141,7 +153,10 @@ class PPOActorInterface(ModelInterface):
         return (ratio is None or means[_RATIO] <= ratio) and (kl is None or means[_APPROX_KL] <= kl)
 
     def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
-        keys, config = micro_batch.tensors, self._config
+        config = self._config
+        if config.use_decoupled_loss and "behaviour_weights" not in micro_batch.tensors:
+            micro_batch = _with_proximal(micro_batch, scores.logprobs.detach(), config)
+        keys = micro_batch.tensors
         loss_mask = keys["loss_mask"]
         # Masked before any exp(): what stands on prompt tokens must reach neither a sum nor a gradient.
         masked = TokenScores(torch.where(loss_mask, scores.logprobs, 0.0), scores.entropy)
@@ -160,4 +175,26 @@ class PPOActorInterface(ModelInterface):
             stats["ppo/ref_kl"] = kl
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
-        return sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"])
+        weights, denominator = reduction_weights(
+            loss_mask,
+            [length - 1 for length in micro_batch.segment_lengths],
+            reduction=config.loss_reduction,
+            divisor=config.loss_divisor,
+        )
+        sums = sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"] * weights)
+        return replace(sums, denominators=(denominator, loss_mask.sum()))
+
+
+def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig) -> MicroBatch:
+    """The keys of the decoupled loss, from the log-probabilities of the weights that the step begins with."""
+    keys = micro_batch.tensors
+    proximal = torch.where(keys["loss_mask"], logprobs, 0.0)
+    weights, loss_mask = behaviour_weights(
+        proximal,
+        keys["old_logprobs"],
+        keys["loss_mask"],
+        cap=config.behav_imp_weight_cap,
+        truncates=config.behav_imp_weight_mode == "truncate",
+    )
+    made = {"proximal_logprobs": proximal, "behaviour_weights": weights, "loss_mask": loss_mask}
+    return replace(micro_batch, tensors=keys | made)

@@ -22,7 +22,6 @@ from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.kl import approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights
-from corral.workers.algorithms.functional.reduction import reduction_weights
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -110,7 +109,7 @@ def prepare_actor_sample(
     kl_coefficient: float,
     context: ParallelContext,
 ) -> SequenceSample:
-    """The sample with `loss_mask`, `advantages` and, for the decoupled loss, `behaviour_weights`."""
+    """The sample with `loss_mask`, `advantages` and, where it has the proximal policy, `behaviour_weights`."""
     batch = advantage_batch(config, sample, kl_coefficient=kl_coefficient)
     made = dict(estimator(batch, config))
     advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
@@ -119,7 +118,7 @@ def prepare_actor_sample(
     for name, values in made.items():
         sample = sample.with_key(declared[name], values.numpy().astype(declared[name].dtype, copy=False))
     loss_mask = batch.response_mask
-    if config.use_decoupled_loss:
+    if config.use_decoupled_loss and "proximal_logprobs" in batch.tensors:
         weights, loss_mask = behaviour_weights(
             batch.tensors["proximal_logprobs"],
             batch.tensors["old_logprobs"],
@@ -139,15 +138,7 @@ def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, con
     return advantages.float()
 
 
-def with_loss_weights(
-    config: PPOConfig, mini_batch: SequenceSample, *, is_finite: bool, context: ParallelContext
-) -> SequenceSample:
-    """The mini-batch with each token's weight in the mean over all ranks; NaN where nothing may be trained."""
-    weights = reduction_weights(
-        torch.as_tensor(mini_batch.data["loss_mask"]),
-        [length - 1 for length in mini_batch.answer_lengths()],
-        reduction=config.loss_reduction,
-        divisor=config.loss_divisor,
-        sum_over_ranks=context.sum_over_ranks,
-    ).numpy()
-    return mini_batch.with_key("loss_weights", weights if is_finite else np.full_like(weights, np.nan))
+def with_loss_weights(sample: SequenceSample, *, is_finite: bool) -> SequenceSample:
+    """The sample with `loss_weights` of 1, or of NaN where nothing may be trained."""
+    num_tokens = sample.total_length("loss_mask")
+    return sample.with_key("loss_weights", np.full(num_tokens, 1.0 if is_finite else np.nan, np.float32))

@@ -25,7 +25,7 @@ from corral.workers.algorithms.functional.losses import value_loss
 from corral.workers.algorithms.functional.normalization import RunningMoments, SumOverRanks
 from corral.workers.algorithms.kl_controller import KLController
 from corral.workers.algorithms.mini_batches import deal_mini_batches, merge_stats
-from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch
+from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch, with_loss_weights
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.train_state import Numbers
@@ -81,12 +81,9 @@ class PPOCriticInterface(ModelInterface):
         if self._moments is not None and facts.is_finite:
             before, self._moments = self._moments, totals.added_to(self._moments)
             values, returns = before.normalize(values), self._moments.normalize(returns)
-        weight = np.float32(1.0 if facts.is_finite else np.nan)
-        prepared = (
-            sample.with_key("values", values)
-            .with_key("returns", returns)
-            .with_key("loss_mask", responses)
-            .with_key("loss_weights", np.full(len(responses), weight, np.float32))
+        prepared = with_loss_weights(
+            sample.with_key("values", values).with_key("returns", returns).with_key("loss_mask", responses),
+            is_finite=facts.is_finite,
         )
         stats = [
             engine.train_batch(mini_batch, loss_fn=self._loss)

@@ -41,6 +41,9 @@ class LossOutput:
     """Scalar with gradient."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Scalar sums without gradient; reported divided by the number of counted entries of the global batch."""
+    denominators: tuple[Tensor, Tensor] | None = None
+    """Scalars that, added up over the global batch, the loss and the statistics are divided by in the place of the
+    number of counted entries: what a loss knows only once it has the scores."""
 
 
 LossFunction: TypeAlias = Callable[[ScoresT, MicroBatch], LossOutput]

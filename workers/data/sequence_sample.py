@@ -195,6 +195,34 @@ class SequenceSample:
         parts = self.unpack()
         return SequenceSample.gather([parts[index_by_uid[uid]] for uid in uids])
 
+    def select_answers(self, answers: Iterable[int]) -> "SequenceSample":
+        """These answers in their present order, still grouped by prompt; samples without any of them are left out.
+
+        Args:
+            answers: numbers, counted over all samples.
+        """
+        chosen = set(answers)
+        ends = list(accumulate(self.num_answers_per_sample()))
+        members = [
+            [number - start for number in range(start, end) if number in chosen]
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        kept = [index for index, of_sample in enumerate(members) if of_sample]
+        slices = {key: answer_slices(self.answer_lengths(key)) for key in self.data}
+        data = {
+            key: np.concatenate([array[:0], *(array[slices[key][number]] for number in sorted(chosen))])
+            for key, array in self.data.items()
+        }
+        return SequenceSample(
+            [self.uids[index] for index in kept],
+            {
+                key: [[lengths[index][member] for member in members[index]] for index in kept]
+                for key, lengths in self.seqlens.items()
+            },
+            data,
+            self.specs,
+        )
+
     def select_keys(self, keys: Iterable[str]) -> "SequenceSample":
         """The same samples with these keys only."""
         chosen = list(keys)
@@ -221,15 +249,10 @@ class SequenceSample:
         new = {name: self.specs[key] for key, name in new_name_by_key.items() if key in self.specs}
         return self.specs if new.keys() <= self.specs.keys() else MappingProxyType({**new, **self.specs})
 
-    def ungroup(self) -> "SequenceSample":
-        """Every answer as a sample of its own, named `{uid}#{answer}`; the packed arrays stay as they are."""
+    def answer_names(self) -> list[str]:
+        """`{uid}#{answer}` of each answer, over all samples."""
         counts = self.num_answers_per_sample()
-        return SequenceSample(
-            [f"{uid}#{answer}" for uid, count in zip(self.uids, counts, strict=True) for answer in range(count)],
-            {key: [[length] for group in lengths for length in group] for key, lengths in self.seqlens.items()},
-            self.data,
-            self.specs,
-        )
+        return [f"{uid}#{answer}" for uid, count in zip(self.uids, counts, strict=True) for answer in range(count)]
 
     # --- changing ---------------------------------------------------------------------------------------------------
 

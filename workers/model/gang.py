@@ -36,10 +36,14 @@ class JoinedGang:
 def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[JoinedGang]:
     """This rank's place among the others, for as long as the block runs.
 
+    Guarantee: once all have joined, a rank waits for another one as long as a phase may last, and no less: one that
+    loads or writes slowly ends nothing before its own deadline does.
+
     Raises:
+        WrongDevicesError: if this rank does not see the GPUs that the plan gives it.
         TimeoutError: if the other ranks do not come within `supervision.setup_timeout_s`.
     """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if context.check_gpus(torch.cuda.device_count()) else torch.device("cpu")
     if spec.world_size == 1:
         yield JoinedGang(init_parallel(device=device), None)
         return
@@ -49,7 +53,12 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Joine
     key = context.keys.gang_rendezvous(context.incarnation)
     store = shared_store(context.names, key, rank=spec.index, address=context.address, timeout_s=timeout_s)
     parallel = init_parallel(
-        rank=spec.index, world_size=spec.world_size, store=store, device=device, timeout_s=timeout_s
+        rank=spec.index,
+        world_size=spec.world_size,
+        store=store,
+        device=device,
+        timeout_s=context.plan.supervision.step_timeout_s,
+        join_timeout_s=timeout_s,
     )
     try:
         yield JoinedGang(parallel, store)

@@ -19,6 +19,7 @@ from torch import nn
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
+from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
@@ -26,13 +27,15 @@ from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling.sampling import SamplingParams
-from corral.workers.lifecycle.user_code import load_callable
+from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts
 from corral.workers.rollout.trajectories import make_sample
+from corral.workers.user_code.loading import load_callable
 
+_MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
 NOT_FINITE = "not_finite"
 REWARD_ERROR = "reward_error"
 
@@ -46,6 +49,8 @@ class Generated:
     sample: SequenceSample | None
     """None if it was dropped."""
     dropped_because: str = ""
+    cause: str = ""
+    """What the reward said, where it failed."""
 
 
 class Generator:
@@ -64,6 +69,8 @@ class Generator:
         self._tokenizer = load_tokenizer(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
+        self._has_judged = False
+        self._num_failed = 0
 
     def generate(
         self, model: nn.Module, uids: Sequence[str], orders: Sequence[int], *, version: str
@@ -84,7 +91,21 @@ class Generator:
             groups = self._answers(decoder, prompts, orders, version=version) if uids else []
         finally:
             model.train(was_training)
-        return asyncio.run(self._judge_all(uids, orders, rows, prompts, groups))
+        made = asyncio.run(self._judge_all(uids, orders, rows, prompts, groups))
+        self._require_a_reward(made, version=version)
+        return made
+
+    def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
+        """UserCodeError if the reward has failed on everything since the trial began."""
+        failures = [one.cause for one in made if one.dropped_because == REWARD_ERROR]
+        self._num_failed += len(failures)
+        self._has_judged |= any(one.sample is not None for one in made)
+        is_first = PolicyVersion.parse(version).step == 0
+        if is_first and failures and not self._has_judged and self._num_failed >= min(_MAX_FAILED, len(self._rows)):
+            raise UserCodeError(
+                f"{self._num_failed} prompts in a row failed, the last one with {failures[-1]}; mend reward "
+                f"{self._reward.function}, in the trial's folder `code` if it is your own, and rl-submit --resume it"
+            )
 
     def _answers(
         self, decoder: Decoder, prompts: Sequence[list[int]], orders: Sequence[int], *, version: str
@@ -177,7 +198,7 @@ class Generator:
             return Generated(uid, order, None, dropped_because=NOT_FINITE)
         try:
             rewards: list[Any] = await asyncio.gather(*(judge(row.fields, answer) for answer in answers))
-        except RewardFailedError:
-            return Generated(uid, order, None, dropped_because=REWARD_ERROR)
+        except RewardFailedError as error:
+            return Generated(uid, order, None, dropped_because=REWARD_ERROR, cause=str(error))
         judged = JudgedGroup(prompt, answers, rewards)
         return Generated(uid, order, make_sample(uid, judged, experts=self._generation.experts))

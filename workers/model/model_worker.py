@@ -136,7 +136,7 @@ class ModelWorker(Worker):
             rendezvous=gang.rendezvous,
             address=self.context.address,
             host=host_identity(),
-            timeout_s=self.context.plan.supervision.setup_timeout_s,
+            timeout_s=self.context.plan.supervision.step_timeout_s,
         )
 
     # Requests that are answered at once, in the stream's thread

@@ -46,6 +46,17 @@ def test_tensor_parallel_ranks_share_matrices_and_stages_share_layers() -> None:
     assert held("p4")["parameters"] == (one - 2 * ends - last_norm) / 4 + ends + last_norm
 
 
+def test_a_rank_that_generates_holds_all_weights_once_more_and_the_keys_and_values_of_its_answers() -> None:
+    call = CallSizes(name="actor_gen", kind="generate", tokens=1000, sequences=10)
+    model = MegatronModel(SIZES, is_trained=True, compute_bytes=2)
+    (working,) = model.on_gpu("actor", ParallelDims.parse("d2t2"), [call]).working.values()
+    assert working == {
+        "buffers": 2 * num_parameters(SIZES),
+        "KV cache": 1000 * 8 * 2 * (4 * 8) * 2,  # tokens, layers, (keys and values) of 4 heads of 8 numbers
+        "head": 10 * 1024 * 4 * 2,
+    }
+
+
 MIXTURE = replace(SIZES, num_experts=8, experts_per_token=2, expert_size=32, sparse_layers=frozenset(range(8)))
 EXPERTS = 8 * 8 * 3 * 32 * 64  # of all layers: gate, up and down projection of each
 

@@ -83,7 +83,11 @@ class SmallEngine:
             sums["loss"] += float(output.loss_sum.detach())
             for name, value in output.stats.items():
                 sums[name] += float(value)
-        means = {name: value / count for name, value in sums.items()}
+            for name, scalar in zip(("of loss", "of stats"), output.denominators or (), strict=False):
+                sums[name] += float(scalar)
+        of_loss, of_stats = sums.pop("of loss", count), sums.pop("of stats", count)
+        scale, count = count / of_loss, of_stats
+        means = {name: value / (of_loss if name == "loss" else of_stats) for name, value in sums.items()}
         if not math.isfinite(means["loss"]):
             self.num_nonfinite += 1
             return {"train/skipped_nonfinite": 1.0, "train/tokens": count}
@@ -91,7 +95,7 @@ class SmallEngine:
             return means | {"train/skipped_early_stop": 1.0, "train/tokens": count}
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter -= self._lr * (0.0 if parameter.grad is None else parameter.grad)
+                parameter -= self._lr * scale * (0.0 if parameter.grad is None else parameter.grad)
         self.step += 1
         return means | {"train/skipped_nonfinite": 0.0, "train/skipped_early_stop": 0.0, "train/tokens": count}
 

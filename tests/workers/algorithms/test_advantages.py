@@ -22,7 +22,7 @@ def slow_gae(rewards: list[float], values: list[float], *, gamma: float, lam: fl
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_gae_equals_the_sum_of_temporal_differences(gamma: float, lam: float) -> None:
     rng = np.random.default_rng(0)
-    lengths = [1, 7, 0, 23, 4]
+    lengths = [1, 7, 0, 128, 300, 4, 129, 0]
     rewards = [rng.normal(size=n).tolist() for n in lengths]
     values = [rng.normal(size=n + 1).tolist() for n in lengths]
     values[1][-1] = 0.0  # this one ended; the others are bootstrapped

@@ -73,7 +73,7 @@ def call(call_type: CallType = CallType.TRAIN_STEP, **fields: Any) -> ModelFunct
 
 
 def test_a_call_is_held_against_what_its_interface_declares() -> None:
-    actor = PPOActorInterface(PPOConfig())
+    actor = PPOActorInterface(PPOConfig(n_minibatches=2))
     keys = ("input_ids", "prompt_mask", "old_logprobs", "rewards")
     check_call(actor, call(input_keys=(*keys, "proximal_logprobs")))
     check_call(actor, call(input_keys=(*keys, "center"), input_key_remap={"center": "proximal_logprobs"}))

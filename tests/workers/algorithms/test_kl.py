@@ -78,6 +78,14 @@ def test_the_coefficient_follows_the_divergence_within_a_bound(observed: float, 
     assert adapted == pytest.approx(expected, abs=1e-12)
 
 
+@given(observed=st.floats(0.0, 1e6), num_answers=st.floats(1.0, 1e9))
+def test_however_many_answers_a_step_has_the_coefficient_moves_by_at_most_a_fifth(
+    observed: float, num_answers: float
+) -> None:
+    adapted = adapt_kl_coefficient(0.1, observed_kl=observed, target=6.0, horizon=100.0, num_answers=num_answers)
+    assert 0.08 - 1e-12 <= adapted <= 0.12 + 1e-12
+
+
 @given(drift=st.floats(0.2, 5.0))
 def test_the_controller_settles_where_the_divergence_is_the_target(drift: float) -> None:
     # A policy that goes as far as the penalty lets it: KL = drift / coefficient.

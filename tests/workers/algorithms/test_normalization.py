@@ -145,17 +145,15 @@ def test_moments_go_on_from_their_state() -> None:
 def test_weighted_token_means_are_the_means_that_the_papers_write(
     ranks: list[list[list[bool]]], reduction: LossReduction
 ) -> None:
-    """Losses of 1, 2, 3, ... per token, summed with the weights over all ranks and divided by the number of tokens."""
+    """Losses of 1, 2, 3, ... per token, summed with the weights and divided by what all ranks say."""
 
-    def job(answers: list[list[bool]]) -> Callable[[SumOverRanks], list[float]]:
+    flat: list[float] = []
+    denominator = 0.0
+    for answers in ranks:
         mask = torch.tensor([m for answer in answers for m in answer], dtype=torch.bool)
-        lengths = [len(answer) for answer in answers]
-        return lambda sums: reduction_weights(
-            mask, lengths, reduction=reduction, divisor=7.0, sum_over_ranks=sums
-        ).tolist()
-
-    weights = on_ranks([job(answers) for answers in ranks])
-    flat = [weight for rank in weights for weight in rank]
+        weights, part = reduction_weights(mask, [len(answer) for answer in answers], reduction=reduction, divisor=7.0)
+        flat += weights.tolist()
+        denominator += float(part)
     masks = [answer for answers in ranks for answer in answers]
     losses = iter(range(1, 100))
     per_answer = [[float(next(losses)) if m else math.nan for m in answer] for answer in masks]
@@ -170,15 +168,13 @@ def test_weighted_token_means_are_the_means_that_the_papers_write(
         "fixed_divisor": lambda: fmean(math.fsum(answer) / 7.0 for answer in kept),
     }
     everything = [x for answer in per_answer for x in answer]
-    actual = math.fsum(w * x for w, x in zip(flat, everything, strict=True) if not math.isnan(x)) / num_tokens
+    actual = math.fsum(w * x for w, x in zip(flat, everything, strict=True) if not math.isnan(x)) / denominator
     assert actual == pytest.approx(reference[reduction](), rel=1e-5)
 
 
 def test_a_fixed_divisor_must_be_given() -> None:
     with pytest.raises(ValueError, match="needs a divisor"):
-        reduction_weights(
-            torch.ones(2, dtype=torch.bool), [2], reduction="fixed_divisor", divisor=None, sum_over_ranks=alone
-        )
+        reduction_weights(torch.ones(2, dtype=torch.bool), [2], reduction="fixed_divisor", divisor=None)
 
 
 def test_sums_and_means_are_those_of_each_answer() -> None:

@@ -72,7 +72,8 @@ def _play_rank(
     torch.set_num_threads(1)
     world = _rendezvous(rank, world_size, directory, device, deadline_s)
     part(world, *arguments)
-    world.close()
+    if c10d.is_initialized():  # else the part has left it
+        world.close()
 
 
 def _rendezvous(rank: int, world_size: int, directory: Path, device: str, timeout_s: float) -> ParallelContext:

@@ -169,6 +169,28 @@ def train_score_bias(_: ParallelContext, directory: Path) -> None:
     assert not weights
 
 
+def test_tokens_that_are_the_padding_of_a_model_are_trained_alike_by_both_backends(tmp_path: Path) -> None:
+    play(train_padding_token, tmp_path, world_size=1, directory=tmp_path)
+
+
+def train_padding_token(_: ParallelContext, directory: Path) -> None:
+    sample = batch(0)
+    padding = int(sample.data["input_ids"][0])  # a token of the row, as where it is eos too
+    model = save_tiny("qwen2", directory / "model")
+    config = AutoConfig.from_pretrained(model)
+    config.pad_token_id = padding
+    config.save_pretrained(model)
+    before = read_weights(model)["model.embed_tokens.weight"][padding]
+    embeddings, norms = [], []
+    for make in (make_megatron, make_engine):
+        engine = make(model, ParallelContext(), Variant(head="value"))
+        norms.append(engine.train_batch(sample, loss_fn=value_loss, counted="prompt_mask")["train/grad_norm"])
+        embeddings.append(dict(engine.export_weights())["model.embed_tokens.weight"][padding].clone())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert not torch.equal(embeddings[1], before), "it has a gradient"
+    np.testing.assert_allclose(embeddings[0], embeddings[1], atol=1e-5)
+
+
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     play(step_without_a_number, tmp_path, world_size=1, directory=tmp_path)
 

@@ -79,11 +79,15 @@ def test_keys_have_their_declared_types_and_lengths() -> None:
     assert sample.size_bytes == 4 * (9 + 6 + 3)
 
 
-def test_an_ungrouped_sample_has_one_answer_per_uid() -> None:
-    single = make_sample([[4, 2], [3]]).ungroup()
-    assert single.uids == ["0:0#0", "0:0#1", "0:1#0"]
-    assert single.seqlens["old_logprobs"] == [[3], [1], [2]]
-    assert single.select(["0:0#1"]).data["input_ids"].tolist() == [4, 5]
+def test_chosen_answers_stay_with_the_others_of_their_prompt() -> None:
+    sample = make_sample([[4, 2], [3], [5, 6, 7]])
+    assert sample.answer_names() == ["0:0#0", "0:0#1", "0:1#0", "0:2#0", "0:2#1", "0:2#2"]
+    part = sample.select_answers([5, 1, 3])
+    assert part.uids == ["0:0", "0:2"]
+    assert part.seqlens["old_logprobs"] == [[1], [4, 6]]
+    ids = np.split(sample.data["input_ids"], np.cumsum(sample.answer_lengths())[:-1])
+    assert part.data["input_ids"].tolist() == [*ids[1], *ids[3], *ids[5]]
+    assert len(sample.select_answers([])) == 0
 
 
 def test_selecting_nothing_keeps_the_keys_and_their_types() -> None:
@@ -155,7 +159,7 @@ DIFFICULTY = Key("difficulty", "per_answer", "float32")
 def test_a_key_of_the_users_own_goes_wherever_the_others_go() -> None:
     sample = make_sample([[4, 2], [3]]).with_key(DIFFICULTY, np.array([1.0, 2.0, 3.0], np.float32))
     assert sample.seqlens["difficulty"] == [[1, 1], [1]]
-    part = SequenceSample.gather(sample.select(["0:1", "0:0"]).ungroup().unpack()).select_keys(["difficulty"])
+    part = SequenceSample.gather(sample.select(["0:1", "0:0"]).unpack()).select_keys(["difficulty"])
     assert part.data["difficulty"].tolist() == [3.0, 1.0, 2.0]
     assert part.specs["difficulty"] == key_specs([DIFFICULTY])["difficulty"]
     renamed = part.remap_keys({"difficulty": "hardness"})
@@ -188,7 +192,7 @@ def test_a_key_whose_values_are_arrays_is_cut_with_the_tokens_that_they_belong_t
         "0:a", {"input_ids": [[1, 2, 3, 4], [5, 6]], "pairs": rows}, specs=key_specs([pairs])
     )
     assert sample.seqlens["pairs"] == [[24, 12]] and sample.data["pairs"].dtype == np.int16
-    second = sample.ungroup().select(["0:a#1"])
+    second = sample.select_answers([1])
     np.testing.assert_array_equal(second.data["pairs"].reshape(-1, 3, 2), rows[1])
     assert_same(sample.select_keys(["input_ids"]).with_key(pairs, sample.data["pairs"]), sample)
     with pytest.raises(ValueError, match="needs 12 values for 2 tokens"):

@@ -1,6 +1,7 @@
 """Groups of answers that begin with their prompt, and engines that compute it once for all, or for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,22 @@ def make_engine(
 
 def num_computed(engine: FSDPEngine, sample: SequenceSample) -> int:
     """Tokens that the model is given for the scores of a sample, on all ranks that share its rows."""
-    count = 0
+    with counted_tokens(engine) as counts:
+        engine.forward(sample)
+    return sum(counts)
+
+
+@contextmanager
+def counted_tokens(engine: FSDPEngine) -> Iterator[list[int]]:
+    """Tokens of each row that the model is given meanwhile, on all ranks that share it."""
+    counts: list[int] = []
 
     def add(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        nonlocal count
-        count += inputs[0].numel()
+        counts.append(inputs[0].numel() * engine.context.cp_size)
 
     hook = engine.model.get_submodule("model.embed_tokens").register_forward_pre_hook(add)
-    engine.forward(sample)
+    yield counts
     hook.remove()
-    return count * engine.context.cp_size
 
 
 def shares(engine: FSDPEngine, sample: SequenceSample) -> bool:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from corral.experiments.config.algorithm import DPOConfig
+from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.model import LoraConfig
 from corral.scheduling.keys import routed_experts_key
 from corral.workers.algorithms.dpo import DPOInterface
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.ppo_critic import PPOCriticInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.data.sequence_sample import SequenceSample
@@ -19,6 +21,7 @@ from tests.workers.backends.replay_scene import EXPERT_LAYERS, NUM_EXPERTS, TOP_
 from tests.workers.backends.training_helpers import save_tiny_model, score_loss, value_loss
 from tests.workers.shared_prompts.scene import (
     NUM_STEPS,
+    counted_tokens,
     grouped_batch,
     make_engine,
     shares,
@@ -53,6 +56,29 @@ def assert_same_model(found: FSDPEngine, expected: FSDPEngine, sample: SequenceS
     said = expected.forward(sample)
     for name, values in found.forward(sample).items():
         np.testing.assert_allclose(values, said[name], rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("config", [PPOConfig(), PPOConfig(n_minibatches=2)], ids=["one update", "two updates"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_train_step_computes_a_prompt_once_for_its_answers_in_a_mini_batch(
+    role: str, config: PPOConfig, model_directory: Path
+) -> None:
+    engines = both(model_directory, head="lm" if role == "actor" else "value", max_tokens=None)
+    interface = PPOActorInterface(config) if role == "actor" else PPOCriticInterface(config, CriticConfig())
+    # Eight answers of one prompt: 50 tokens of it, 10 of each answer.
+    sample = grouped_batch(0, prompts=[50], answers=[[10] * 8])
+    sample = sample.with_key("values", np.full(8 * 60, 0.1, np.float32))
+    found, stats, counts = [], [], []
+    for engine in engines:
+        with counted_tokens(engine) as tokens:
+            stats.append([interface.train_step(engine, sample, version=0)])
+        counts.append(sum(tokens))
+        found.append(weights_of(engine))
+        interface = PPOActorInterface(config) if role == "actor" else PPOCriticInterface(config, CriticConfig())
+    assert counts == [8 * 60, config.n_minibatches * 50 + 8 * 10]
+    assert_same_numbers(stats[1], stats[0])
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=0.0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from corral.workers.algorithms.functional.packed import answer_index, per_token, sum_per_answer
 
+_BLOCK = 128  # tokens: larger blocks do more arithmetic, smaller ones more steps
 _STD_EPS = 1e-6  # far below the spread of any reward that is worth learning from
 
 
@@ -14,7 +15,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float, la
     """Generalized advantage estimation over packed sequences.
 
     Schulman et al. 2015, https://arxiv.org/abs/1506.02438, eq. 16. All sequences step
-    backwards together, so that the loop runs over the longest sequence and not over all tokens.
+    backwards together, a block of tokens at a time: within one, the recursion is a product with powers of gamma * lam.
 
     Args:
         rewards: [T] float, one per action token.
@@ -39,14 +40,19 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float, la
     value_starts = starts + torch.arange(num_seqs, device=starts.device)
     rewards64, values64 = rewards.double(), values.double()
     advantages = torch.zeros_like(rewards64)
-    running = torch.zeros(num_seqs, dtype=torch.float64, device=rewards.device)
-    for steps_back in range(1, int(lengths.max()) + 1):
-        alive = lengths >= steps_back
-        at = (starts + lengths - steps_back)[alive]
-        value_at = (value_starts + lengths - steps_back)[alive]
-        delta = rewards64[at] + gamma * values64[value_at + 1] - values64[value_at]
-        running[alive] = delta + gamma * lam * running[alive]
-        advantages[at] = running[alive]
+    after = torch.zeros(num_seqs, dtype=torch.float64, device=rewards.device)  # advantage of the token after the block
+    back = torch.arange(_BLOCK, device=starts.device)
+    decay = gamma * lam
+    within = torch.triu(decay ** (back[None] - back[:, None]).clamp(min=0).double())  # [j, k]: weight of delta j in k
+    beyond = decay ** (back + 1).double()
+    for first in range(0, int(lengths.max()), _BLOCK):
+        steps_back = lengths[:, None] - 1 - first - back  # [num_seqs, _BLOCK] index of the token in its sequence
+        is_token = steps_back >= 0
+        at, value_at = (torch.where(is_token, start[:, None] + steps_back, 0) for start in (starts, value_starts))
+        delta = torch.where(is_token, rewards64[at] + gamma * values64[value_at + 1] - values64[value_at], 0.0)
+        block = delta @ within + after[:, None] * beyond
+        advantages[at[is_token]] = block[is_token]
+        after = block[:, -1]
     is_bootstrap = torch.zeros_like(values, dtype=torch.bool)
     is_bootstrap[value_starts + lengths] = True
     return advantages.float(), (advantages + values64[~is_bootstrap]).float()

@@ -63,8 +63,8 @@ def adapt_kl_coefficient(
     """The coefficient for the next step: larger if the policy went further from the reference than the target.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, sec. 2.2: the relative error, bounded by 0.2 on either
-    side, moves the coefficient by that share for every `horizon` answers. A divergence that is not finite changes
-    nothing.
+    side, moves the coefficient by that share for every `horizon` answers; of more answers than that, one step moves it
+    no further, or it would turn negative at five times as many. A divergence that is not finite changes nothing.
 
     Args:
         observed_kl: nats per answer, mean over the `num_answers` answers of the global batch.
@@ -72,4 +72,4 @@ def adapt_kl_coefficient(
     if not math.isfinite(observed_kl):
         return coefficient
     error = min(max(observed_kl / target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
-    return coefficient * (1.0 + error * num_answers / horizon)
+    return coefficient * (1.0 + error * min(num_answers / horizon, 1.0))

@@ -44,7 +44,7 @@ def behaviour_weights(
         return torch.where(loss_mask, weights, 0.0), loss_mask
     if truncates:
         return torch.where(loss_mask, weights.clamp(max=cap), 0.0), loss_mask
-    kept = loss_mask & (weights <= cap)
+    kept = loss_mask & ~(weights > cap)  # what is not a number stays, so that the step is skipped and counted
     return torch.where(kept, weights, 0.0), kept
 
 

@@ -1,13 +1,13 @@
 """How much each token weighs in the mean over a global batch.
 
-    sum of w_t * loss_t over the loss mask / number of tokens in it, on all ranks
+    sum of w_t * loss_t over the loss mask / n, both added up over all ranks
 
-    token_mean      w = 1                              every token weighs the same
-    answer_mean     w = tokens / (answers * |o_i|)     every answer does: the mean of the answers' means
-    fixed_divisor   w = tokens / (answers * divisor)   every token does, and long batches are not shrunk
+    token_mean      w = 1            n = tokens      every token weighs the same
+    answer_mean     w = 1 / |o_i|    n = answers     every answer does: the mean of the answers' means
+    fixed_divisor   w = 1 / divisor  n = answers     every token does, and long batches are not shrunk
 
-The engine always divides by the number of tokens; weights that carry `tokens / answers` make another mean of it, which
-is then as exact as the first, and leaves statistics per token what they are.
+What the sum is divided by is added up over micro-batches and ranks by the engine, so that the mean is exact however the
+batch is cut, also where only the scores say which tokens are left.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from corral.workers.algorithms.functional.normalization import SumOverRanks
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
 
 LossReduction = Literal["token_mean", "answer_mean", "fixed_divisor"]
 
 
 def reduction_weights(
-    loss_mask: Tensor,
-    answer_lengths: Sequence[int],
-    *,
-    reduction: LossReduction,
-    divisor: float | None,
-    sum_over_ranks: SumOverRanks,
-) -> Tensor:
-    """[T] float32 weights of the tokens of one mini-batch; all ranks call it together.
+    loss_mask: Tensor, answer_lengths: Sequence[int], *, reduction: LossReduction, divisor: float | None
+) -> tuple[Tensor, Tensor]:
+    """(weights [T] float32 of some whole answers' tokens, scalar that their sum adds to the mean's denominator).
 
     Answers without a token in the mask count in no mean.
 
@@ -47,12 +41,11 @@ def reduction_weights(
         ValueError: if `fixed_divisor` comes without a divisor.
     """
     if reduction == "token_mean":
-        return torch.ones(loss_mask.shape[0])
+        return torch.ones_like(loss_mask, dtype=torch.float32), loss_mask.sum()
     tokens = sum_per_answer(loss_mask.double(), answer_lengths)
-    total = sum_over_ranks({"tokens": float(tokens.sum()), "answers": float((tokens > 0).sum())})
-    tokens_per_answer = total["tokens"] / max(total["answers"], 1.0)
+    num_answers = (tokens > 0).sum()
     if reduction == "answer_mean":
-        return per_token(tokens_per_answer / tokens.clamp(min=1.0), answer_lengths).float()
+        return per_token(1.0 / tokens.clamp(min=1.0), answer_lengths).float(), num_answers
     if divisor is None:
         raise ValueError("the reduction fixed_divisor needs a divisor: the most tokens that an answer may have")
-    return torch.full(loss_mask.shape, tokens_per_answer / divisor)
+    return torch.full_like(loss_mask, 1.0 / divisor, dtype=torch.float32), num_answers
