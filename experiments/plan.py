@@ -56,6 +56,10 @@ class RunPlan(FrozenConfig):
     supervision: SupervisionConfig
     scheduling: ExperimentScheduling
     workers: list[WorkerSpec]
+    code: dict[str, str] = {}
+    """SHA-256 of the files of the user's own code that the trial keeps, by their names below its folder `code`."""
+    packages: dict[str, str] = {}
+    """Versions of the installed packages that this code loaded when the trial was submitted."""
 
     def to_json(self) -> bytes:
         """The text of plan.json, with the digest of everything else in it."""

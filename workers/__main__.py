@@ -43,6 +43,7 @@ from corral.workers.lifecycle.worker import (
     run_to_exit_code,
 )
 from corral.workers.streams.security import StreamSecurity
+from corral.workers.user_code.kept import ChangedCodeError, use_kept_code
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     plan = RunPlan.from_json(arguments.plan.read_bytes())
     _allow_open_files()
     trial = TrialDirectory(plan.trial.directory)
+    try:
+        use_kept_code(trial.code_path, plan.code)
+    except ChangedCodeError as error:
+        print(f"{arguments.kind}/{arguments.index} cannot work with this code: {error}", file=sys.stderr)
+        return WorkerExit.BAD_CONFIGURATION
     secrets = TrialSecrets.load(trial.secrets_path)
     _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
     stopping = threading.Event()

@@ -22,6 +22,7 @@ from corral.experiments.errors import (
     show_value,
     split_remedy,
 )
+from corral.experiments.loading.field_words import meant_by
 from corral.experiments.loading.schema import field_at, key_paths, model_at, purpose
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -87,11 +88,10 @@ def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: Conf
     above = model_at(model, path[:-1])
     known = list(above.model_fields) if above is not None else []
     where = f" in {dotted(path[:-1])}" if len(path) > 1 else ""
-    elsewhere = [dotted(other) for other, _ in key_paths(model) if other[-1] == key]
-    if near := closest(key, known):
-        hint = f"did you mean {near!r}?"
-    elif elsewhere:
+    if elsewhere := meant_by(key, path[:-1], [other for other, _ in key_paths(model)]):
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"
+    elif near := closest(key, known):
+        hint = f"did you mean {near!r}?"
     else:
         hint = f"known keys{where}: {', '.join(known)}"
     return ConfigProblem(

@@ -14,13 +14,14 @@ A record that a crash or a full disk has cut keeps its number: nobody runs that 
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
+from corral.experiments.trial.attempt_end_record import EndState, read_end
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, write_if_absent
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, Stop
@@ -30,13 +31,18 @@ _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")
 _WAY_OUT = "this attempt cannot go on; rl-stop what still runs of it, then rl-submit --resume starts the next one"
 
 
+_MOST_OF_ITS_OWN = 2
+_MOST_AT_ALL = 10  # in a row, whoever ended them: each has waited in the queue, so a human has had the time to look
+ENDED_BY_CLUSTER = (EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED, EndState.UNKNOWN)
+
+
 class WhyNot(StrEnum):
     """Why no further attempt begins by itself."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
     NO_PROGRESS = "no progress"
-    """Two attempts in a row ended without a commit."""
+    """Two attempts that could have committed did not, or too many in a row that could not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,8 @@ def begin_attempt(
             continue  # whoever won it is found now
         # One look at the log for both: a stop that arrives later is at or after start_slot, so it stops the attempt.
         state = TrialLog(directory.log_path).read()
-        refusal = why_not_another(read_attempts(directory), state)
+        attempts = read_attempts(directory)
+        refusal = why_not_another(attempts, state, taken_away(directory, attempts))
         if refusal is not None:
             raise AttemptRefusedError(refusal)
         # Our own claim without a whole record: we were killed between the two, or a full disk has cut it.
@@ -134,25 +141,43 @@ def begin_attempt(
             )
 
 
-def why_not_another(attempts: Sequence[AttemptRecord], state: LogState) -> Refusal | None:
+def why_not_another(attempts: Sequence[AttemptRecord], state: LogState, taken: Collection[int] = ()) -> Refusal | None:
     """Why no further attempt may begin without a human; None if one may. Pure.
 
-    What bounds a chain is progress: it may be as long as it likes while one of its last two attempts has committed.
+    What bounds a chain is progress: it may be as long as it likes while one of its last two attempts has committed. An
+    attempt whose nodes were taken away before its first commit has not shown that it cannot make one; many of those in
+    a row are a sign all the same that this trial does not get far where it runs.
 
     Args:
         attempts: so far, the oldest first.
         state: of the trial log.
+        taken: numbers of those that the cluster has ended.
     """
     if state.is_done:
         return Refusal(WhyNot.COMPLETE, "the trial is complete")
     if state.stop is not None and not state.is_handed_over:
         return Refusal(WhyNot.STOPPED, f"{state.stop.by} stopped the trial")
-    last = chain_of(attempts)[-2:]
-    if len(last) == 2 and not any(logged.slot >= last[0].start_slot for logged in state.commits):
+    last_commit = max((logged.slot for logged in state.commits), default=-1)
+    idle = [record.attempt for record in chain_of(attempts) if record.start_slot > last_commit]
+    own = [attempt for attempt in idle if attempt not in taken]
+    if len(own) >= _MOST_OF_ITS_OWN:
+        return Refusal(WhyNot.NO_PROGRESS, f"attempts {own[-2]} and {own[-1]} both ended before their first commit")
+    if len(idle) >= _MOST_AT_ALL:
         return Refusal(
-            WhyNot.NO_PROGRESS, f"attempts {last[0].attempt} and {last[1].attempt} both ended before their first commit"
+            WhyNot.NO_PROGRESS,
+            f"the cluster has ended most of the last {len(idle)} attempts, and none of them came to a commit",
         )
     return None
+
+
+def taken_away(directory: TrialDirectory, attempts: Sequence[AttemptRecord]) -> set[int]:
+    """Numbers of the attempts whose job or node the cluster took: preempted, requeued, lost.
+
+    A time limit is the user's, and is not among them. Where nobody could put an end down, the node was lost with the
+    keeper: a job that ends otherwise is not started again.
+    """
+    ends = {record.attempt: read_end(directory, record.attempt) for record in attempts}
+    return {attempt for attempt, end in ends.items() if end is None or end.state in ENDED_BY_CLUSTER}
 
 
 def chain_of(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:

@@ -72,6 +72,7 @@ class TrialDirectory:
     path: Path
 
     config_path = _Below("config.yaml")
+    code_path = _Below("code")
     plan_path = _Below("plan.json")
     layout_path = _Below("layout.json")
     """Which allocations the trial has, and where each worker runs in them; not there for a local trial."""
@@ -138,6 +139,10 @@ class TrialDirectory:
 
     def worker_log(self, attempt: int, kind: str, index: int) -> Path:
         return self.attempt_logs(attempt) / f"{kind}-{index}.log"
+
+    def last_word_path(self, worker: str) -> Path:
+        """Where a worker whose end ends the trial says why, for rl-status."""
+        return self.control_path / f"last-word-{worker.replace('/', '-')}"
 
     def spool_path(self, rollout_index: int) -> Path:
         return self.path / "spool" / f"rollout_worker-{rollout_index}"

@@ -41,6 +41,10 @@ class EvaluationRequest(FrozenConfig):
     """Problems between two writes of the progress file: what an interruption may cost."""
     result: Path
     """Where the result goes."""
+    code: Path | None = None
+    """Folder of the trial's own code; None where it has none."""
+    code_digests: dict[str, str] = {}
+    """SHA-256 of the files in it, by name."""
 
 
 class EvaluationResult(FrozenConfig):

@@ -1,5 +1,6 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,15 +83,22 @@ def submit(
             raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
         cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
         if resume is not None:
-            options = (experiment, trial, profile, layout, sbatch_arg, local or None)
-            has_others = any(option for option in options)
-            prepare = partial(_prepared_resume, resume, fileroot, override or [], has_other_options=has_others)
+            unfit = {
+                "-n": trial,
+                "--profile": profile,
+                "--layout": layout,
+                "--sbatch-arg": sbatch_arg,
+                "--local": local,
+            }
+            others = [name for name, value in {str(experiment): experiment, **unfit}.items() if value]
+            prepare = partial(_prepared_resume, resume, fileroot, override or [], others=others)
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
             from corral.launcher.clusters import queue_here
             from corral.launcher.submit.prepare import prepare as prepare_trial
 
+            _check_working_folder()
             prepare = partial(
                 prepare_trial,
                 experiment,
@@ -110,6 +118,19 @@ def submit(
             if resume is None:
                 submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
             _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
+
+
+def _check_working_folder() -> None:
+    """ConfigError if paths relative to the current directory lead nowhere."""
+    from corral.experiments.errors import ConfigError
+
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError.of(
+            f"the folder that rl-submit was started in is not there any more ({error.strerror})",
+            hint="cd to one that is, and submit again",
+        ) from error
 
 
 def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool) -> "ClusterShape | None":
@@ -185,15 +206,17 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _prepared_resume(
-    name: str, fileroot: Path | None, overrides: Sequence[str], *, has_other_options: bool, has_checks: bool
+    name: str, fileroot: Path | None, overrides: Sequence[str], *, others: Sequence[str], has_checks: bool
 ) -> "Submission":
     from corral.launcher.submit.prepare import AlreadyCompleteError, prepare_resume
     from corral.launcher.trial.find import default_fileroot, find_trial
 
     keys = [override.partition("=")[0] for override in overrides]
-    if has_other_options or keys not in ([], ["allocation"]):
+    others = [*others, *(f"-s {key}" for key in keys if key != "allocation"), *(["-s twice"] if len(keys) > 1 else [])]
+    if others:
         raise typer.BadParameter(
-            "--resume continues a trial as it was planned; it takes no experiment, name or -s, but -s allocation=NEW"
+            f"--resume continues a trial where and as it was planned; leave out {', '.join(others)}: of all "
+            "settings only one -s allocation=NEW may go with it"
         )
     allocation = overrides[0].partition("=")[2] if overrides else None
     try:

@@ -9,6 +9,7 @@
 Pure: what the cluster has comes in as shapes of nodes, and nothing is submitted here.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ from corral.scheduling.worker_information import WorkerKind, parse_worker_id, wo
 
 SUPERVISED: tuple[WorkerKind, ...] = ("master_worker", "gserver_manager")
 """What runs beside the supervisor, on the first node of the head."""
+
+_GANG: WorkerKind = "model_worker"
+"""Whose workers send each other tensors."""
 
 NodeShapes = Mapping[str | None, NodeShape]
 """What most usable nodes of a partition have, by its name; None is the default partition."""
@@ -236,7 +240,7 @@ def _place_pool(
         for offset, (node, gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
             worker = worker_id(unit.kind, unit.first_index + offset)
             steps[worker] = _step(task, shape, allocation=number, node_index=node, gpus=gpus)
-    steps = _one_binding_per_node(steps)
+    steps = _one_binding_per_node(steps, pool.groups)
     on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
     slack_cpus, slack_mem_mb = (shape.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if role == "head" else (0, 0)
     allocation = Allocation(
@@ -307,17 +311,28 @@ def _step(task: Scheduling, shape: NodeShape, *, allocation: int, node_index: in
         mem_mb=task.mem,
         gpus=task.gpu,
         gpu_indices=tuple(gpus),
-        gpu_binding=task.gpu_binding if task.gpu else "none",
+        gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
     )
 
 
-def _one_binding_per_node(steps: dict[str, Step]) -> dict[str, Step]:
-    """Where one worker's GPUs are cut out of the node's, all are: SLURM counts those of overlapping steps as free."""
+def _one_binding_per_node(steps: dict[str, Step], groups: Mapping[WorkerKind, TasksGroup]) -> dict[str, Step]:
+    """Where one worker's GPUs are cut out of the node's, all are: SLURM counts those of overlapping steps as free.
+
+    So are those of training ranks on one node, unless their group says otherwise: a device cgroup of its own hides the
+    GPU of each from the others, and NCCL would go through host memory or fail (NVIDIA/nccl issue 1066).
+    """
     sliced = {step.node_index for step in steps.values() if step.gpu_binding == "slice"}
+    if (gang := groups.get(_GANG)) is not None and gang.scheduling.gpu_binding is None:
+        ranks = Counter(step.node_index for worker, step in steps.items() if step.gpus and _is_rank(worker))
+        sliced |= {node for node, count in ranks.items() if count > 1}
     return {
         worker: msgspec.structs.replace(step, gpu_binding="slice") if step.gpus and step.node_index in sliced else step
         for worker, step in steps.items()
     }
+
+
+def _is_rank(worker: str) -> bool:
+    return parse_worker_id(worker)[0] == _GANG
 
 
 def _elastic_workers(plan: RunPlan) -> list[tuple[str, Scheduling]]:

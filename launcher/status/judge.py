@@ -35,9 +35,10 @@ from corral.launcher.status.workers import (
     trouble,
     worker_rows,
 )
+from corral.launcher.terminal import format_duration
 from corral.launcher.trial.exits import is_out_of_memory
 from corral.launcher.trial.history import Finding, PastAttempt
-from corral.launcher.trial.metrics import headline, last_metrics
+from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0
@@ -62,6 +63,8 @@ class TrialStatus:
     """What explains the state."""
     numbers: str = ""
     """The few that say how training goes."""
+    pace: Pace | None = None
+    """Of its last train steps."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     workers: Sequence[WorkerRow] = ()
     groups: Sequence[GroupRow] = ()
@@ -73,6 +76,18 @@ class TrialStatus:
     """The head's nodes, as the cluster writes them."""
     time_left: str = ""
     ended_at: float | None = None
+
+    @property
+    def speed(self) -> str:
+        """`1.3 s/step  2,300 tokens/s  about 1m02s to go`, while it trains."""
+        if self.pace is None or self.state is not TrialState.RUNNING:
+            return ""
+        parts = [f"{self.pace.step_s:.3g} s/step"]
+        if self.pace.tokens_per_s:
+            parts.append(f"{self.pace.tokens_per_s:,.0f} tokens/s")
+        if self.total_steps and self.step is not None and self.step < self.total_steps:
+            parts.append(f"about {format_duration((self.total_steps - self.step) * self.pace.step_s)} to go")
+        return "  ".join(parts)
 
     @property
     def is_final(self) -> bool:
@@ -97,7 +112,8 @@ def describe(evidence: Evidence) -> TrialStatus:
     facts = evidence.facts
     rows = worker_rows(evidence)
     state, note = judge(evidence, rows)
-    metrics = last_metrics(facts.directory.metrics_path)
+    lines = last_lines(facts.directory.metrics_path)
+    metrics = newest_of(lines)
     submitted_at = evidence.attempt.submitted_at if evidence.attempt else None
     end = float(evidence.ended["time"]) if evidence.ended else evidence.now
     nodes = {life.node for life in evidence.lives.values() if life.node}
@@ -116,6 +132,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         attempt=evidence.attempt.attempt if evidence.attempt else None,
         note=_join(note, *evidence.zombies, *evidence.damage, *_alarms(evidence)),
         numbers=headline(metrics),
+        pace=pace_of(lines),
         metrics=metrics,
         workers=rows,
         groups=group_rows(evidence, rows),

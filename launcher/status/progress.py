@@ -1,6 +1,6 @@
 """rl-submit --wait: one line that says how training goes, live on a terminal, every few seconds elsewhere.
 
-step 12/40  accuracy 0.81  reward 0.74  version 1.12  RUNNING  age 1m20s
+step 12/40  accuracy 0.81  1.3 s/step  2,300 tokens/s  about 36s to go  answers by step 11  RUNNING  age 1m20s
 """
 
 import sys
@@ -16,6 +16,7 @@ from corral.launcher.status.reader import StatusReader, polite_reader
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.find import TrialFacts
+from corral.scheduling.policy_version import PolicyVersion
 
 _EXIT_BY_STATE = {
     TrialState.COMPLETE: CommandExit.DONE,
@@ -34,18 +35,20 @@ class Part(Enum):
 
     VERSION = "version"
     AGE = "age"
+    SPEED = "speed"
 
 
-_FIRST_TO_GO = (Part.VERSION, Part.AGE)
+_FIRST_TO_GO = (Part.VERSION, Part.AGE, Part.SPEED)
 
 
 def progress_line(status: TrialStatus, *, without: Collection[Part] = ()) -> str:
     """The line, without a bar."""
     total = f"/{status.total_steps}" if status.total_steps else ""
-    parts = [f"step {status.step or 0}{total}", status.numbers]
+    parts = [f"step {status.step or 0}{total}", status.numbers, "" if Part.SPEED in without else status.speed]
     version = next((row.version for row in status.workers if row.version), "")
     if version and Part.VERSION not in without:
-        parts.append(f"version {version}")
+        # By the step alone: of "1.100" nobody would think that it comes after "1.98".
+        parts.append(f"answers by step {PolicyVersion.parse(version).step}")
     parts.append(status.state)
     if Part.AGE not in without:
         parts.append(f"age {format_duration(status.age_s)}")

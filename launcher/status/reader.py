@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 
 from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import AttemptRecord, last_attempt, read_attempts, read_claim, why_not_another
+from corral.experiments.trial.attempts import (
+    AttemptRecord,
+    last_attempt,
+    read_attempts,
+    read_claim,
+    taken_away,
+    why_not_another,
+)
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
@@ -273,7 +280,9 @@ def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
     own = own_jobs_of(facts, claimed_by=own_job_id)
     jobs = find_jobs(answer.index, own, job_id=own_job_id, is_over=False)
     waiting = (jobs.head,) if jobs.head and jobs.head.phase is JobPhase.WAITING else ()
-    if waiting and why_not_another(read_attempts(directory), _read_log(directory, attempt)[0]) is None:
+    attempts = read_attempts(directory)
+    log = _read_log(directory, attempt)[0]
+    if waiting and why_not_another(attempts, log, taken_away(directory, attempts)) is None:
         return None
     zombies = (*jobs.zombies, *waiting)
     return Evidence(

@@ -201,6 +201,8 @@ def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[s
     parts = [f"{status.experiment}/{status.trial}", status.state, f"step {_steps(status)}"]
     if status.numbers:
         parts.append(status.numbers)
+    if status.speed:
+        parts.append(status.speed)
     if status.attempt is not None:
         parts.append(f"attempt {status.attempt}")
     if status.job_id:

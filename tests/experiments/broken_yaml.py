@@ -200,15 +200,27 @@ SCHEMA_CASES = (
         line=1,
     ),
     BrokenCase(
+        name="experiment-by-another-name",
+        edit=("experiment: async_ppo", "experiment: grpo"),
+        words=("there is no experiment grpo", "it is async_ppo, whose defaults are GRPO"),
+        line=1,
+    ),
+    BrokenCase(
+        name="key-like-no-other",
+        edit=("    lr: 3e-4", "    zzz: 3e-4"),
+        words=("unknown key 'zzz' in actor.optimizer", "known keys"),
+        line=8,
+    ),
+    BrokenCase(
         name="misspelt-key",
         edit=("train_batch_size", "train_bach_size"),
         words=("unknown key 'train_bach_size'", "did you mean 'train_batch_size'"),
         line=19,
     ),
     BrokenCase(
-        name="misspelt-nested-key",
+        name="key-by-another-name",
         edit=("    lr: 3e-4", "    learning_rate: 3e-4"),
-        words=("unknown key 'learning_rate' in actor.optimizer", "known keys"),
+        words=("unknown key 'learning_rate' in actor.optimizer", "did you mean actor.optimizer.lr?"),
         line=8,
     ),
     BrokenCase(
@@ -629,6 +641,12 @@ CONTRADICTION_CASES = (
             '"max_position_embeddings": 64, "eos_token_id": 1}',
         },
         words=("p2 has a stage with the layers 1 to 1, none of which has an adapter", "or lower p"),
+    ),
+    BrokenCase(
+        name="a-reference-that-follows-the-policy-with-megatron",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
+        overrides=("ref.path=model", "ref.ema=0.1", "ppo.kl.coef=0.1"),
+        words=("a reference that follows the policy (ema) is held by the fsdp backend only", "ref=fsdp:d1"),
     ),
     BrokenCase(
         name="optimizer-state-in-host-memory-with-megatron",

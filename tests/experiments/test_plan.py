@@ -93,7 +93,7 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | MIXTURE))
     plan = RunPlan.from_json(_plan(folder / "ppo.yaml").to_json())
-    assert readers_of_experts(plan) == {"actor_inf", "actor_train"}
+    assert readers_of_experts(plan) == {"actor_train"}
     key = Key("routed_experts", "per_token", "int16", (2, 2))
     ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
     assert all(worker.declared_keys == (key,) for worker in (plan.master, *ranks))
@@ -214,21 +214,34 @@ def _levels(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
 def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Path) -> None:
     ref = [f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1"]
     coupled = "ppo.use_decoupled_loss=false"
-    assert _levels(_plan(folder / "ppo.yaml")) == (("actor_inf",), ("actor_train",))
-    assert _levels(_plan(folder / "ppo.yaml", coupled)) == (("actor_train",),)
-    assert _levels(_plan(folder / "ppo.yaml", *ref)) == (("actor_inf", "ref_inf"), ("actor_train",))
+    twice = "ppo.sample_reuse=2"
+    assert _levels(_plan(folder / "ppo.yaml", twice)) == (("actor_inf",), ("actor_train",))
+    assert _levels(_plan(folder / "ppo.yaml", coupled, twice)) == (("actor_train",),)
+    assert _levels(_plan(folder / "ppo.yaml", *ref, twice)) == (("actor_inf", "ref_inf"), ("actor_train",))
     assert _levels(_plan(folder / "ppo.yaml", *ref, coupled)) == (("ref_inf",), ("actor_train",))
+
+
+def test_one_update_a_step_needs_no_call_for_the_proximal_policy_unless_a_pass_of_its_own_says_other_things(
+    folder: Path,
+) -> None:
+    dropout = ["actor.lora.rank=4", "actor.lora.alpha=8", "actor.lora.dropout=0.1"]
+    assert _levels(_plan(folder / "ppo.yaml")) == (("actor_train",),)
+    assert _levels(_plan(folder / "ppo.yaml", "ppo.n_minibatches=2")) == (("actor_inf",), ("actor_train",))
+    assert _levels(_plan(folder / "ppo.yaml", *dropout)) == (("actor_inf",), ("actor_train",))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    assert _levels(_plan(folder / "ppo.yaml")) == (("actor_inf",), ("actor_train",))
 
 
 def test_each_model_says_whether_its_micro_batches_share_prompts(folder: Path) -> None:
     ref = [f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1"]
-    plan = _plan(folder / "ppo.yaml", *ref, "actor.shared_prompts=auto")
+    plan = _plan(folder / "ppo.yaml", *ref, "actor.shared_prompts=auto", "ppo.n_minibatches=2")
     shares = {call.name: call.micro_batches.shares_prompts for call in plan.master.calls}
     assert [shares[name] for name in ("actor_inf", "actor_train", "ref_inf")] == [True, True, False]
 
 
 def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
-    plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1")
+    plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1", "ppo.sample_reuse=2")
     calls = {call.name: call for call in plan.master.calls}
     assert calls["actor_inf"].output_key_remap == {"logprobs": "proximal_logprobs"}
     assert calls["ref_inf"].output_key_remap == {"logprobs": "ref_logprobs"}

@@ -175,10 +175,24 @@ def test_only_the_first_model_is_published() -> None:
 
 
 ACTOR = """\
+from corral.scheduling.keys import Key, built_in
+from corral.scheduling.model_function_call import CallType
+
+
 class Actor:
     inputs = {CallType.TRAIN_STEP: (*built_in("input_ids", "rewards"), Key("doubt", "per_answer", "float32"))}
 """
 JUDGE = """\
+from corral.scheduling.keys import Key, built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.policy_loss import PolicyLoss
+
+
+def _loss(scores, micro_batch, config):
+    return TokenLosses(-scores.logprobs * micro_batch.tensors["doubt"].mean(), {})
+
+
 class Judge:
     inputs = {CallType.INFERENCE: built_in("input_ids", "rewards")}
     outputs = {CallType.INFERENCE: (*built_in("rewards"), Key("doubt", "per_answer", "float32"))}

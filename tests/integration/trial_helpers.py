@@ -159,7 +159,12 @@ class Trial:
 
     def pid(self, worker: str) -> int:
         """The process of a worker, of `redis`, or of the `supervisor` at present."""
-        return int(self.starts(worker)[-1]["pid"])
+        started = int(self.starts(worker)[-1]["pid"])
+        if worker in ("redis", "supervisor"):
+            return started
+        # What was started is the worker's guard, whose first child it is.
+        children = Path(f"/proc/{started}/task/{started}/children")
+        return int(next(iter(children.read_text().split()), started)) if children.exists() else started
 
     # Acts and waits
 

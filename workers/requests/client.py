@@ -23,7 +23,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
-from corral.workers.requests.known_worker import KnownWorker
+from corral.workers.requests.known_worker import Boarding, KnownWorker
 from corral.workers.requests.messages import (
     BlockingRequest,
     Fetch,
@@ -102,8 +102,8 @@ class RequestClient(Closing):
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._is_boarding = False
-        """Whether something may wait for a message to go with."""
+        self._boarding: dict[str, Boarding] = {}
+        """What waits for a message to go with, by request id."""
         self.num_late = 0
         self._router = RouterEndpoint(
             security,
@@ -185,7 +185,7 @@ class RequestClient(Closing):
                 continue
             before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
             starts = () if level is None else self._take_unflushed(worker) + own if worker.unflushed else own
-            riders, passengers = worker.take_riders(), worker.take_passengers()
+            riders, passengers = worker.take_riders(), self._set_off(worker)
             previous, content = content, (request, before, after, starts, riders, passengers)
             if not (previous and all(map(operator.is_, content, previous))):
                 started = None if level is None else Flush(level=level, request_ids=starts)
@@ -222,28 +222,28 @@ class RequestClient(Closing):
         brings it, and if two messages do, a worker begins it once.
 
         Args:
-            deadline_s: from now, as for `post`.
+            deadline_s: from when the last of them has been told: what nobody was told yet, nobody can answer.
         """
         replies = self._begin(workers, type(request).__name__)
         apart = self._codec.encode(
             WorkerRequest(request=request), epoch=self._epoch, request_id=replies.request_id, deadline_s=deadline_s
         )
         aboard = (Passenger(request_id=replies.request_id, request=request),)
+        boarding = self._boarding[replies.request_id] = Boarding(replies, deadline_s)
         for worker_id in workers:
             if (worker := self._living(worker_id, replies)) is not None:
                 replies.await_reply(worker_id, apart)
                 worker.passengers = worker.passengers + aboard if worker.passengers else aboard
-        self._is_boarding = True
-        replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
+                boarding.untold.add(worker_id)
+        self._start_deadline(replies.request_id)
         return replies
 
     def send_waiting(self) -> None:
         """What was posted aboard, and has found no message by now, goes by itself."""
-        if not self._is_boarding:
+        if not self._boarding:
             return
-        self._is_boarding = False
         for worker_id, worker in self._worker_by_id.items():
-            for passenger in worker.take_passengers():
+            for passenger in self._set_off(worker):
                 if self._is_missing(passenger.request_id, worker_id):
                     self._send(worker, self._pending[passenger.request_id].frames_for(worker_id))
 
@@ -285,6 +285,21 @@ class RequestClient(Closing):
         if workers:
             self._pending[request_id] = replies
         return replies
+
+    def _set_off(self, worker: KnownWorker) -> tuple[Passenger, ...]:
+        """What goes with a message that leaves for this worker now; deadlines of what all have been told begin."""
+        passengers = worker.take_passengers()
+        for passenger in passengers:
+            self._boarding[passenger.request_id].untold.discard(worker.hello.worker)
+            self._start_deadline(passenger.request_id)
+        return passengers
+
+    def _start_deadline(self, request_id: str) -> None:
+        """Of what was posted aboard, if no worker is still to be told."""
+        if not (boarding := self._boarding[request_id]).untold:
+            del self._boarding[request_id]
+            replies, deadline_s = boarding.replies, boarding.deadline_s
+            replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
 
     def _living(self, worker_id: str, replies: PendingReplies) -> KnownWorker | None:
         """A worker that can be asked; else that is what the request ends with."""
@@ -334,7 +349,7 @@ class RequestClient(Closing):
         worker.hello = hello
         worker.identity = identity
         self._worker_by_identity[identity] = worker
-        worker.take_passengers()  # they go by themselves, with all else that is unanswered
+        self._set_off(worker)  # what was aboard goes by itself, with all else that is unanswered
         for replies in self._pending.values():
             if frames := replies.frames_for(hello.worker):
                 self._send(worker, frames)
@@ -386,6 +401,7 @@ class RequestClient(Closing):
         worker.end_grace()
         if worker.is_dead:
             return
+        self._set_off(worker)  # it hears nothing more, and nobody waits for that
         worker.bury()
         for replies in list(self._pending.values()):
             if replies.is_missing(worker.hello.worker):

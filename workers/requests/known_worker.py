@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from corral.workers.requests.messages import Hello, Passenger, Rider
+from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError
+
+
+@dataclass(slots=True)
+class Boarding:
+    """A request that goes to each worker with the next message to it."""
+
+    replies: PendingReplies
+    deadline_s: float
+    untold: set[str] = field(default_factory=set)
+    """Workers that no message has gone to yet. While there are any, no deadline runs."""
 
 
 @dataclass(slots=True)

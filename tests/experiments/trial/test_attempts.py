@@ -11,6 +11,7 @@ import pytest
 
 from corral.experiments.trial.attempt_end_record import (
     AttemptEndRecord,
+    EndState,
     add_failed_node,
     failed_nodes,
     read_end,
@@ -96,8 +97,9 @@ def test_a_resubmission_belongs_to_the_job_that_starts_next(directory: TrialDire
 
 def test_a_start_that_is_refused_leaves_nothing(directory: TrialDirectory) -> None:
     submit(directory)
-    begin(directory, "7")
-    begin(directory, "7", 1)
+    for number in range(2):
+        begin(directory, "7", number)
+        end(directory, number, EndState.TIMED_OUT)
     before = sorted(directory.control_path.iterdir())
     with pytest.raises(AttemptRefusedError, match="attempts 0 and 1 both ended") as refused:
         begin(directory, "8")
@@ -140,7 +142,7 @@ def test_of_starts_that_race_each_gets_a_number_of_its_own(directory: TrialDirec
             try:
                 numbers.append(begin(directory, str(job), len(numbers)).attempt)
             except AttemptRefusedError as error:
-                assert "first commit" in str(error)
+                assert "none of them came to a commit" in str(error)
                 with master:
                     commit(directory)
         return numbers
@@ -249,13 +251,44 @@ def test_why_no_further_attempt_begins_by_itself(
     assert (found.reason if found else None) is why
 
 
+def test_attempts_that_the_cluster_took_away_do_not_count_as_without_progress(directory: TrialDirectory) -> None:
+    submit(directory)
+    states = [EndState.PREEMPTED, EndState.NODE_FAILED, None, EndState.REQUEUED, EndState.PREEMPTED, EndState.TIMED_OUT]
+    for number, state in enumerate(states):
+        assert begin(directory, "7", number).attempt == number
+        if state is not None:  # the node was lost with whoever would have put it down
+            end(directory, number, state)
+    assert begin(directory, "7", len(states)).attempt == len(states)
+    end(directory, len(states), EndState.TIMED_OUT)
+    with pytest.raises(AttemptRefusedError, match="attempts 5 and 6 both ended before their first commit"):
+        begin(directory, "7", 7)
+
+
+def test_a_chain_that_the_cluster_never_lets_commit_ends_all_the_same(directory: TrialDirectory) -> None:
+    submit(directory)
+    for number in range(4):
+        begin(directory, "7", number)
+    commit(directory)
+    for number in range(4, 14):
+        begin(directory, "7", number)
+    with pytest.raises(AttemptRefusedError, match="most of the last 10 attempts, and none of them came to a commit"):
+        begin(directory, "7", 14)
+
+
+def end(directory: TrialDirectory, attempt: int, state: EndState) -> None:
+    write_end(directory, AttemptEndRecord(attempt=attempt, state=state, cause="", then="requeue"))
+
+
 def test_a_chain_goes_on_as_long_as_it_makes_progress(directory: TrialDirectory) -> None:
     submit(directory)
     for number in range(12):
         assert begin(directory, "7", number).attempt == number
         commit(directory)
+        end(directory, number, EndState.TIMED_OUT)
     # One attempt that ends before its first commit costs nothing, however long the chain; a second one ends it.
-    assert [begin(directory, "7", number).attempt for number in (12, 13)] == [12, 13]
+    for number in (12, 13):
+        assert begin(directory, "7", number).attempt == number
+        end(directory, number, EndState.TIMED_OUT)
     with pytest.raises(AttemptRefusedError, match="attempts 12 and 13 both ended before their first commit"):
         begin(directory, "7", 14)
 

@@ -23,6 +23,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import Ledger, read_delta, write_delta
+from corral.workers.checkpoint.removal import Remover
 from corral.workers.delivery.spool import Spool
 
 _UIDS = ("0:a", "0:b", "0:c")
@@ -97,7 +98,7 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
         )
         ledger.mark_committed(delta)
         spool.discard(waiting[:1])
-        collect_garbage(trial, writer.state, epoch=writer.epoch, keep=2)
+        collect_garbage(trial, writer.state, epoch=writer.epoch, remover=Remover(), keep=2)
     writer.done()
 
 

@@ -68,6 +68,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
     assert {
         trial.config_path: "config.yaml",
         trial.plan_path: "plan.json",
+        trial.code_path: "code",
         trial.sbatch_path: "trial.sbatch",
         trial.layout_path: "layout.json",
         trial.evaluations_path: "eval",
@@ -95,7 +96,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
 
 
 def _all_paths(trial: TrialDirectory) -> list[Path]:
-    names = [name for name in dir(TrialDirectory) if name.endswith("_path") and name != "spool_path"]
+    names = [name for name in dir(TrialDirectory) if name.endswith("_path") and not callable(getattr(trial, name))]
     calls = [trial.attempt_logs(2), trial.worker_log(2, "model_worker", 3), trial.spool_path(1)]
     return [*(getattr(trial, name) for name in names), *calls]
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
-from corral.launcher.trial.processes import trial_processes
+from corral.launcher.trial.processes import process_start_ticks, trial_processes
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.stub_supervisor import COMMAND
@@ -288,7 +289,9 @@ def test_wait_tells_failure_and_resume_does_nothing_for_a_trial_that_is_done(
     assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "f", fileroot=root) == 6
     assert "FAILED: master_worker/0 exit 2" in capsys.readouterr().out
     assert _submit(monkeypatch, "--resume", "f", "-s", "seed=4", fileroot=root) == 2
-    assert "it takes no experiment, name or -s, but -s allocation=NEW" in capsys.readouterr().err
+    assert "leave out -s seed: " in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert _submit(monkeypatch, "--resume", "f", "--local", "--layout", "jobs", fileroot=root) == 2
+    assert "leave out --layout, --local: " in " ".join(capsys.readouterr().err.replace("│", "").split())
     assert _submit(monkeypatch, "--resume", "f", "-s", "allocation=hf:d1+fsdp:d2", "--wait", fileroot=root) == 0
     assert len(list(root.glob("*/f/logs/attempt-1/model_worker-*"))) == 2
     assert "attempt 1" in run("rl-status", "f", fileroot=root).stdout
@@ -365,6 +368,44 @@ def test_a_supervisor_that_cannot_start_leaves_no_trial(
     assert list((tmp_path / "trials" / "small-grpo").iterdir()) == []
 
 
+def test_a_start_that_is_interrupted_ends_the_supervisor_before_its_folder_goes(
+    experiment: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "pid"
+    told_by = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    slow = [sys.executable, "-c", told_by]
+    submission = prepare.prepare(experiment, _small(tmp_path), trial_name="t", mode="local")
+    start.create(submission)
+
+    def interrupt() -> None:
+        wait_until(lambda: told.exists() and told.read_text(), "the supervisor's process")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        start.start(submission, supervisor_command=slow)
+    interrupter.join()
+    assert process_start_ticks(int(told.read_text())) is None
+    assert not submission.directory.path.exists()
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_takes_long_to_start_is_waited_for_as_long_as_it_lives(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["finish 0.2"]})
+    late = [
+        sys.executable,
+        "-c",
+        f"import os, sys, time; time.sleep(21); os.execv({COMMAND[0]!r}, [*{COMMAND!r}, *sys.argv[1:]])",
+    ]
+    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": late})
+    assert _submit(monkeypatch, experiment, "--local", "-n", "x", fileroot=tmp_path / "trials") == 0
+    trials = tmp_path / "trials"
+    assert wait_until(lambda: _status_when_final("small-grpo/x", trials), "the end of the trial")["state"] == "COMPLETE"
+
+
 def _small(tmp_path: Path) -> list[str]:
     return [f"cluster.fileroot={tmp_path / 'trials'}", "supervision.restart_pause_s=0.05"]
 
@@ -393,3 +434,12 @@ def _status_when_final(trial: str, fileroot: Path) -> dict[str, str] | None:
     shown = run("rl-status", trial, "-o", "json", fileroot=fileroot)
     (status,) = json.loads(shown.stdout)
     return status if status["state"] in ("COMPLETE", "FAILED", "LOST", "STOPPED") else None
+
+
+def test_a_folder_that_is_gone_is_an_error_with_a_way_out(experiment: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir {gone}; exec {BIN / 'rl-submit'} {experiment} --local"
+    ended = subprocess.run(["sh", "-c", command], cwd=gone, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "is not there any more" in ended.stderr and "cd to one that is" in ended.stderr

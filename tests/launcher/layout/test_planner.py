@@ -201,6 +201,19 @@ def test_one_sliced_worker_makes_all_gpus_of_its_node_sliced() -> None:
     assert {"per_task"} in of_node.values()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "binding", "bindings"),
+    [(2, None, {"slice"}), (1, None, {"per_task"}), (2, "per_task", {"per_task"}), (2, "none", {"none", "per_task"})],
+)
+def test_training_ranks_of_one_node_reach_each_others_gpus_unless_their_group_says_otherwise(
+    ranks: int, binding: str | None, bindings: set[str]
+) -> None:
+    groups = {"model_worker": group(ranks, gpu=1, gpu_binding=binding), "generation_server": group(2, gpu=1)}
+    layout = layout_of(groups)
+    assert layout.head.num_nodes == 1
+    assert {step.gpu_binding for step in layout.steps.values() if step.gpus} == bindings
+
+
 def test_components_that_start_together_cannot_have_different_times() -> None:
     with pytest.raises(ConfigError, match="start and end together ask for time_limit 60, 30"):
         layout_of(

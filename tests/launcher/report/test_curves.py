@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.launcher.report.curves import curves_of, draw_curves, smooth, span_of
-from corral.launcher.trial.metrics import headline, last_metrics, read_metrics
+from corral.launcher.trial.metrics import headline, last_lines, newest_of, read_metrics
 
 
 def test_a_step_that_was_trained_twice_counts_once_and_the_last_time() -> None:
@@ -71,6 +71,6 @@ def test_metrics_are_read_past_torn_and_foreign_lines(tmp_path: Path) -> None:
     lines = [{"step": 1, "eval/accuracy": 0.5}, {"step": 2, "ppo/reward/mean": 0.25}]
     path.write_text("\n".join([json.dumps(lines[0]), "[1]", '{"x": 1}', json.dumps(lines[1]), '{"step": 3, "los']))
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
-    assert last_metrics(path) == {"step": 2, "eval/accuracy": 0.5, "ppo/reward/mean": 0.25}
-    assert headline(last_metrics(path)) == "accuracy 0.5  reward 0.25"
-    assert last_metrics(tmp_path / "none") == {}
+    assert newest_of(last_lines(path)) == {"step": 2, "eval/accuracy": 0.5, "ppo/reward/mean": 0.25}
+    assert headline(newest_of(last_lines(path))) == "accuracy 0.5  reward 0.25"
+    assert newest_of(last_lines(tmp_path / "none")) == {}

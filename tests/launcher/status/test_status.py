@@ -22,12 +22,13 @@ from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.explain import explain
 from corral.launcher.status.judge import describe, judge
-from corral.launcher.status.progress import live_line, progress_bar
+from corral.launcher.status.progress import live_line, progress_bar, progress_line
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.status.workers import group_rows, worker_rows
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.history import Finding, JournalView, PastAttempt, WorkerLife
+from corral.launcher.trial.metrics import pace_of
 from corral.launcher.trial.rendezvous import connect_name_service
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
@@ -224,9 +225,21 @@ def test_the_bar_stays_in_a_narrow_terminal_and_words_go() -> None:
         healthy, step=120, total_steps=400, workers=rows, numbers="accuracy 0.812  reward 0.743", age_s=3 * 3600.0
     )
     wide, narrow = live_line(status, width=200), live_line(status, width=80)
-    assert wide.startswith("[=") and "version 3.17" in wide and "age 3h00m" in wide
+    assert wide.startswith("[=") and "answers by step 17" in wide and "age 3h00m" in wide
     assert narrow.startswith("[=") and len(narrow) <= 80 and "reward 0.743" in narrow
-    assert "step 120/400" in narrow and "RUNNING" in narrow and "version" not in narrow
+    assert "step 120/400" in narrow and "RUNNING" in narrow and "answers by" not in narrow
+
+
+def test_a_running_trial_says_its_speed_with_units_and_when_it_will_be_done() -> None:
+    steps = [{"step": step, "time": 100.0 + 1.5 * step, "train/tokens": 3000.0} for step in range(1, 31)]
+    late = [{"step": 31, "time": 500.0, "train/tokens": 3000.0}]  # after a restart
+    evaluated = [{"step": 31, "time": 501.0, "eval/accuracy": 0.5}]
+    pace = pace_of([*steps, *late, *evaluated])
+    status = dataclasses.replace(describe(HEALTHY), step=31, total_steps=71, pace=pace)
+    assert status.speed == "1.5 s/step  2,000 tokens/s  about 1m00s to go"
+    assert status.speed in progress_line(status) and status.speed in render_trial(status)
+    assert dataclasses.replace(status, state="COMPLETE").speed == ""
+    assert pace_of(steps[:1]) is None and pace_of([]) is None
 
 
 def test_workers_of_a_trial_that_ends_are_not_being_restarted() -> None:

@@ -17,7 +17,7 @@ from corral.workers.requests.messages import (
     Spec,
     TrainStep,
 )
-from corral.workers.streams.errors import PeerDeadError, RemoteError
+from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
 from tests.workers.requests.rig import AsRole, initialize, take, train, with_master, worker
 from tests.workers.stream_helpers import LOOPBACK, Cable, ask, until
 
@@ -188,6 +188,21 @@ def test_a_passenger_outlives_a_break_before_and_after_its_message(as_role: AsRo
             stream.look_again()
             assert await pending.results() == {stream.worker_id: announced("0:a")}
         await cable.stop()
+
+    with_master(run, as_role("master_worker"))
+
+
+def test_the_deadline_of_a_passenger_begins_when_it_is_sent(as_role: AsRole) -> None:
+    async def run(client: RequestClient) -> None:
+        inbox = Inbox()
+        with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
+            await initialize(client, stream)
+            pending = client.post_aboard([stream.worker_id], WAITS, deadline_s=0.2)
+            await asyncio.sleep(1.0)  # no message goes to this worker for longer than that
+            assert pending.missing == (stream.worker_id,)
+            client.send_waiting()
+            with pytest.raises(StreamTimeoutError, match="did not answer Fetch"):
+                await pending.results()
 
     with_master(run, as_role("master_worker"))
 
