@@ -1,12 +1,12 @@
 """Wire format: a typed message and its tensors <-> a list of byte frames.
 
     frame 0      msgpack: Header{schema_version, trial_uuid, epoch, request_id, deadline_s, body,
-                                 tensors: table of name, dtype, shape, frame}
-    frame 1..n   the raw bytes of one tensor each, little-endian, C order
+                                 tensors: table of name, dtype, shape, frame, num_frames}
+    frame 1..n   the raw bytes of one tensor each, little-endian, C order; of a large one in several frames
 
 Nothing is copied in either direction: encoding hands out views of the arrays, decoding makes read-only views of the
-frames. Nothing is pickled. Whatever a stranger or a bug sends, decoding either gives a message of exactly the expected
-types or raises `MalformedMessageError`.
+frames, but for a tensor in several frames, which is put together. Nothing is pickled. Whatever a stranger or a bug
+sends, decoding either gives a message of exactly the expected types or raises `MalformedMessageError`.
 """
 
 import math
@@ -44,6 +44,8 @@ _DTYPE_BY_WIRE_NAME = {name: dtype for dtype, name in _WIRE_NAME_BY_DTYPE.items(
 _MAX_TENSORS = 4096
 _MAX_DIMENSIONS = 8
 _MAX_LENGTH = 2**40
+FRAME_BYTES = 2**28
+"""Of a tensor in one frame: less than the largest frame that a bulk socket takes, whatever encryption adds to it."""
 
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, KeyError, IndexError, OverflowError, RecursionError)
 
@@ -55,6 +57,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
     frame: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TENSORS)]
+    """The first one, in which it begins."""
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TENSORS)] = 1
 
 
 BodyT = TypeVar("BodyT")
@@ -117,15 +121,30 @@ class MessageCodec(Generic[BodyT]):
     ) -> list[Buffer]:
         """Frames to send; they share memory with `tensors`, which must not change until they are sent.
 
+        Guarantee: none is so large that a socket for tensors refuses it, and would refuse it again whenever it is sent.
+
         Raises:
-            ValueError: if a tensor has a dtype that does not travel.
+            ValueError: if a tensor has a dtype that does not travel, or there are more frames than a receiver takes.
         """
         table: list[TensorEntry] = []
         frames: list[Buffer] = []
         for name, array in (tensors or {}).items():
-            frames.append(_bytes_of(name, array))
-            wire_name = _WIRE_NAME_BY_DTYPE[array.dtype]
-            table.append(TensorEntry(name=name, dtype=wire_name, shape=list(array.shape), frame=len(frames)))
+            content, first = _bytes_of(name, array), len(frames) + 1
+            frames += [content[at : at + FRAME_BYTES] for at in range(0, max(1, len(content)), FRAME_BYTES)]
+            table.append(
+                TensorEntry(
+                    name=name,
+                    dtype=_WIRE_NAME_BY_DTYPE[array.dtype],
+                    shape=list(array.shape),
+                    frame=first,
+                    num_frames=len(frames) - first + 1,
+                )
+            )
+        if len(frames) > _MAX_TENSORS:
+            raise ValueError(
+                f"a message of {tensors_size_bytes(tensors or {}):,} bytes in {len(frames)} frames cannot be sent: "
+                f"a receiver takes {_MAX_TENSORS} frames of {FRAME_BYTES:,} bytes"
+            )
         header = Header(
             schema_version=SCHEMA_VERSION,
             trial_uuid=self._trial_uuid,
@@ -184,24 +203,30 @@ def _bytes_of(name: str, array: NDArray[Any]) -> memoryview:
 
 
 def _decode_tensors(table: list[TensorEntry], frames: Sequence[Buffer]) -> dict[str, NDArray[Any]]:
-    if sorted(entry.frame for entry in table) != list(range(1, len(frames))):
+    if sum(entry.num_frames for entry in table) != len(frames) - 1:
         raise MalformedMessageError(f"the tensor table does not name each of the {len(frames) - 1} tensor frames once")
-    tensors = {entry.name: _decode_tensor(entry, frames[entry.frame]) for entry in table}
+    named = [number for entry in table for number in range(entry.frame, entry.frame + entry.num_frames)]
+    if sorted(named) != list(range(1, len(frames))):
+        raise MalformedMessageError(f"the tensor table does not name each of the {len(frames) - 1} tensor frames once")
+    tensors = {
+        entry.name: _decode_tensor(entry, frames[entry.frame : entry.frame + entry.num_frames]) for entry in table
+    }
     if len(tensors) != len(table):
         raise MalformedMessageError("two tensors have the same name")
     return tensors
 
 
-def _decode_tensor(entry: TensorEntry, frame: Buffer) -> NDArray[Any]:
+def _decode_tensor(entry: TensorEntry, frames: Sequence[Buffer]) -> NDArray[Any]:
     dtype = _DTYPE_BY_WIRE_NAME.get(entry.dtype)
     if dtype is None:
         raise MalformedMessageError(f"tensor {entry.name!r} has the unknown dtype {entry.dtype[:32]!r}")
     wanted = math.prod(entry.shape) * dtype.itemsize
-    if len(frame) != wanted:
+    if (size := sum(map(len, frames))) != wanted:
         raise MalformedMessageError(
-            f"tensor {entry.name!r} of {entry.dtype} {entry.shape} takes {wanted} bytes, its frame has {len(frame)}"
+            f"tensor {entry.name!r} of {entry.dtype} {entry.shape} takes {wanted} bytes, its frames have {size}"
         )
-    flat = np.frombuffer(frame, np.uint8)
+    parts = [np.frombuffer(frame, np.uint8) for frame in frames]
+    flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if dtype.kind == "b" and flat.size and flat.max() > 1:
         raise MalformedMessageError(f"tensor {entry.name!r} holds bytes that are no bool")
     array = flat.view(dtype).reshape(entry.shape)

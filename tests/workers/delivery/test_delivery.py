@@ -16,6 +16,7 @@ from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.sender_book import RecordState
+from corral.workers.streams import codec, security
 from corral.workers.streams.codec import Tensors
 from corral.workers.streams.errors import WrongTrialKeyError
 from corral.workers.streams.security import StreamSecurity
@@ -253,6 +254,28 @@ def test_a_payload_larger_than_announced_is_refused(as_role: AsRole, receiver: T
         assert verdicts == [(header(1).uid, "malformed")]
 
     with_sender(as_role("rollout_worker"), run, verdicts)
+
+
+def test_a_record_larger_than_a_frame_may_be_arrives_and_so_does_the_next(
+    as_role: AsRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "BULK_MESSAGE_BYTES", 8192)
+    monkeypatch.setattr(codec, "FRAME_BYTES", 4096)
+    experts = np.arange(5000, dtype=np.int64)
+
+    async def run(sender: TrajectorySender) -> None:
+        sender.offer(header(1), lambda: {"experts": experts}, size_bytes=experts.nbytes)
+        Spool().offer(sender, 2)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: acked(sender) == 2, waiting_for="the acknowledgements")
+        received = {header.uid: tensors for header, tensors in receiver.drain(2)}
+        np.testing.assert_array_equal(received[header(1).uid]["experts"], experts)
+
+    with TrajectoryReceiver(
+        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
+    ) as receiver:
+        receiver.start_session("1-a")
+        with_sender(as_role("rollout_worker"), run)
 
 
 def test_what_a_vanished_receiver_held_goes_to_another(as_role: AsRole, receiver: TrajectoryReceiver) -> None:

@@ -24,6 +24,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WorkerRequest,
 )
+from corral.workers.streams import codec
 from corral.workers.streams.codec import Buffer, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError
 from tests.workers.stream_helpers import TRIAL
@@ -121,6 +122,24 @@ def test_non_contiguous_tensors_travel_in_their_logical_order() -> None:
     np.testing.assert_array_equal(reply_codec().decode(frames).tensors["x"], array)
 
 
+def test_a_large_tensor_travels_in_frames_that_a_socket_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "FRAME_BYTES", 64)
+    tensors = {
+        "short": np.arange(3),
+        "empty": np.zeros(0),
+        "even": np.arange(16),
+        "odd": np.arange(37, dtype=np.uint8).repeat(5),
+    }
+    frames = reply_codec().encode(OkReply(), epoch=0, tensors=tensors)
+    assert [len(frame) for frame in frames[1:]] == [24, 0, 64, 64, 64, 64, 57]
+    received = reply_codec().decode(frames).tensors
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(received[name], tensor)
+        assert received[name].dtype == tensor.dtype and not received[name].flags.writeable
+    with pytest.raises(ValueError, match="a message of 262,208 bytes in 4097 frames cannot be sent"):
+        reply_codec().encode(OkReply(), epoch=0, tensors={"x": np.zeros(64 * 4097, np.uint8)})
+
+
 def test_bfloat16_travels_as_its_bits() -> None:
     bits = np.array([0x3F80, 0xC000], dtype=np.uint16)
     frames = reply_codec().encode(OkReply(), epoch=0, tensors={"x": bits})
@@ -171,6 +190,12 @@ def entry(**changes: object) -> dict[str, object]:
             "same name",
             id="two tensors of one name",
         ),
+        pytest.param(
+            [header_with(tensors=[entry(num_frames=2), entry(name="y", frame=2)]), b"12", b"34", b"1234"],
+            "once",
+            id="a frame that is of two tensors",
+        ),
+        pytest.param([header_with(tensors=[entry(num_frames=4096)] * 9), b"1234"], "once", id="more frames than came"),
         pytest.param([header_with(tensors=[entry()]), b"123"], "takes 4 bytes", id="a short frame"),
         pytest.param([header_with(tensors=[entry(shape=[2**40, 2**40])]), b"1234"], "takes", id="an absurd shape"),
         pytest.param([header_with(tensors=[entry(shape=[-4])]), b"1234"], ">= 0", id="a negative length"),
