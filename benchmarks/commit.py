@@ -218,6 +218,7 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         held_out_rows=(),
         publish=lambda published: None,
         weights_in_use=frozenset,
+        refused_weights=lambda: None,
         step_timeout_s=600.0,
     )
 

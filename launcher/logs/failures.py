@@ -19,6 +19,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.terminal import printable
 from corral.launcher.trial.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
+from corral.launcher.trial.history import JournalView
 
 _MAX_FOLLOWED = 20
 _MAX_DETAILS = 20
@@ -50,12 +51,14 @@ class Incident:
 
 def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
     """The first cause of an attempt, or of all, with what was said before it, and what followed."""
-    incidents = find_incidents(read_exits(directory), read_journal(directory.journal_path))
+    events = read_journal(directory.journal_path)
+    incidents = find_incidents(read_exits(directory), events)
+    lasting = _alarms(events, attempt)
     incidents = [one for one in incidents if attempt is None or one.attempt == attempt]
     if not incidents:
         text = "nothing has failed" + ("" if attempt is None else f" in attempt {attempt}")
         said = _slurm_says(directory)
-        return "\n".join(printable(line) for line in ([text, "SLURM said:", *said] if said else [text]))
+        return "\n".join(printable(line) for line in [text, *(["SLURM said:", *said] if said else []), *lasting])
     first = find_first_cause(incidents)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     where = f" on {first.node}" if first.node else ""
@@ -70,7 +73,16 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
         lines += [f"  {one.who} {one.what} {one.time - first.time:+.1f}s" for one in followed[:_MAX_FOLLOWED]]
     if len(followed) > _MAX_FOLLOWED:
         lines.append(f"  ... and {len(followed) - _MAX_FOLLOWED} more")
-    return "\n".join(printable(line) for line in lines)
+    return "\n".join(printable(line) for line in [*lines, *lasting])
+
+
+def _alarms(events: Sequence[Mapping[str, Any]], attempt: int | None) -> Iterator[str]:
+    """What the trainer has found out to be wrong, and goes on with."""
+    newest = max((event["attempt"] for event in events if isinstance(event.get("attempt"), int)), default=0)
+    for finding in JournalView(events, newest if attempt is None else attempt).findings():
+        if finding.is_alarm:
+            yield f"ALARM at step {finding.step}: {finding.text}; {finding.details}"
+            yield from (f"  {cause}" for cause in finding.causes)
 
 
 def find_incidents(exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Incident]:

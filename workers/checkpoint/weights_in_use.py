@@ -1,21 +1,40 @@
-"""Which weights generation servers are reading, so that the trainer removes none of them under a slow server.
+"""What generation servers make of the weights that they are told of, for the trainer that has written them.
 
-    manager --publish(directory) ... release--> leased record in name-resolve --weights_in_use--> master --> what may go
+    manager --reading(directory)-----> leased record in name-resolve --read_weights_in_use--> master: which stay
+            --refuse(refusal)-------->                               --read_refusal---------> master: what is damaged
 
 Where the record is missing, nobody knows what is being read, and nothing is removed until it is back.
 """
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from corral.name_resolve import Lease, NameNotFoundError, NameService, NameServiceError
 
-NOTHING_IN_USE: Final = "[]"
+NOTHING_IN_USE: Final = "{}"
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server has found weights to be others than were published, more than once."""
+
+    weights: str
+    """Their directory."""
+    server: str
+    reason: str
+    is_served: bool
+    """Whether another server holds the same version: it can be had."""
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reading: list[str] = []
+    refused: Refusal | None = None
+    """The last one."""
 
 
 class WeightsInUse:
@@ -29,6 +48,7 @@ class WeightsInUse:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._readers: Counter[Path] = Counter()
+        self._refused: Refusal | None = None
         self._publishing = asyncio.Lock()
 
     @asynccontextmanager
@@ -42,15 +62,31 @@ class WeightsInUse:
             self._readers[weights] -= 1
             await self._publish()
 
+    async def refuse(self, refusal: Refusal) -> None:
+        """Let the trainer know, until another refusal takes its place."""
+        self._refused = refusal
+        await self._publish()
+
     async def _publish(self) -> None:
         async with self._publishing:  # an older text must not land after a newer one
-            text = json.dumps(sorted(str(path) for path in +self._readers))
-            await asyncio.to_thread(self._lease.update, text)
+            record = _Record(reading=sorted(str(path) for path in +self._readers), refused=self._refused)
+            await asyncio.to_thread(self._lease.update, msgspec.json.encode(record).decode())
 
 
 def read_weights_in_use(names: NameService, key: str) -> frozenset[Path] | None:
     """The directories that are being read, as the manager says; None if nobody knows at the moment."""
+    record = _read(names, key)
+    return None if record is None else frozenset(Path(path) for path in record.reading)
+
+
+def read_refusal(names: NameService, key: str) -> Refusal | None:
+    """What the manager was last told to be damaged, which may be long gone; None where nothing was."""
+    record = _read(names, key)
+    return None if record is None else record.refused
+
+
+def _read(names: NameService, key: str) -> _Record | None:
     try:
-        return frozenset(Path(path) for path in json.loads(names.get(key)))
+        return msgspec.json.decode(names.get(key), type=_Record)
     except (NameNotFoundError, NameServiceError):
         return None

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.given_weights import GivenWeights
-from corral.workers.generation.http_calls import ServerError, get_text, post
-from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.generation.http_calls import RefusedError, ServerError, get_text, post
+from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -28,6 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PROBE_TIMEOUT_S = 5.0
 _UPDATE_MARGIN_S = 30.0  # the worker gives up first, and says why
 _SHUTDOWN_TIMEOUT_S = 1.0
+_TORN = 422  # the weights are at fault, and not the server: whoever has published them is to hear of it
 
 
 class BringTo(BaseModel):
@@ -88,7 +89,7 @@ class ControlServer:
         except ValidationError as error:
             return web.Response(status=400, text=str(error))
         except ServerError as error:
-            return web.Response(status=409, text=str(error))
+            return web.Response(status=_TORN if isinstance(error, WeightsTornError) else 409, text=str(error))
 
     async def _bring_to(self, request: web.Request) -> web.Response:
         await self._updates.bring_to(**_arguments(await request.read()))
@@ -126,6 +127,7 @@ class ControlClient:
             sources: control URLs of workers on other hosts that hold them.
 
         Raises:
+            WeightsTornError: they are not what was published.
             ServerError: what the worker says went wrong, or that it does not answer.
         """
         timeout_s = self._update_timeout_s + _UPDATE_MARGIN_S
@@ -142,7 +144,12 @@ class ControlClient:
 
     async def _order(self, url: str, published: PublishedWeights, sources: Sequence[str], timeout_s: float) -> str:
         body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s, "sources": list(sources)}
-        return await post(self._session, url, body, key=self._admin_key, timeout_s=timeout_s)
+        try:
+            return await post(self._session, url, body, key=self._admin_key, timeout_s=timeout_s)
+        except RefusedError as error:
+            if error.status == _TORN:
+                raise WeightsTornError(str(error)) from error
+            raise
 
     async def probe(self, url: str) -> None:
         """ServerError unless the server at `url` says that it takes requests."""

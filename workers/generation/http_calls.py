@@ -17,6 +17,10 @@ class ServerError(RuntimeError):
 class RefusedError(ServerError):
     """It has answered, by another status than 200: it is done with what it was asked for."""
 
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 async def get_text(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> str:
     """What GET answers.
@@ -56,5 +60,5 @@ async def _call(
         reason = str(error) or f"no answer within {timeout_s:.0f} s"
         raise ServerError(f"{url} failed: {reason}") from error
     if response.status != 200:
-        raise RefusedError(f"{url} answered {response.status}: {text[:500]}")
+        raise RefusedError(f"{url} answered {response.status}: {text[:500]}", status=response.status)
     return text

@@ -14,6 +14,7 @@ can lose: Admission and ServerTable are rebuilt from reports, records and the tr
 import asyncio
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -25,9 +26,10 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse
+from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, Refusal, WeightsInUse
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.routing import Server, ServerTable
@@ -53,6 +55,7 @@ _PROBE_INTERVAL_S = 2.0
 _COMMIT_POLL_S = 0.2
 _WORKER_POLL_S = 1.0
 _RETRY_PAUSE_S = 0.5
+_MOST_REFUSALS = 2  # of one directory by one server: a network file system may show a new file late, but not for ever
 
 
 class GserverManager(Worker):
@@ -78,6 +81,9 @@ class GserverManager(Worker):
         self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Under way, by name and incarnation of the server: what a lost host was told holds up nobody else."""
         self._num_retried = 0
+        self._refusals: Counter[tuple[str, str]] = Counter()
+        """Of directories of weights, by name of the server."""
+        self._refused: Refusal | None = None
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -198,7 +204,10 @@ class GserverManager(Worker):
             self.context.presence.enter("route")
         else:
             servers = self.context.workers("generation_server")
-            self.context.presence.enter("route", waiting_for="no server is ready", waits_for=servers)
+            reason = "no server is ready"
+            if self._refused is not None and self._refused.weights == published.weights:
+                reason, servers = f"{reason}: {self._refused.reason}", (MASTER,)
+            self.context.presence.enter("route", waiting_for=reason, waits_for=servers)
 
     def _start_updates(self, published: PublishedWeights) -> None:
         """Bring servers that need it to the present version: all at the same time, or as hosts can give it to them."""
@@ -207,6 +216,7 @@ class GserverManager(Worker):
             server
             for server in self._table.needing(published.version)
             if (server.name, server.incarnation) not in self._updates
+            and self._refusals[server.name, published.weights] < _MOST_REFUSALS
         ]
         for start in self._plan(needing, published):
             server = start.server
@@ -230,12 +240,26 @@ class GserverManager(Worker):
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
+            if isinstance(error, WeightsTornError):
+                await self._note_refusal(server, published, str(error))
             await asyncio.sleep(_RETRY_PAUSE_S)
             self._table.suspect(server.name, incarnation=server.incarnation)
             return
         if not server.version:
             logger.info("%s joins at version %s", server.name, version)
         self._table.ready(server.name, incarnation=server.incarnation, version=version)
+
+    async def _note_refusal(self, server: Server, published: PublishedWeights, reason: str) -> None:
+        """A server that finds the same directory damaged again is not sent there any more, and the trainer hears of it.
+
+        Guarantee: damage that lasts is read twice by each server, and then waits for weights that are published anew.
+        """
+        self._refusals[server.name, published.weights] += 1
+        if self._refusals[server.name, published.weights] < _MOST_REFUSALS:
+            return
+        is_served = bool(self._table.serving(published.version))
+        self._refused = Refusal(weights=published.weights, server=server.name, reason=reason, is_served=is_served)
+        await self._in_use.refuse(self._refused)
 
     async def _stage(self, start: Start, published: PublishedWeights) -> None:
         """Before the server takes the version over, its host has it for others."""

@@ -10,20 +10,16 @@ ledger has none of the steps since, and a directory that no entry names, which a
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
-
-import msgspec
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.disk import Disk
 from corral.workers.master.durable_state import CommitMoment, DurableState
 from corral.workers.master.epoch_parts import EpochParts
+from corral.workers.master.notices import tell
 from corral.workers.requests.messages import TrainNotice
 from corral.workers.streams.closing import AsyncClosing
-
-logger = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3  # in a row; a disk that stays full must not let an hour of training pass for nothing
 
@@ -48,7 +44,8 @@ class Commits(AsyncClosing):
         self._disk = disk
         self._durable = durable
         self._in_flight: asyncio.Task[None] | None = None
-        self._step = 0
+        self.step = 0
+        """Of the last commit that was begun."""
         self._failed_in_a_row = 0
         self._writing_s = 0.0
 
@@ -68,7 +65,7 @@ class Commits(AsyncClosing):
         parts = self._parts
         with parts.presence.during("copy", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
             moment = await self._durable.begin_commit(step, version)
-        self._step = step
+        self.step = step
         self._in_flight = asyncio.create_task(self._finish(moment))
         self._in_flight.add_done_callback(lambda _: parts.gang.news.set())
 
@@ -114,25 +111,11 @@ class Commits(AsyncClosing):
         self._failed_in_a_row += 1
         causes = [f"{worker}: {problem}" for worker, problem in sorted(problems.items())]
         text = f"step {step} could not be committed"
-        logger.warning("%s: %s", text, "; ".join(causes))
         await self._tell(step, is_alarm=True, text=text, causes=causes)
         if self._failed_in_a_row >= _MOST_FAILURES:
             raise CommitFailedError(f"{text}, as {_MOST_FAILURES} in a row could not: {causes[0]}")
 
     async def _tell(self, step: int, *, is_alarm: bool, text: str, causes: list[str]) -> None:
-        parts = self._parts
-        notice = TrainNotice(
-            topic="commit",
-            is_alarm=is_alarm,
-            text=text,
-            details=f"the last commit is that of step {self._durable.committed_step}",
-            causes=causes,
-        )
-        await self._disk.run(
-            parts.journal.append,
-            "train_notice",
-            attempt=parts.attempt,
-            epoch=parts.writer.epoch,
-            step=step,
-            **msgspec.to_builtins(notice),
-        )
+        details = f"the last commit is that of step {self._durable.committed_step}"
+        notice = TrainNotice(topic="commit", is_alarm=is_alarm, text=text, details=details, causes=causes)
+        await tell(self._parts, self._disk, notice, step=step)

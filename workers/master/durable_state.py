@@ -2,13 +2,15 @@
 
     write_weights   ranks write and hash ──► manifest ──► weights/vSTEP-eEPOCH, which may be published
     begin_commit    ranks copy ──► + second names of the published weights, the ledger ──► a moment
-    finish_commit   ranks have written and hashed ──► manifest ──► ledger delta ──► entry of the trial log
+    finish_commit   ranks have written and hashed ──► published weights are read ──► manifest ──► entry of the trial log
 
-The master writes nothing but manifests, ledgers and lines, and reads no byte of what the ranks have written: their
-replies say what it is. Every method that touches a file does so in the epoch's one thread for that (`Disk`).
+The master writes nothing but manifests, ledgers and lines. What ranks have just written for a commit it does not read:
+their replies say what it is. The published weights lie there since an earlier moment, and are read again, beside
+training. Every other method that touches a file does so in the epoch's one thread for that (`Disk`).
 """
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,14 @@ from corral.workers.checkpoint.checkpoint import (
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.kept_weights import link_weights
 from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
-from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, read_manifest, write_manifest
+from corral.workers.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CorruptCheckpointError,
+    SealedDirectory,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.disk import Disk
@@ -50,6 +59,8 @@ class CommitMoment:
     """What is consumed and was not committed before."""
     extra: Mapping[str, Any]
     """Of the manifest."""
+    published: SealedDirectory | None
+    """The version whose files have second names in the checkpoint."""
 
     @property
     def step(self) -> int:
@@ -66,6 +77,8 @@ class DurableState:
         self.committed_step = parts.recovery.commit.step if parts.recovery.commit else 0
         self._written: SealedDirectory | None = None
         """The newest version of the published weights that this epoch has written."""
+        self._damage: tuple[Path, str] | None = None
+        """The version that a commit found to be damaged, and how."""
 
     async def open_lines(self) -> None:
         """Cut the lines back to what the commit covers that this epoch continues."""
@@ -113,19 +126,28 @@ class DurableState:
             return None
         return read_manifest(checkpoint, commit.manifest_digest).files[f"{WEIGHTS}/{MANIFEST_NAME}"].digest
 
+    @property
+    def damage(self) -> str:
+        """What a commit has found to be wrong with the present weights; empty if nothing was."""
+        return self._damage[1] if self._damage is not None and self._damage[0] == self.weights else ""
+
     async def write_first_version(self, version: PolicyVersion) -> None:
         """Write what the trial starts from, where no directory has it and nothing is committed yet."""
         if self._parts.spec.writes_first_version and self._checkpoint() is None:
             await self.write_weights(version)
 
-    async def write_weights(self, version: PolicyVersion) -> None:
-        """Write the published role's weights; when they have their manifest they may be published."""
+    async def write_weights(self, version: PolicyVersion, *, copy: int = 0) -> None:
+        """Write the published role's weights; when they have their manifest they may be published.
+
+        Args:
+            copy: which one it is of this version, whose files from before are not to be trusted.
+        """
         parts = self._parts
         # Version 0 is of no epoch, and may be written by several: each has a folder that only it writes into.
-        directory = parts.trial.weights_path / weights_name(version._replace(epoch=parts.writer.epoch))
+        directory = parts.trial.weights_path / weights_name(version._replace(epoch=parts.writer.epoch), copy=copy)
         await self._disk.run(directory.mkdir, mode=0o700)
         with parts.presence.during("write weights", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            files = await parts.gang.save_weights(self._published_role, directory, base=self._base())
+            files = await parts.gang.save_weights(self._published_role, directory, base=None if copy else self._base())
             self._written = await self._disk.run(self._seal, directory, files, version)
 
     def _base(self) -> Path | None:
@@ -180,17 +202,22 @@ class DurableState:
             version=version,
             delta=parts.ledger.delta_for(epoch=epoch, step=step),
             extra={"version": str(version), _LINE_SIZES: msgspec.to_builtins(self._lines.seal())},
+            published=self._written,
         )
 
     async def finish_commit(self, moment: CommitMoment) -> Mapping[str, str]:
         """Wait until the ranks have written what they copied, and name it in the trial log.
 
         Returns:
-            What the file system said, by worker, if any could not write; then nothing was named, and nothing is left.
+            What the file system said, by worker, if any could not write, and what is wrong with the published weights;
+            then nothing was named, and nothing is left.
         """
         gang, checkpoint = self._parts.gang, moment.checkpoint
         written = dict(zip(self._roles, await all_or_first_error(*map(gang.written, self._roles)), strict=True))
-        if problems := {worker: text for one in written.values() for worker, text in one.problems.items()}:
+        problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
+        if moment.published is not None and not problems:
+            problems = await self._problem_of(moment.published)
+        if problems:
             await self._disk.run(checkpoint.give_up)
             return problems
         for role, one in written.items():
@@ -202,6 +229,27 @@ class DurableState:
         await self._disk.run(self._append_commit, moment)
         self._parts.ledger.mark_committed(moment.delta)
         self.committed_step = checkpoint.step
+        return {}
+
+    async def _problem_of(self, published: SealedDirectory) -> dict[str, str]:
+        """What is wrong with weights that a commit is about to name, under a word for who says so; read as a whole.
+
+        Guarantee: what an entry of the trial log names was written for it, or was right when it was read for it.
+        """
+        is_over, beat = threading.Event(), self._parts.presence.beat
+
+        def on_progress() -> None:
+            if is_over.is_set():  # a thread cannot be cancelled, and this may read for minutes
+                raise InterruptedError("nobody waits for this commit any more")
+            beat()
+
+        try:
+            await asyncio.to_thread(verify_manifest, published.path, published.digest, on_progress=on_progress)
+        except CorruptCheckpointError as error:
+            self._damage = (published.path, str(error))
+            return {"the published weights are damaged": str(error)}
+        finally:
+            is_over.set()
         return {}
 
     def _append_commit(self, moment: CommitMoment) -> None:

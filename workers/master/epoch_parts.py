@@ -13,6 +13,7 @@ from corral.scheduling.policy_version import Lineage
 from corral.workers.checkpoint.checkpoint import RecoveryPoint
 from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.checkpoint.weights_in_use import Refusal
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.sample_source import SampleSource
 from corral.workers.master.sequence_buffer import SequenceBuffer
@@ -43,4 +44,6 @@ class EpochParts:
     """Make weights known to the generation-server manager."""
     weights_in_use: Callable[[], frozenset[Path] | None]
     """Directories of weights that generation servers are reading; None if nobody knows at the moment."""
+    refused_weights: Callable[[], Refusal | None]
+    """What a generation server was last found to refuse."""
     step_timeout_s: float

@@ -87,6 +87,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import read_weights_in_use
+from corral.workers.checkpoint.weights_in_use import read_refusal, read_weights_in_use
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.lifecycle.worker import (
     BadConfigurationError,
@@ -227,6 +228,7 @@ class MasterWorker(Worker):
             held_out_rows=self._held_out_rows(),
             publish=self._publish,
             weights_in_use=self._weights_in_use,
+            refused_weights=partial(read_refusal, self.context.names, self.context.keys.weights_in_use()),
             step_timeout_s=self.context.plan.supervision.step_timeout_s,
         )
         _log_start(writer, recovery)

@@ -13,9 +13,11 @@ one ends without a trace in it. Files are looked at and written in a thread (`Di
 is written beside the steps that follow it (`Commits`).
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
@@ -29,12 +31,16 @@ from corral.workers.master.durable_state import DurableState
 from corral.workers.master.epoch_parts import EpochParts
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.loaded_models import check_reallocations, check_rows
+from corral.workers.master.notices import tell
+from corral.workers.master.republication import Republication
 from corral.workers.master.step.calls import MeshCalls
 from corral.workers.master.step.outcome import StepOutcome
 from corral.workers.master.step.runner import Progress, StepRunner
 from corral.workers.requests.messages import TrainNotice
 
 logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0  # a server that refuses a version has read all of it twice before
 
 
 class Outcome(Enum):
@@ -60,6 +66,7 @@ class TrainerEpoch:
         self._watch = LogWatch(self._disk, parts.writer, parts.trial, on_news=parts.gang.news.set)
         self._durable = DurableState(parts, self._disk)
         self._commits = Commits(parts, self._disk, self._durable)
+        self._republication = Republication(parts, self._disk, self._durable)
         self._calls = MeshCalls(parts.spec, parts.graph, parts.gang, parts.buffer, parts.lineage, publish=self._publish)
         self._held_out = HeldOut(
             graph=parts.graph, calls=self._calls, holders=parts.gang, buffer=parts.buffer, row_ids=parts.held_out_rows
@@ -151,6 +158,7 @@ class TrainerEpoch:
             self._watch.check()
             self._commits.check()
             parts.gang.check_alive()
+            await self._publish_again_if_damaged()
             if self._watch.stop_requested:
                 return None
             batch = await source.poll(version=self._step, remaining=self._remaining())
@@ -158,8 +166,9 @@ class TrainerEpoch:
                 return batch or []
             parts.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=source.waits_for())
             started = time.monotonic()
-            # Woken by an arrival, a worker's death, or the log watch; at the latest by a rank that has nothing to say.
-            await news.wait()
+            # Woken by an arrival, a worker's death, or the log watch; of what servers refuse it has to ask.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), _LOOK_INTERVAL_S)
             for kind in {worker.partition("/")[0] for worker in source.waits_for()} or {"dataset"}:
                 self._waited_s[kind] = self._waited_s.get(kind, 0.0) + time.monotonic() - started
 
@@ -204,18 +213,8 @@ class TrainerEpoch:
 
     async def _tell(self, notices: Sequence[TrainNotice]) -> None:
         """Pass on what the step found out: the log says it once, and rl-status as long as it holds."""
-        parts = self._parts
         for notice in notices:
-            level = logging.WARNING if notice.is_alarm else logging.INFO
-            logger.log(level, "%s", "; ".join([notice.text, notice.details, *notice.causes]))
-            await self._disk.run(
-                parts.journal.append,
-                "train_notice",
-                attempt=parts.attempt,
-                epoch=parts.writer.epoch,
-                step=self._step + 1,
-                **msgspec.to_builtins(notice),
-            )
+            await tell(self._parts, self._disk, notice, step=self._step + 1)
 
     def _without_dropped(self, batch: list[str], dropped: Mapping[str, str]) -> list[str]:
         """The samples that were trained on; those that were given up on the way are counted, and go."""
@@ -237,7 +236,14 @@ class TrainerEpoch:
         version = self._parts.lineage.version(self._step + 1)
         await self._durable.write_weights(version)
         self._parts.publish(await self._durable.published(version))
+        await self._republication.note_next(version)
         self._saving_s += time.monotonic() - started
+
+    async def _publish_again_if_damaged(self) -> None:
+        """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
+        begun = max(self._durable.committed_step, self._commits.step)
+        if await self._republication.publish_if_damaged(self.version) and begun == self._step > 0:
+            await self._commits.begin(self._step, self.version)
 
     def _show(self, progress: Progress) -> None:
         """Say in rl-status which calls run, and which wait for which."""
@@ -302,6 +308,7 @@ class TrainerEpoch:
         """Commit whatever is not, and wait for it."""
         await self._commits.settle()
         while self._step > self._durable.committed_step or self._parts.ledger.has_pending:
+            await self._republication.publish_if_damaged(self.version)
             await self._commits.begin(self._step, self.version)
             await self._commits.settle()  # raises once too many have failed
 

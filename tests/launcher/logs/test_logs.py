@@ -193,6 +193,18 @@ def test_the_first_cause_is_not_a_consequence(directory: TrialDirectory) -> None
     assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
 
 
+def test_what_the_trainer_goes_on_with_is_told_while_it_lasts(directory: TrialDirectory) -> None:
+    notice = {"topic": "published weights", "text": "it is damaged", "details": "in v7", "step": 7, "attempt": 1}
+    write_event(directory, 1.0, "train_notice", is_alarm=True, causes=["one byte"], **notice)
+    told = ["ALARM at step 7: it is damaged; in v7", "  one byte"]
+    assert describe_failures(directory, attempt=None).splitlines() == ["nothing has failed", *told]
+    assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
+    write_exit(directory, "rollout_worker/2", 1, 2.0)
+    assert describe_failures(directory, attempt=1).splitlines()[-2:] == told
+    write_event(directory, 3.0, "train_notice", is_alarm=False, causes=[], **notice)
+    assert "ALARM" not in describe_failures(directory, attempt=1)
+
+
 def write_exit(directory: TrialDirectory, worker: str, returncode: int, moment: float, **fields: object) -> None:
     record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "node": "n1", **fields}
     (directory.exits_path / f"{worker.replace('/', '-')}.{moment}.json").write_text(json.dumps(record))

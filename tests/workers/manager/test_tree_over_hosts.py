@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import Secret, TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve import MemoryNameService, TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
+from corral.workers.checkpoint.weights_in_use import Refusal, read_refusal
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.manager.weight_tree import MAX_READERS
 from tests.launcher.trials import make_plan
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, wait_until
+from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import content_of, flip_a_byte
 from tests.workers.worker_context import worker_context
 
@@ -35,6 +39,7 @@ class Trial:
         self._trial = TrialDirectory(folder / "exp" / "trial")
         self._trial.create()
         secrets = TrialSecrets.create(self._trial.secrets_path)
+        shutil.copy(trust().path, Trust(self._trial.secrets_path).path)  # that of the hosts
         self._secrets = msgspec.structs.replace(secrets, http_api_key=Secret(API_KEY), http_admin_key=Secret(ADMIN_KEY))
         rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.rollout_rig:judge"})
         spec = GserverManagerSpec(num_generation_servers=NUM_HOSTS, train_batch_size=8, rollout=rollout)
@@ -69,8 +74,17 @@ class Trial:
     def remove(self, host: Host) -> None:
         self.names.delete(self._keys.generation_server(self.hosts.all.index(host)))
 
-    def publish(self, seed: int) -> PublishedWeights:
+    def refusal(self) -> Refusal | None:
+        """What the trainer would hear."""
+        return read_refusal(self.names, self._keys.weights_in_use())
+
+    def publish(self, seed: int, *, is_damaged: bool = False) -> PublishedWeights:
         published = self.hosts.publish(seed)
+        if is_damaged:
+            flip_a_byte(published.directory / "model-00000.bin")
+        return self.tell(published)
+
+    def tell(self, published: PublishedWeights) -> PublishedWeights:
         self.names.add(self._keys.policy_version(), published.to_json(), replace=True)
         return published
 
@@ -140,3 +154,29 @@ def test_a_source_that_is_reported_is_asked_once(trial: Trial, caplog: pytest.Lo
             wait_for(manager, [*hosts, late], "0.1")
             assert late.num_read == 0 and late.content() == content_of(published.directory)
     assert caplog.text.count(f"did not get version 0.1 from {hosts[0].control}") == 1
+
+
+def test_a_damaged_version_is_read_twice_by_each_server_and_told_to_the_trainer(
+    trial: Trial, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = [trial.add_host() for _ in range(2)]
+    trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+        for host in hosts:
+            host.num_read = 0
+        damaged = trial.publish(2, is_damaged=True)
+        wait_until(
+            lambda: caplog.text.count("could not be brought to version 0.2") == 4, "both hosts to refuse it twice"
+        )
+        refusal = trial.refusal()
+        assert refusal is not None and not refusal.is_served
+        assert refusal.weights == damaged.weights and "model-00000.bin: expected BLAKE3" in refusal.reason
+        waiting = manager.context.presence
+        wait_until(lambda: "expected BLAKE3" in waiting.snapshot().waiting_for, "rl-status to say why")
+        shutil.copytree(damaged.directory, tmp_path / "again")
+        flip_a_byte(tmp_path / "again" / "model-00000.bin")
+        trial.tell(msgspec.structs.replace(damaged, weights=str(tmp_path / "again")))
+        wait_for(manager, hosts, "0.2")
+        assert [host.num_read for host in hosts] in ([3, 2], [2, 3], [3, 3])  # and the third time all is well
+        assert caplog.text.count("could not be brought to version 0.2") == 4

@@ -1,0 +1,153 @@
+"""Weights that are damaged after they were published, or on their way into a commit, and a trainer that holds them."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.log import TrialLog
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.checkpoint.checkpoint import verify_checkpoint
+from corral.workers.checkpoint.weights_in_use import Refusal
+from corral.workers.lifecycle.worker import CannotContinueError
+from corral.workers.master.disk import Disk
+from corral.workers.master.republication import Republication
+from tests.workers.master.trials import NUM_STEPS, Gang, ledger_of, run_master, trial_of
+from tests.workers.weight_transport.versions import flip_a_byte
+
+
+def notices(trial: TrialDirectory, topic: str) -> list[tuple[bool, str]]:
+    events = read_journal(trial.journal_path)
+    return [(one["is_alarm"], one["text"]) for one in events if one.get("topic") == topic]
+
+
+def check_log(trial: TrialDirectory, gang: Gang, *, steps: list[int]) -> None:
+    """These steps were committed, every sample once, and what is left of the commits is whole."""
+    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage()]
+    assert [commit.step for commit in commits] == steps
+    assert ledger_of(trial).trained == {uid: step for step, uids in enumerate(gang.trained, 1) for uid in uids}
+    for commit in commits[-2:]:
+        verify_checkpoint(trial, commit)
+
+
+def refuse(gang: Gang) -> None:
+    """As the manager does when a server has refused what is published now."""
+    now = gang.published_weights()
+    refusal = Refusal(weights=now.weights, server="generation_server/0", reason="it is flipped", is_served=False)
+    text = msgspec.json.encode({"refused": refusal}).decode()
+    gang.context.names.add(gang.context.keys.weights_in_use(), text, replace=True)
+
+
+def test_a_version_that_servers_refuse_is_published_again_and_committed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    published: list[str] = []
+
+    def act(name: str) -> None:
+        if name == "clear" and len(gang.trained) == 2:  # step 2 is published, and its commit begun
+            flip_a_byte(gang.published_weights().directory / "model.safetensors")
+            refuse(gang)
+        if name == "load_rows":
+            published.append(gang.published_weights().directory.name)
+
+    gang = Gang(at_call=act)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert published[1:4] == ["v00000001-e1", "v00000002-e1-copy1", "v00000003-e1"]
+    assert notices(trial, "published weights") == [
+        (True, "version 1.2 was damaged after it was written, and is published again, 1 of 3 times"),
+        (False, "version 1.3 is published"),
+    ]
+    was_logged = not notices(trial, "commit")  # before it was flipped; then it is committed twice
+    check_log(trial, gang, steps=[1, *[2] * (1 + was_logged), *range(3, NUM_STEPS + 1)])
+    assert not list(trial.weights_path.glob("v00000002*"))  # what is old goes, under each of its names
+
+
+@pytest.mark.parametrize("step", [2, NUM_STEPS])
+def test_a_commit_does_not_name_published_weights_that_were_damaged_meanwhile(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    names: list[str] = []
+
+    def act(name: str) -> None:
+        if name == "written" and len(gang.trained) == step and not names:
+            names.append(gang.published_weights().directory.name)
+            flip_a_byte(gang.published_weights().directory / "model.safetensors")
+
+    gang = Gang(at_call=act)
+    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    check_log(trial, gang, steps=sorted({ledger_step for ledger_step in committed(trial)}))
+    assert NUM_STEPS in committed(trial)
+    told = notices(trial, "commit")
+    assert told[0] == (True, f"step {step} could not be committed") and not told[-1][0]
+    causes = [one["causes"] for one in read_journal(trial.journal_path) if one.get("topic") == "commit"]
+    assert f"{names[0]}/model.safetensors: expected BLAKE3" in causes[0][0]
+
+
+def committed(trial: TrialDirectory) -> list[int]:
+    return [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()]
+
+
+class Written:
+    """Stands for the epoch's files: each version that is written is another directory."""
+
+    def __init__(self) -> None:
+        self.weights, self.damage = Path("/weights/v1"), ""
+
+    async def write_weights(self, version: PolicyVersion, *, copy: int) -> None:
+        self.weights = Path(f"/weights/v1-copy{copy}")
+
+    async def published(self, version: PolicyVersion) -> Path:
+        return self.weights
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_what_is_damaged_each_time_ends_the_trial_unless_somebody_serves_it(is_served: bool) -> None:
+    written, published = Written(), list[Any]()
+
+    def look() -> Refusal:
+        return Refusal(weights=str(written.weights), server="s/0", reason="bad memory", is_served=is_served)
+
+    async def scenario() -> None:
+        async with Disk() as disk:
+            parts = SimpleNamespace(
+                refused_weights=look,
+                publish=published.append,
+                journal=SimpleNamespace(append=lambda *args, **fields: None),
+                attempt=0,
+                writer=SimpleNamespace(epoch=1),
+            )
+            republication = Republication(cast(Any, parts), disk, cast(Any, written))
+            assert [await republication.publish_if_damaged(PolicyVersion(1, 1)) for _ in range(3)] == [True] * 3
+            if is_served:
+                assert not await republication.publish_if_damaged(PolicyVersion(1, 1))
+            else:
+                with pytest.raises(CannotContinueError, match=r"version 1\.1 was written 4 times.*s/0: bad memory"):
+                    await republication.publish_if_damaged(PolicyVersion(1, 1))
+            assert await republication.publish_if_damaged(PolicyVersion(1, 2))  # another version has its own count
+
+    asyncio.run(scenario())
+    assert [path.name for path in published] == ["v1-copy1", "v1-copy2", "v1-copy3", "v1-copy1"]
+
+
+@pytest.mark.parametrize("look", [lambda weights: None, lambda weights: "/weights/v0"])
+def test_a_refusal_of_what_is_not_published_any_more_changes_nothing(look: Callable[[Path], str | None]) -> None:
+    written = Written()
+    directory = look(written.weights)
+    refusal = directory and Refusal(weights=directory, server="s/0", reason="late", is_served=False)
+
+    async def scenario() -> None:
+        async with Disk() as disk:
+            parts = SimpleNamespace(refused_weights=lambda: refusal)
+            republication = Republication(cast(Any, parts), disk, cast(Any, written))
+            assert not await republication.publish_if_damaged(PolicyVersion(1, 1))
+
+    asyncio.run(scenario())
