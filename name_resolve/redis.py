@@ -17,6 +17,8 @@ owner. Connections come from a pool, one for each thread that is in an operation
 
 import contextlib
 import logging
+import socket
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from typing import Any, TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.client import PubSub
+from redis.connection import Connection, ConnectionPool
 from redis.retry import Retry
 
 from corral.name_resolve import redis_scripts
@@ -47,10 +50,30 @@ _STORE_TOKEN_TTL_S = 86400  # refreshed by every survey; so that a trial leaves 
 Result = TypeVar("Result")
 
 
+class ProvedConnection(Connection):
+    """A connection that says nothing before whoever listens has proved that the trial's key is his.
+
+    redis-py's own for TLS takes the certificates of the system as well, so that whoever has one of these would do.
+    """
+
+    def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:
+        super().__init__(**arguments)  # type: ignore[no-untyped-call]
+        self._tls = tls
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        try:
+            return self._tls.wrap_socket(plain)
+        except BaseException:
+            plain.close()
+            raise
+
+
 class RedisNameService(NameService):
     """A name service in the Redis at `host:port`, under `prefix`.
 
     Args:
+        tls: `Trust.client()`.
         prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `&{prefix}*`, `+@read +@write +@connection
             +@pubsub +@transaction +eval +evalsha +time`.
         unavailable_timeout_s: how long an operation tries to reach the server before NameServiceUnavailableError.
@@ -65,6 +88,7 @@ class RedisNameService(NameService):
         prefix: str,
         username: str | None = None,
         *,
+        tls: ssl.SSLContext,
         unavailable_timeout_s: float = 10.0,
         restart_grace_s: float = 15.0,
     ) -> None:
@@ -74,8 +98,9 @@ class RedisNameService(NameService):
         self._user = username or "default"
         self._unavailable_timeout_s = unavailable_timeout_s
         self._is_disconnected = False
-        # Any: redis-py gives its commands either no types or unions with awaitables.
-        self._client: Any = redis.Redis(
+        pool = ConnectionPool(
+            connection_class=ProvedConnection,
+            tls=tls,
             host=host,
             port=port,
             username=username,
@@ -86,6 +111,8 @@ class RedisNameService(NameService):
             protocol=2,
             decode_responses=True,
         )
+        # Any: redis-py gives its commands either no types or unions with awaitables.
+        self._client: Any = redis.Redis.from_pool(pool)
 
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
         calls = [

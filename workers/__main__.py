@@ -29,6 +29,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
 from corral.workers.lifecycle.control import ControlServer
@@ -158,6 +159,7 @@ def connect_names(trial: TrialDirectory, secrets: TrialSecrets, keys: TrialKeys)
         username="trial",
         password=secrets.redis_password.reveal(),
         prefix=keys.prefix,
+        tls=Trust(trial.secrets_path).client(),
     )
 
 

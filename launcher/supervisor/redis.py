@@ -1,10 +1,8 @@
 """The attempt's Redis server, as one of the supervisor's restart units."""
 
-import os
-import signal
-
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.launcher.supervisor.redis_probe import RedisProbe
 from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.rendezvous import REDIS_USERNAME
@@ -26,15 +24,17 @@ class TrialRedis:
     ) -> None:
         folder = directory.control_path / "redis"
         folder.mkdir(mode=0o700, exist_ok=True)
+        trust = Trust(directory.secrets_path)
         self._server = RedisServer(
             directory=folder,
+            trust=trust,
             password=secrets.redis_password.reveal(),
             key_prefix=TrialKeys(trial_uuid).prefix,
             host=host,
             username=REDIS_USERNAME,
             log_path=directory.attempt_logs(attempt) / "redis.log",
         )
-        self._probe = probe or RedisProbe()
+        self._probe = probe or RedisProbe(trust=trust)
 
     @property
     def pid(self) -> int:
@@ -56,5 +56,4 @@ class TrialRedis:
 
     def kill(self) -> None:
         self._probe.end()
-        if self._server.is_running():
-            os.kill(self._server.pid, signal.SIGKILL)  # nothing in it is durable
+        self._server.kill()

@@ -1,18 +1,21 @@
 """Whether a Redis server that has not ended still answers: one that is frozen keeps its port and its clients, silent.
 
-thread: connect, PING --any answer--> silent = 0
+thread: connect, prove, PING --any answer--> silent = 0
                     +---none in time--> silent + 1 --too many in a row--> is_frozen
 """
 
-import socket
 import threading
 from dataclasses import dataclass, field
+
+from corral.experiments.trial.trust import Trust
+from corral.launcher.trial.redis_server import answers
 
 
 @dataclass(slots=True, kw_only=True)
 class RedisProbe:
     """Asks one server again and again, in a thread that does not keep the process alive."""
 
+    trust: Trust
     timeout_s: float = 2.0
     pause_s: float = 1.0
     max_silent: int = 5
@@ -46,17 +49,7 @@ class RedisProbe:
             self._changed.clear()
             address = self._address
             if address is not None:
-                is_silent = not answers(address, timeout_s=self.timeout_s)
+                is_silent = not answers(address, self.trust, timeout_s=self.timeout_s)
                 if address == self._address and not self._changed.is_set():
                     self._silent = self._silent + 1 if is_silent else 0
             self._changed.wait(self.pause_s)
-
-
-def answers(address: tuple[str, int], *, timeout_s: float) -> bool:
-    """Whether a server says anything there; that we are not logged in is an answer too."""
-    try:
-        with socket.create_connection(address, timeout=timeout_s) as connection:
-            connection.sendall(b"PING\r\n")
-            return bool(connection.recv(1))
-    except OSError:
-        return False

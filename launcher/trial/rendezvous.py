@@ -4,6 +4,7 @@ import json
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 
@@ -29,5 +30,6 @@ def connect_name_service(directory: TrialDirectory, trial_uuid: str, *, timeout_
         secrets.redis_password.reveal(),
         TrialKeys(trial_uuid).prefix,
         REDIS_USERNAME,
+        tls=Trust(directory.secrets_path).client(),
         unavailable_timeout_s=timeout_s,
     )

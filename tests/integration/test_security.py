@@ -14,8 +14,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 import zmq
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from zmq.utils.monitor import recv_monitor_message
 
 from corral.experiments.trial.secrets import TrialSecrets
@@ -25,6 +23,7 @@ from corral.workers.lifecycle.control import control_call
 from corral.workers.streams.security import StreamSecurity
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
+from tests.workers.trusted import redis_client
 
 NUM_BLOBS = 1000
 REFUSED = {
@@ -190,9 +189,8 @@ def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> Non
 
 
 def connect(target: Target, *, username: str | None, password: str | None) -> "redis.Redis":
-    """Tries once: a refusal does not change by asking again."""
-    retry = Retry(NoBackoff(), 0)
-    return redis.Redis(port=target.redis_port, username=username, password=password, retry=retry)
+    trust = Trust(target.trial.directory.secrets_path)
+    return redis_client("127.0.0.1", target.redis_port, username=username, password=password, by=trust)
 
 
 def http_status(target: Target, url: str, authorization: str | None) -> int:

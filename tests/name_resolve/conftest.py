@@ -11,6 +11,7 @@ import pytest
 
 from corral.launcher.trial.redis_server import RedisServer
 from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore, NameService, RedisNameService
+from tests.workers.trusted import trust
 
 PASSWORD = secrets.token_hex(16)
 TRIAL_PREFIX = "corral/0123456789abcdef0123456789abcdef/"
@@ -21,14 +22,14 @@ ServiceFactory = Callable[[], NameService]
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     directory = tmp_path_factory.mktemp("redis") / "server"
-    with RedisServer(directory=directory, password=PASSWORD, key_prefix=TRIAL_PREFIX) as server:
+    with RedisServer(directory=directory, password=PASSWORD, trust=trust(), key_prefix=TRIAL_PREFIX) as server:
         yield server
 
 
 @pytest.fixture
 def own_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A server that the test may kill."""
-    with RedisServer(directory=tmp_path / "redis", password=PASSWORD, key_prefix=TRIAL_PREFIX) as server:
+    with RedisServer(directory=tmp_path / "redis", password=PASSWORD, trust=trust(), key_prefix=TRIAL_PREFIX) as server:
         yield server
 
 
@@ -39,7 +40,13 @@ def connect(
     server: RedisServer, *, prefix: str = TRIAL_PREFIX, unavailable_timeout_s: float = 10.0
 ) -> RedisNameService:
     return RedisNameService(
-        server.host, server.port, PASSWORD, prefix, server.username, unavailable_timeout_s=unavailable_timeout_s
+        server.host,
+        server.port,
+        PASSWORD,
+        prefix,
+        server.username,
+        tls=trust().client(),
+        unavailable_timeout_s=unavailable_timeout_s,
     )
 
 

@@ -208,13 +208,14 @@ def test_a_backend_that_refuses_for_a_while_is_reported_once(
 
 HOLDER = """
 import sys, time
+from tests.workers.trusted import trust
 from corral.name_resolve import FileNameService, RedisNameService
 kind, where, password, prefix = sys.argv[1:]
 if kind == "file":
     service = FileNameService(where)
 else:
     host, port = where.split(":")
-    service = RedisNameService(host, int(port), password, prefix, "trial")
+    service = RedisNameService(host, int(port), password, prefix, "trial", tls=trust().client())
 service.lease("workers/victim", "alive", ttl_s=1.0, owner="victim")
 print("leased", flush=True)
 time.sleep(60)

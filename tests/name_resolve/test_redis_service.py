@@ -21,10 +21,11 @@ from corral.name_resolve import (
 from corral.name_resolve import redis as redis_module
 from corral.name_resolve.redis_scripts import run_scripts
 from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, connect, wait_until
+from tests.workers.trusted import redis_client, trust
 
 
 def raw_client(server: RedisServer) -> redis.Redis:
-    return redis.Redis(host=server.host, port=server.port, username=server.username, password=PASSWORD)
+    return redis_client(server.host, server.port, username=server.username, password=PASSWORD)
 
 
 def kill(server: RedisServer) -> None:
@@ -139,7 +140,10 @@ def test_an_unreachable_redis_is_named_after_a_bounded_time() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         port = unused.getsockname()[1]
-        with RedisNameService("127.0.0.1", port, "secret", TRIAL_PREFIX, "trial", unavailable_timeout_s=0.2) as names:
+        tls = trust().client()
+        with RedisNameService(
+            "127.0.0.1", port, "secret", TRIAL_PREFIX, "trial", tls=tls, unavailable_timeout_s=0.2
+        ) as names:
             for operation in (
                 lambda: names.get("a"),
                 lambda: names.add("a", "v"),
@@ -174,7 +178,8 @@ def test_a_hung_redis_is_unavailable_and_not_a_hang(own_redis_server: RedisServe
 def test_wrong_credentials_are_an_immediate_error_without_the_password(
     redis_server: RedisServer, username: str | None, password: str | None
 ) -> None:
-    with RedisNameService(redis_server.host, redis_server.port, password, TRIAL_PREFIX, username) as names:
+    where = redis_server.host, redis_server.port
+    with RedisNameService(*where, password, TRIAL_PREFIX, username, tls=trust().client()) as names:
         with pytest.raises(NameServiceError, match="refuses user") as caught:
             names.get("a")
         assert not isinstance(caught.value, NameServiceUnavailableError)
@@ -191,7 +196,7 @@ def test_a_prefix_of_another_trial_is_refused(redis_server: RedisServer) -> None
 @pytest.mark.parametrize("prefix", ["corral/x", "", "/", "corral/*/", "corral//"])
 def test_prefixes_that_could_reach_other_trials_are_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="prefix|name"):
-        RedisNameService("127.0.0.1", 1, None, prefix)
+        RedisNameService("127.0.0.1", 1, None, prefix, tls=trust().client())
 
 
 def test_two_prefixes_in_one_server_do_not_see_each_other(own_redis_server: RedisServer) -> None:
@@ -210,7 +215,7 @@ def test_expired_names_leave_the_index(redis_service: RedisNameService, own_redi
     redis_service.add("a/stays", "v")
     wait_until(lambda: redis_service.find_subtree("a") == ["a/stays"], "a/gone expires")
     with raw_client(own_redis_server) as client:
-        assert client.zrange(TRIAL_PREFIX + "~names", 0, -1) == [b"a/stays"]
+        assert client.zrange(TRIAL_PREFIX + "~names", 0, -1) == ["a/stays"]
 
 
 def test_a_cleared_trial_leaves_nothing_that_stays(

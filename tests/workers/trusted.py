@@ -7,8 +7,14 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool
+from redis.retry import Retry
+
 from corral.experiments.trial.directory import write_new_file
 from corral.experiments.trial.trust import Trust, new_identity
+from corral.name_resolve.redis import ProvedConnection
 
 _FOLDER = "CORRAL_TEST_IDENTITY"
 
@@ -21,6 +27,23 @@ def trust() -> Trust:
     write_new_file(made.path, new_identity())
     os.environ[_FOLDER] = str(made.secrets_directory)
     return made
+
+
+def redis_client(
+    host: str, port: int, *, username: str | None, password: str | None, by: Trust | None = None
+) -> redis.Redis:
+    """Tries once: a refusal does not change by asking again."""
+    pool = ConnectionPool(
+        connection_class=ProvedConnection,
+        tls=(by or trust()).client(),
+        host=host,
+        port=port,
+        username=username,
+        password=password,
+        decode_responses=True,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return redis.Redis.from_pool(pool)
 
 
 def connection_to(url: str, *, timeout_s: float) -> http.client.HTTPSConnection:

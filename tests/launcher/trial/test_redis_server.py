@@ -1,28 +1,29 @@
 """A trial's own Redis: starts anywhere, tells its secret to nobody, and lets nobody do more than a trial needs."""
 
 import os
+import random
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from corral.launcher.trial import redis_server as redis_server_module
 from corral.launcher.trial.redis_server import RedisServer, find_redis_executable
+from tests.workers.trusted import redis_client, trust
 
 PASSWORD = secrets.token_hex(16)
 PREFIX = "corral/0123456789abcdef0123456789abcdef/"
 
 
 def make_server(directory: Path, **arguments: Any) -> RedisServer:
-    return RedisServer(directory=directory, password=PASSWORD, key_prefix=PREFIX, **arguments)
+    return RedisServer(directory=directory, password=PASSWORD, trust=trust(), key_prefix=PREFIX, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +39,7 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 def connect(server: RedisServer, *, username: str | None = None, password: str | None = None) -> redis.Redis:
-    return redis.Redis(
-        host=server.host,
-        port=server.port,
-        username=username,
-        password=password,
-        decode_responses=True,
-        retry=Retry(NoBackoff(), 0),  # redis-py would try a refused password ten times
-    )
+    return redis_client(server.host, server.port, username=username, password=password)
 
 
 @pytest.mark.parametrize(
@@ -210,26 +204,45 @@ def test_a_hung_server_is_stopped_too(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_a_taken_port_is_named(tmp_path: Path, server: RedisServer) -> None:
-    with pytest.raises(RuntimeError, match=f"127.0.0.1:{server.port} exited; stop what listens there or set port 0"):
-        make_server(tmp_path / "redis", port=server.port).start()
-
-
 def test_a_port_that_is_taken_by_chance_is_chosen_again(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose_port: Callable[[], int] = redis_server_module._choose_port
     choices = iter([server.port, server.port])
-    monkeypatch.setattr(redis_server_module, "_choose_port", lambda: next(choices, 0) or choose_port())
+
+    class Chosen(random.SystemRandom):
+        def randrange(self, *limits: Any) -> int:
+            return next(choices, 0) or super().randrange(*limits)
+
+    monkeypatch.setattr(redis_server_module.random, "SystemRandom", Chosen)
     with make_server(tmp_path / "redis") as second:
         assert second.port != server.port
+
+
+def test_its_port_is_nobody_elses_while_it_is_dead(tmp_path: Path) -> None:
+    with make_server(tmp_path / "redis") as server:
+        server.kill()
+        with pytest.raises(OSError, match="Address already in use"):
+            socket.create_server((server.host, server.port))
+        server.restart()
+
+
+def test_the_end_of_its_front_is_its_own(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    with make_server(tmp_path / "redis") as server:
+        [front] = set(psutil.Process().children()) - {*before, psutil.Process(server.pid)}
+        front.kill()
+        deadline = time.monotonic() + 10.0
+        while server.is_running():
+            assert time.monotonic() < deadline, "it survived SIGKILL"
+            time.sleep(0.01)
+        assert server.poll() == -signal.SIGKILL
 
 
 def test_a_server_that_never_answers_is_a_timeout_and_is_ended(tmp_path: Path) -> None:
     silent = tmp_path / "redis-server"
     silent.write_text("#!/bin/sh\necho starting up; echo $$ > pid; exec sleep 60\n")
     silent.chmod(0o700)
-    with pytest.raises(TimeoutError, match="(?s)did not answer .* within 0.5 s .*its log ends:\nstarting up"):
+    with pytest.raises(TimeoutError, match="(?s)did not answer .* within 0.5 s; its log ends:\nstarting up"):
         make_server(tmp_path / "redis", executable=silent).start(timeout_s=0.5)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "redis" / "pid").read_text()), 0)
@@ -257,7 +270,7 @@ def test_a_directory_with_blanks_and_quotes_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key_prefix", ["", "corral/*/", "corral/x", "corral/x/ +@all ~/", "corral/\nuser/"])
 def test_a_prefix_that_could_widen_the_rules_is_refused(tmp_path: Path, key_prefix: str) -> None:
     with pytest.raises(ValueError, match="key_prefix must be like"):
-        RedisServer(directory=tmp_path, password=PASSWORD, key_prefix=key_prefix)
+        RedisServer(directory=tmp_path, password=PASSWORD, trust=trust(), key_prefix=key_prefix)
 
 
 @pytest.mark.parametrize("username", ["", "default", "a b", "a\nuser b"])
@@ -268,7 +281,7 @@ def test_a_username_that_could_add_rules_is_refused(tmp_path: Path, username: st
 
 def test_an_empty_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="password must not be empty"):
-        RedisServer(directory=tmp_path, password="", key_prefix=PREFIX)
+        RedisServer(directory=tmp_path, password="", trust=trust(), key_prefix=PREFIX)
 
 
 def fake_redis(directory: Path, version: str) -> Path:

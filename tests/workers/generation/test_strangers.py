@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from corral.experiments.trial.trust import new_identity
+from corral.name_resolve import NameServiceUnavailableError, RedisNameService
 from corral.workers.checkpoint.manifest import read_manifest
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.http_calls import ServerError, get_text
@@ -145,6 +146,16 @@ def test_a_session_says_nothing_in_the_clear() -> None:
     with pytest.raises(ServerError) as raised:
         asyncio.run(ask())
     assert isinstance(raised.value.__cause__, aiohttp.NonHttpUrlClientError)
+
+
+def test_a_stranger_on_the_port_of_redis_is_told_no_password(stranger: Stranger) -> None:
+    tls = trust().client()
+    with RedisNameService(
+        LOOPBACK, stranger.port, API_KEY, "corral/0/", "trial", tls=tls, unavailable_timeout_s=0.2
+    ) as names:
+        with pytest.raises(NameServiceUnavailableError, match=f"{LOOPBACK}:{stranger.port} is unreachable"):
+            names.get("workers/master_worker/0")
+    hears_nothing(stranger)
 
 
 def test_the_port_of_a_server_that_still_loads_is_nobody_elses() -> None:
