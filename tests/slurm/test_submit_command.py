@@ -88,7 +88,7 @@ def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
         (["--dry-run=everything"], "everything"),
         (["--local", "--dry-run=script"], "there is no script"),
         (["--wait", "--follow"], "choose one"),
-        (["--resume", "x"], "takes no experiment"),
+        (["--resume", "x"], "leave out experiment.yaml"),
         (["--profile", "nowhere"], "no profile named"),
     ],
 )
