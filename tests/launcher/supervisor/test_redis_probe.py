@@ -6,6 +6,7 @@ from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.launcher.supervisor.redis import TrialRedis
 from corral.launcher.supervisor.redis_probe import RedisProbe
 from tests.launcher.conftest import MakeTrial
@@ -23,7 +24,7 @@ def test_a_frozen_server_is_noticed_and_one_that_was_started_again_is_not_taken_
         secrets=TrialSecrets.load(directory.secrets_path),
         attempt=0,
         host="127.0.0.1",
-        probe=RedisProbe(timeout_s=0.2, pause_s=0.05, max_silent=3),
+        probe=RedisProbe(trust=Trust(directory.secrets_path), timeout_s=0.2, pause_s=0.05, max_silent=3),
     )
     redis.start()
     address = redis.address
