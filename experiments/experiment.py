@@ -28,7 +28,7 @@ from corral.experiments.config.cluster import (
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
@@ -360,6 +360,7 @@ class Experiment(FrozenConfig):
                 lora=model.lora if isinstance(model, TrainedModelConfig) else None,
                 recompute=model.recompute if isinstance(model, TrainedModelConfig) else "none",
                 gradient_sums=model.gradient_sums if isinstance(model, TrainedModelConfig) else "each_micro_batch",
+                is_averaged=isinstance(model, ReferenceModelConfig) and model.ema is not None,
                 num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
             for role, model in self.models.items()

@@ -74,6 +74,8 @@ class ModelRoleSpec(FrozenConfig):
     """What its layers compute again in the backward pass."""
     gradient_sums: GradientSums = "each_micro_batch"
     """When its ranks add their gradients up."""
+    is_averaged: bool = False
+    """Whether it moves towards another model by less than a number of its `dtype` can tell."""
     num_parameters: ParameterCounts | None = None
     """As the files of the model say; None where they do not."""
     ppo: PPOConfig | None = None
@@ -86,6 +88,11 @@ class ModelRoleSpec(FrozenConfig):
     @property
     def model_name(self) -> ModelName:
         return ModelName(self.role, self.replica_id)
+
+    @property
+    def is_held_low(self) -> bool:
+        """Whether what products alone read is held in their type, and not in float32."""
+        return self.optimizer is None and not self.is_averaged
 
 
 class RewardSpec(FrozenConfig):

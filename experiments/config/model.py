@@ -74,7 +74,7 @@ class ModelConfig(FrozenConfig):
     path: Path
     """Directory in Hugging Face format: config.json, *.safetensors, tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the matrix products, and of the weights that are written and served; in memory weights are float32."""
+    """Type of the matrix products, and of weights that are written and served; in memory what is trained is float32."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
     """Token budget of one packed forward and backward pass; longer single sequences are an error."""
     shared_prompts: Literal["off", "auto"] = "off"

@@ -245,6 +245,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
         sums_gradients_once=role.gradient_sums == "last_micro_batch",
         shares_prompts=role.model.shared_prompts == "auto",
         hosts_optimizer=role.model.offload == "optimizer",
+        is_held_low=role.is_held_low,
     )
 
 

@@ -11,7 +11,7 @@ Tensors of one layer, for each token, with H hidden, I intermediate, Q all heads
     norms of heads       input and normalized: 2 (Q + K)                  float32; under autocast one is rounded to c,
                                                                           and kept only for a weight that is trained
     MLP                  gate, activated gate, up, product: 4 I           c
-    experts, each of k   gate and up 2 I, activated, product, H in, H out float32: their product is not under autocast
+    experts, each of k   gate and up 2 I, activated, product, H in, H out c
     shared expert        as an MLP; result H, how much of it 1            c; rounded: 3 more copies of the input
 
     adapters             r between A and B; a rounded copy of its own     c
@@ -122,7 +122,7 @@ def head_copies(queries: int, keys: int, ranks: int) -> int:
 
 
 def _experts_bytes(sizes: DecoderSizes, *, compute_bytes: int) -> int:
-    of_one = FLOAT32_BYTES * (4 * sizes.expert_size + 2 * sizes.hidden_size) + _INDICES_PER_EXPERT * _INDEX_BYTES
+    of_one = compute_bytes * (4 * sizes.expert_size + 2 * sizes.hidden_size) + _INDICES_PER_EXPERT * _INDEX_BYTES
     shared = 0
     if sizes.shared_expert_size:
         copies = 3 if compute_bytes < FLOAT32_BYTES else 0

@@ -1,8 +1,10 @@
 """One role's model in one layout -> bytes on each of its GPUs, as the fsdp backend holds it.
 
     parameters   float32, cut over t tensor-parallel ranks by rows or columns,      tensor_parallel.py
-                 then by rows over d x c ranks: ceil(rows / ranks) each             torch's fully_shard (FSDP2)
-                 frozen matrices beside adapters: in the type of the products       workers/backends/lora.py
+                 then by rows over d x c ranks: ceil(rows / ranks) each, and        torch's fully_shard (FSDP2)
+                 experts' matrices along a dimension that divides (`cut_dim`)
+                 frozen matrices, beside adapters or of a role that nothing         workers/backends/lora.py
+                 trains: in the type of the products
     gradients    float32, cut alike, of what is trained; let go after each step     MeshEngine.train_batch
     optimizer    AdamW: two moments, and a step count per tensor                    workers/backends/fsdp/optimizers.py
                  Muon: one moment for the matrices of the layers
@@ -12,7 +14,8 @@
     buffers      where a model is cut: its ends whole from the beginning of a       FSDP2: the outermost module stays
                  forward pass to the end of the backward one, three layers whole,   whole, and the next layer comes
                  and the gradients of the ends and of one layer before they         while one computes
-                 are reduced
+                 are reduced, in float32; layers and an output of its own are
+                 gathered in the type of the products
                  where a call generates: all weights whole, in float32, if they     workers/engine/decoder/decoder.py
                  are cut or of another type
 
@@ -21,7 +24,6 @@ Each figure is that of the rank with most: the last ones may have a row less of 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +79,8 @@ class _Tensors:
     count: int
     bytes_each: int
     """Of one number."""
+    bytes_gathered: int
+    """The same where all ranks' parts are made whole for a layer."""
     is_trained: bool
     in_layer: bool
     has_two_moments: bool
@@ -89,9 +93,10 @@ class _Tensors:
         return tuple(share_of(size, dims.tp) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape))
 
     def numbers(self, dims: ParallelDims) -> int:
-        """Of one such tensor on one rank: as many rows as the rank with most."""
-        rows, *others = self.part(dims)
-        return -(-rows // _num_cuts(dims)) * math.prod(others)
+        """Of one such tensor on one rank: as much as the rank with most."""
+        part, ranks = self.part(dims), _num_cuts(dims)
+        dim = cut_dim(part, ranks)
+        return math.prod(part) // part[dim] * -(-part[dim] // ranks)
 
     def moments(self, dims: ParallelDims) -> int:
         """Bytes that the optimizer keeps of one such tensor on one rank."""
@@ -113,6 +118,7 @@ class RoleModel:
         sums_gradients_once: bool = False,
         shares_prompts: bool = False,
         hosts_optimizer: bool = False,
+        is_held_low: bool = False,
     ) -> None:
         """
         Args:
@@ -122,6 +128,7 @@ class RoleModel:
             sums_gradients_once: whether a rank keeps whole gradients until the last micro-batch of a step.
             shares_prompts: whether rows may have prompts once.
             hosts_optimizer: whether moments lie in host memory.
+            is_held_low: whether a model that is only read is held in the type of the products.
         """
         self.sizes = sizes
         self._output = output
@@ -132,6 +139,7 @@ class RoleModel:
         self._sums_gradients_once = sums_gradients_once
         self._shares_prompts = shares_prompts
         self._hosts_optimizer = hosts_optimizer
+        self._holds_frozen_low = is_held_low or adapters is not None
         self._shapes = tensor_shapes(sizes, output)
         counts = Counter(self._kinds())
         self._tensors = [
@@ -139,15 +147,16 @@ class RoleModel:
                 shape=shape,
                 count=count,
                 bytes_each=bytes_each,
+                bytes_gathered=bytes_gathered,
                 is_trained=is_trained,
                 in_layer=in_layer,
-                has_two_moments=not (optimizer == "muon" and in_layer and len(shape) == 2),
+                has_two_moments=not (optimizer == "muon" and in_layer and len(shape) >= 2),
                 tensor_dim=tensor_dim,
             )
-            for (shape, bytes_each, is_trained, in_layer, tensor_dim), count in counts.items()
+            for (shape, bytes_each, bytes_gathered, is_trained, in_layer, tensor_dim), count in counts.items()
         ]
 
-    def _kinds(self) -> list[tuple[Shape, int, bool, bool, int | None]]:
+    def _kinds(self) -> list[tuple[Shape, int, int, bool, bool, int | None]]:
         """What distinguishes a parameter from others, in the order of `_Tensors`, of every one."""
         trains_weights = self._optimizer is not None and self._adapters is None
         adapted = self._adapters.layers if self._adapters is not None else frozenset[str]()
@@ -156,17 +165,18 @@ class RoleModel:
             in_layer = name.startswith(_LAYERS)
             is_trained = trains_weights or (self._adapters is not None and name == "score.weight")
             number_bytes = self._bytes_of(name, shape, is_trained=is_trained)
-            kinds.append((shape, number_bytes, is_trained, in_layer, _tensor_dim(name)))
+            gathered = self._compute_bytes if in_layer or name == "lm_head.weight" else FLOAT32_BYTES
+            kinds.append((shape, number_bytes, gathered, is_trained, in_layer, _tensor_dim(name)))
             if self._adapters is not None and name.removesuffix(".weight") in adapted:
                 rank, dim = self._adapters.rank, _tensor_dim(name)
                 halves = (((rank, shape[1]), dim if dim == 1 else None), ((shape[0], rank), dim if dim == 0 else None))
-                kinds += [(half, FLOAT32_BYTES, True, True, cut) for half, cut in halves]
+                kinds += [(half, FLOAT32_BYTES, self._compute_bytes, True, True, cut) for half, cut in halves]
         return kinds
 
     def _bytes_of(self, name: str, shape: Shape, *, is_trained: bool) -> int:
-        """Frozen matrices beside adapters are held in the type of the products; embeddings and the router's are not."""
-        is_linear = len(shape) == 2 and name.endswith(("_proj.weight", "lm_head.weight"))
-        held_low = self._adapters is not None and is_linear and not is_trained
+        """Frozen matrices may be held in the type of the products; embeddings and the router's are not."""
+        is_product = name.endswith(("_proj.weight", "lm_head.weight", "_gate.weight")) or len(shape) == 3
+        held_low = self._holds_frozen_low and is_product and not is_trained
         return self._compute_bytes if held_low else FLOAT32_BYTES
 
     @property
@@ -230,7 +240,7 @@ class RoleModel:
     def _gradient_bytes(self, dims: ParallelDims) -> int:
         if not self._sums_gradients_once:
             return self._sum(dims, trained_only=True)
-        return sum(self._whole(dims, in_layer=in_layer)["trained"] for in_layer in (True, False))
+        return sum(FLOAT32_BYTES * tensors.count * math.prod(tensors.part(dims)) for tensors in self._trained())
 
     def _activations(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
         sizes, recompute = self.sizes, self._recompute
@@ -289,20 +299,15 @@ class RoleModel:
         """Whole copies of what is cut; none where nothing is."""
         if _num_cuts(dims) == 1:
             return 0
-        ends, layers = self._whole(dims, in_layer=False), self._whole(dims, in_layer=True)
-        buffers = sum(ends.values()) + _LAYERS_WHOLE * sum(layers.values()) // self.sizes.num_layers
-        if is_training:
-            buffers += ends["trained"] + layers["trained"] // self.sizes.num_layers
-        return buffers
-
-    def _whole(self, dims: ParallelDims, *, in_layer: bool) -> Mapping[str, int]:
-        """Bytes of parameters before their rows are cut, by whether they are trained."""
-        total = {"trained": 0, "frozen": 0}
+        ends = layers = 0
         for tensors in self._tensors:
-            if tensors.in_layer == in_layer:
-                kind = "trained" if tensors.is_trained else "frozen"
-                total[kind] += tensors.count * tensors.bytes_each * math.prod(tensors.part(dims))
-        return total
+            numbers = tensors.count * math.prod(tensors.part(dims))
+            of_gradient = FLOAT32_BYTES * numbers if is_training and tensors.is_trained else 0
+            if tensors.in_layer:
+                layers += _LAYERS_WHOLE * tensors.bytes_gathered * numbers + of_gradient
+            else:
+                ends += tensors.bytes_gathered * numbers + of_gradient
+        return ends + layers // self.sizes.num_layers
 
     def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:
         sizes = self.sizes
@@ -319,6 +324,17 @@ def key_value_bytes_per_token(sizes: DecoderSizes, *, number_bytes: int, tensor_
     """Keys and values of one token in all layers; where there are more ranks than heads, each has a copy of one."""
     heads = -(-sizes.num_key_value_heads // tensor_parallel)
     return 2 * sizes.num_layers * heads * sizes.head_dim * number_bytes
+
+
+def cut_dim(shape: Shape, ranks: int) -> int:
+    """The dimension that a parameter is cut along: its rows, which need not divide, unless it is experts' matrices.
+
+    These are few and large: 128 of them are 6 on most of 24 ranks and none on two. The ranks share them equally along
+    any dimension that divides, if one does.
+    """
+    if len(shape) < 3:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _num_cuts(dims: ParallelDims) -> int:

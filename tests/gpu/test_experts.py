@@ -11,7 +11,7 @@ from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import plain_loop
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-from corral.workers.backends.megatron.grouped_experts import grouped_product
+from corral.workers.backends.grouped_product import grouped_product
 from tests.workers.backends.megatron.experts_scene import save_tiny_mixture
 from tests.workers.backends.megatron_scene import make_megatron
 

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.low_precision import CastingLinear
@@ -62,10 +64,22 @@ class AdaptedLinear(CastingLinear):
         """What the adapter sees of a layer's input in a train step."""
         return F.dropout(input, dropout)
 
-    def merged_weight(self) -> Tensor:
-        """[out, in] float32: W0 and adapter in one, a new tensor; a collective where the model is cut."""
-        adapter = LowRank(whole(self.lora_A.weight), whole(self.lora_B.weight), self._scale)
-        return adapter.added_to(whole(self.weight))
+    def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in]: W0 and adapter in one, a new tensor; a collective where the model is cut.
+
+        Each rank adds up its own part, which has the same bits in every layout (low_rank.py): W0 and B are cut by rows
+        alike, and of A it takes the columns that it has of W0.
+        """
+        columns = slice(None)
+        if isinstance(self.weight, DTensor):
+            at = compute_local_shape_and_global_offset(
+                self.weight.shape, self.weight.device_mesh, self.weight.placements
+            )
+            columns = slice(at[1][1], at[1][1] + at[0][1])
+        adapter = LowRank(whole(self.lora_A.weight)[:, columns], local(self.lora_B.weight), self._scale)
+        merged = torch.empty_like(self.weight.detach(), dtype=dtype)
+        local(merged).copy_(adapter.added_to(local(self.weight)))
+        return whole(merged)
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int, has_score_layer: bool) -> None:
@@ -143,17 +157,17 @@ def is_adapter(name: str) -> bool:
     return name.endswith(_ADAPTER_PARTS)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model that a model and its adapters amount to, whole and float32, one at a time.
+def merged_weights(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the model that a model and its adapters amount to, whole and in this type, one at a time.
 
     A collective where the model is cut. A parameter that is neither cut nor adapted is given as it is, not copied.
     """
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
     for name, parameter in model.named_parameters():
         if name in adapted:
-            yield name, adapted[name].merged_weight()
+            yield name, adapted[name].merged_weight(dtype)
         elif not is_adapter(name):
-            yield name, whole(parameter).float()
+            yield name, whole(parameter.detach().to(dtype))
 
 
 def sum_of_frozen(model: nn.Module, *, counts_copies: bool) -> int:

@@ -13,9 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from corral.scheduling.memory.fsdp import cut_dim
 from corral.workers.backends.parallel_context import ParallelContext
 
 TENSOR: Final = "tensor"
@@ -45,16 +46,31 @@ def device_mesh(context: ParallelContext) -> DeviceMesh:
     return DeviceMesh.from_group(formed, context.device.type, mesh=ranks, mesh_dim_names=names)
 
 
-def shard(model: Any, mesh: DeviceMesh) -> None:
+def shard(model: Any, mesh: DeviceMesh, *, compute_dtype: torch.dtype = torch.float32) -> None:
     """Cut every layer over the data-parallel and context-parallel ranks, all in one.
+
+    Layers, and an output of their own, are gathered in the type of the products, which is all that products read of
+    them; the embedding and the last norm, which are added to what is float32, in float32. Gradients are added up in
+    float32, whichever type they are made in.
 
     Gradients are added up, not averaged: losses carry the global mean, and each context-parallel rank has the part of
     the gradient that its tokens make. A mesh of tensor-parallel ranks alone leaves the model as it is.
     """
     if _SHARD not in (mesh.mesh_dim_names or ()):
         return
-    for module in [*layers_of(model), model]:
-        fully_shard(module, mesh=mesh[_SHARD])
+    ranks = mesh[_SHARD].size()
+    low = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    output = model.get_output_embeddings()
+    has_own = output is not None and output.weight is not model.get_input_embeddings().weight
+    for module in [*layers_of(model), *([output] if has_own else []), model]:
+        is_low = module is not model and compute_dtype != torch.float32
+        fully_shard(
+            module,
+            mesh=mesh[_SHARD],
+            reshard_after_forward=module not in (output, model),  # whose backward pass follows at once
+            shard_placement_fn=lambda tensor: Shard(cut_dim(tensor.shape, ranks)),
+            mp_policy=low if is_low else MixedPrecisionPolicy(cast_forward_inputs=False),
+        )
     for module in _cut_modules(model):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         module.set_gradient_divide_factor(1.0)
@@ -69,8 +85,8 @@ def layers_of(model: Any) -> list[nn.Module]:
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass left whole, so that the module's parameters are this rank's rows again; no collective.
 
-    FSDP2 keeps the outermost module whole after a forward pass, for the backward pass that follows in training. Without
-    one its parameters would be whole copies, and what is written to them would be lost.
+    FSDP2 keeps the ends of the model whole after a forward pass, for the backward pass that follows in training.
+    Without one its parameters would be whole copies, and what is written to them would be lost.
     """
     for module in _cut_modules(model):
         module.reshard()

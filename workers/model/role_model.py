@@ -206,6 +206,7 @@ class RoleModel:
             recompute=spec.recompute,
             gradient_sums=spec.gradient_sums,
             hosts_optimizer=spec.model.offload == "optimizer",
+            is_held_low=spec.is_held_low,
             total_steps=total_steps,
             seed=self._seed,
             compute_dtype=_DTYPES[spec.model.dtype],

@@ -33,7 +33,7 @@ GREEDY_PROMPTS = [[3, 5, 8], [13, 21]]
 OPTIMIZER = optimizer_config(lr=2e-3, eps=1e-3)  # near 0, Adam makes large steps of small differences
 
 
-def save_tiny_mixture(directory: Path) -> Path:
+def save_tiny_mixture(directory: Path, *, num_experts: int = NUM_EXPERTS) -> Path:
     """A random Qwen3-MoE."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(2)
@@ -46,7 +46,7 @@ def save_tiny_mixture(directory: Path) -> Path:
         head_dim=16,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=64,
-        num_experts=NUM_EXPERTS,
+        num_experts=num_experts,
         num_experts_per_tok=TOP_K,
         moe_intermediate_size=24,
         mlp_only_layers=[1],

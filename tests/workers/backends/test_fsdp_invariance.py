@@ -225,7 +225,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(other: str, scen
 def test_gradients_are_added_up_after_each_micro_batch_or_once(scene: dict[str, Any]) -> None:
     spec = MicroBatchSpec(max_tokens_per_micro_batch=48)
     num_micro_batches = max(len(plan_micro_batches(batch(0).select(uids), spec)) for uids in UIDS_BY_RANK)
-    num_sums = 3  # two layers, and what is around them
+    num_sums = 4  # two layers, the output, and what is around them
     for seen in scene["pair"]:
         assert seen["sums"] == [num_micro_batches * num_sums, num_sums]
 

@@ -1,6 +1,7 @@
 """What a rank makes of a model's files: every number of them, in float32, and of no more than it keeps."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.fsdp.expert_files import StoredExperts
 from corral.workers.backends.fsdp.loading import load_model
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.parallel_context import ParallelContext
@@ -28,6 +37,7 @@ from tests.workers.backends.training_helpers import (
 
 SHAPE = (64, 96)  # of the largest weight: rows of the vocabulary would be fewer numbers
 LORA = LoraConfig(rank=2, alpha=4.0)
+MIXTURES = {"4 experts": 4, "3 experts": 3}
 
 
 def save_low(directory: Path, dtype: torch.dtype, *, num_files: int = 1, **overrides: Any) -> Path:
@@ -77,7 +87,8 @@ def padded_logprobs_in_float32(directory: Path, sample: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_stay_in_their_files_until_a_rank_takes_its_rows(dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_low(tmp_path, dtype, num_files=3)
-    model = load_model(directory, head_named("lm"))
+    with ExitStack() as stack:
+        model = load_model(directory, head_named("lm"), StoredExperts(directory, stack))
     mapped = mapped_files()
     for name, parameter in model.named_parameters():
         places = [path for start, end, path in mapped if start <= parameter.data_ptr() < end]
@@ -122,9 +133,9 @@ def test_what_a_model_computes_beside_its_weights_is_not_rounded_to_their_type(t
 
 def play_rank(context: ParallelContext, directory: Path) -> None:
     """Load, count, and give back what was loaded."""
-    for name, lora in (("plain", None), ("lora", LORA)):
-        with LargestTensor(torch.float32) as largest:
-            engine = make_engine(directory / "model", context, lora=lora)
+    for name, lora, model in (("plain", None, "model"), ("lora", LORA, "model"), *((m, None, m) for m in MIXTURES)):
+        with LargestTensor(None if name in MIXTURES else torch.float32) as largest:
+            engine = make_engine(directory / model, context, lora=lora)
         weights = {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
         save_file(weights, directory / f"{name}-{context.rank}.safetensors")
         (directory / f"{name}-{context.rank}.numel").write_text(str(largest.numel))
@@ -135,8 +146,28 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("loading")
     (directory / "model").mkdir()
     save_low(directory / "model", torch.bfloat16, num_files=3, tie_word_embeddings=True)
+    for name, num_experts in MIXTURES.items():
+        save_low_mixture(directory / name, num_experts)
     play(play_rank, directory, world_size=2, directory=directory)
     return directory
+
+
+def save_low_mixture(directory: Path, num_experts: int) -> None:
+    """In bfloat16, in several files; what is not of experts is small."""
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=64,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(directory, max_shard_size=20_000)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -144,6 +175,19 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_rank_makes_more_in_float32_than_its_rows(name: str, rank: int, two_ranks: Path) -> None:
     largest = int((two_ranks / f"{name}-{rank}.numel").read_text())
     assert largest == SHAPE[0] * SHAPE[1] // 2
+
+
+@pytest.mark.parametrize("name", ["4 experts", "3 experts"])
+def test_no_rank_reads_more_of_the_experts_than_it_keeps(name: str, two_ranks: Path) -> None:
+    """Two experts of four, and of three a part each: of any type, and on no device, is more than a layer's share."""
+    assert len(list((two_ranks / name).glob("*.safetensors"))) > 1
+    share = MIXTURES[name] * 2 * 48 * 16 // 2
+    assert [int((two_ranks / f"{name}-{rank}.numel").read_text()) for rank in range(2)] == [share] * 2
+    expected = AutoModelForCausalLM.from_pretrained(two_ranks / name, dtype=torch.float32).state_dict()
+    for rank in range(2):
+        found = load_file(two_ranks / f"{name}-{rank}.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
 
 
 @pytest.mark.parametrize("name", ["plain", "lora"])

@@ -75,6 +75,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixture": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 8, "mlp_only_layers": [1]}),
 }
 DENSE = ("llama", "qwen2", "qwen3")
+CUT = (*DENSE, "mixture")
 LORA = LoraConfig(rank=5, alpha=5.0, targets=("q_proj", "layers.1.mlp.down_proj"))
 ADAPTED = (*(f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)), "model.layers.1.mlp.down_proj")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -167,10 +168,9 @@ def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_p
 
 
 def look_at_ranks(world: ParallelContext, folder: Path) -> None:
-    for name in MODELS:
-        if name in DENSE:  # a mixture's stacked experts are cut as any other tensor
-            engine = FSDPEngine(folder / name, context=world, optimizer=OptimizerConfig(type="muon"))
-            (folder / f"{name}-{world.rank}.json").write_text(json.dumps(train_step(engine)))
+    for name in CUT:
+        engine = FSDPEngine(folder / name, context=world, optimizer=OptimizerConfig(type="muon"))
+        (folder / f"{name}-{world.rank}.json").write_text(json.dumps(train_step(engine)))
     mesh = Mesh(ranks=(0, 1), dims=ParallelDims(cp=2))
     context = mesh_contexts(world, {"actor": mesh})["actor"]
     assert context is not None
@@ -202,12 +202,12 @@ def whole_gradients(engine: FSDPEngine) -> int:
 
 
 def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> None:
-    for name in MODELS:
-        save_model(name, tmp_path / name)
+    for name in CUT:  # of three experts each of two ranks has a part
+        save_model(name, tmp_path / name, **({"num_experts": 3} if name == "mixture" else {}))
     for layers in (3, 6):  # with one head of keys, which both context-parallel ranks need
         save_model("qwen3", tmp_path / f"layers-{layers}", num_hidden_layers=layers, num_key_value_heads=1)
     play(look_at_ranks, tmp_path, world_size=2, directory=tmp_path)
-    for name in DENSE:
+    for name in CUT:
         expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
         found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
         assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name

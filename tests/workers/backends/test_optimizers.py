@@ -1,5 +1,6 @@
 """AdamW and Muon: beside closed forms and plain loops in float64, and whatever the number of ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from corral.experiments.config.model import OptimizerConfig
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.base import LossOutput
+from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.optimizers import orthogonalized
 from corral.workers.backends.micro_batches import MicroBatch
@@ -21,6 +24,7 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.replay_scene import save_tiny_mixture
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,
@@ -155,12 +159,20 @@ def play_rank(world: ParallelContext, model_directory: Path, directory: Path) ->
         engine.train_batch(sample_of(step, world), loss_fn=likelihood)
         engine.state_shard().write(directory / f"state-{step}")
     engine.save_weights(directory / "two-ranks")
+    cuts = {name: str(p.placements) for name, p in engine.model.named_parameters() if isinstance(p, DTensor)}
+    (directory / f"cuts-{world.rank}.json").write_text(json.dumps(cuts))
 
 
+@pytest.mark.parametrize(("num_experts", "cut"), [(0, 0), (4, 0), (3, 1)])
 def test_muon_makes_the_same_weights_on_one_rank_and_on_two_and_resumes_on_either(
-    model_directory: Path, tmp_path: Path
+    num_experts: int, cut: int, model_directory: Path, tmp_path: Path
 ) -> None:
+    """Each rank has two of four experts, and a part of each of three."""
+    if num_experts:
+        model_directory = save_tiny_mixture(tmp_path / "mixture", num_experts=num_experts)
     play(play_rank, model_directory, tmp_path, world_size=2, directory=tmp_path)
+    cuts = json.loads((tmp_path / "cuts-0.json").read_text())
+    assert {at for name, at in cuts.items() if ".experts." in name} <= {f"(Shard(dim={cut}),)"}
     two_ranks = read_weights(tmp_path / "two-ranks")
     whole, resumed = make_engine(model_directory, **MUON), make_engine(model_directory, **MUON)
     resumed.load_state(tmp_path / "state-1")
@@ -169,8 +181,32 @@ def test_muon_makes_the_same_weights_on_one_rank_and_on_two_and_resumes_on_eithe
         for engine in (whole, resumed) if step == 2 else (whole,):
             engine.train_batch(sample_of(step), loss_fn=likelihood)
     for engine in (whole, resumed):
-        for name, tensor in engine.export_weights():
+        for name, tensor in as_stored(engine.model, engine.export_weights(), dtype=torch.float32):
             np.testing.assert_allclose(tensor, two_ranks[name], atol=1e-5, err_msg=name)
+
+
+def test_muon_takes_each_matrix_of_an_expert_by_itself(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_mixture(tmp_path), weight_decay=0.0, **MUON)
+    weights = {name: p for name, p in engine.model.named_parameters() if ".experts." in name}
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    gradients: dict[str, Tensor] = {}
+    optimizer = engine._optimizer
+    step = optimizer.step
+
+    def look_and_step() -> None:
+        gradients.update({name: p.grad.clone() for name, p in weights.items() if p.grad is not None})
+        step()
+
+    optimizer.step = look_and_step
+    engine.train_batch(sample_of(0), loss_fn=likelihood)
+    assert len(gradients) == 4
+    for name, stacked in gradients.items():
+        for expert, gradient in enumerate(stacked):
+            matrices = gradient.chunk(2) if "gate_up" in name else (gradient,)
+            sizes = [2.0 * LR * 0.2 * max(matrix.shape) ** 0.5 for matrix in matrices]
+            moved = [size * by_singular_values(m, steps=4) for size, m in zip(sizes, matrices, strict=True)]
+            expected = before[name][expert] - torch.cat(moved)
+            np.testing.assert_allclose(weights[name].detach()[expert], expected, atol=1e-5, err_msg=name)
 
 
 def test_muon_in_bfloat16_stays_near(model_directory: Path) -> None:

@@ -62,6 +62,7 @@ class FSDPEngine(MeshEngine):
         recompute: Recompute = "none",
         gradient_sums: GradientSums = "each_micro_batch",
         hosts_optimizer: bool = False,
+        is_held_low: bool = False,
         total_steps: int = 1,
         micro_batches: MicroBatchSpec | None = None,
         seed: int = 0,
@@ -75,10 +76,13 @@ class FSDPEngine(MeshEngine):
             gradient_sums: when ranks add their gradients up; after the last micro-batch alone, each has a whole one
                 until then.
             hosts_optimizer: whether the state of the optimizer lies in host memory (hosted_state.py).
+            is_held_low: whether weights that products alone read are held in `compute_dtype`, which changes none of its
+                scores: for a model without an optimizer, which takes over weights whole or not at all.
 
         The others are told in `MeshEngine`.
         """
         assert lora is None or optimizer is not None, "adapters that nothing trains"
+        assert optimizer is None or not is_held_low, "an optimizer changes float32"
         super().__init__(
             model_directory,
             context=context,
@@ -90,17 +94,24 @@ class FSDPEngine(MeshEngine):
             compute_dtype=compute_dtype,
         )
         self._model: nn.Module = load_over_ranks(
-            model_directory, self._head, context, lora, seed=seed, compute_dtype=compute_dtype
+            model_directory,
+            self._head,
+            context,
+            lora,
+            seed=seed,
+            compute_dtype=compute_dtype,
+            is_held_low=is_held_low,
         )
+        self._is_held_low = is_held_low
         self._unshared_because = why_not_shared(
             self._model, lora, ranks_of_row=context.cp_size, device=context.device, compute_dtype=compute_dtype
         )
         self._sums_once = gradient_sums == "last_micro_batch"
         recompute_layers(layers_of(self._model), recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
-        own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
-        self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
         if lora is not None:
+            own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
+            self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
             layers = layers_with_adapters(self._model)
             self._adapter_config = adapter_config(layers, lora, base=model_directory, head=head)
         if context.is_first:
@@ -128,6 +139,7 @@ class FSDPEngine(MeshEngine):
         self._model.eval()
         for micro_batch in micro_batches:
             yield micro_batch, self._scores(micro_batch, temperature)
+        reshard(self._model)  # no backward pass will
 
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
         torch.manual_seed(self._seed_of_step())
@@ -176,7 +188,8 @@ class FSDPEngine(MeshEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return as_stored(self.model, self.export_weights(), dtype=self._compute_dtype)
+        # Rounded before they are gathered, which is half as much to send and to hold.
+        return as_stored(self.model, self._whole_weights(self._compute_dtype), dtype=self._compute_dtype)
 
     def _adapter(self) -> Adapter | None:
         if self._adapter_config is None:
@@ -204,12 +217,16 @@ class FSDPEngine(MeshEngine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.export_weights`."""
+        return self._whole_weights(torch.float32)
+
+    def _whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         reshard(self.model)
-        yield from merged_weights(self._model)
+        yield from merged_weights(self._model, dtype=dtype)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `TrainEngine.import_weights`."""
         self._require_trained_weights()
+        assert eta == 1.0 or not self._is_held_low, "an average of weights moves by less than a low type can tell"
         take_over(self._parameters(), weights, eta=eta)
 
     def _own_tensors(self) -> list[Tensor]:

@@ -5,9 +5,10 @@
     anything else is missing ──► an error: transformers would draw it at random and say so in its log only
 
     load_model: in the files' type, mapped ──► cut over ranks: own rows are copied ──► hold_weights: those, in float32
+                experts: on `meta` (expert_files)                                      own parts of experts are read
 
 What is mapped takes no memory before it is read, and a rank that keeps its rows of a weight reads no others: so none
-ever has the whole model in memory, where all weights of the files are of one type.
+ever has the whole model in memory, where all weights of the files are of one type. Experts are read so from any type.
 
 A new score layer is zero because nothing is known yet: every value and score is 0, so that the first advantages are the
 returns themselves, on every rank and for every layout without a number drawn. Its gradient is not zero.
@@ -25,6 +26,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from corral.workers.backends.fsdp.expert_files import StoredExperts
+from corral.workers.backends.fsdp.experts import GROUPED_EXPERTS, register_grouped_experts
 from corral.workers.backends.heads import Head
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention
 
@@ -36,21 +39,29 @@ _TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 
 
-def load_model(directory: Path, head: Head[Any]) -> Any:
+def load_model(directory: Path, head: Head[Any], stored: StoredExperts) -> Any:
     """A transformers model with packed attention, on the CPU; its weights are to be cut, and then held in their types.
+
+    Args:
+        stored: the same directory; what it reads later is on `meta`.
 
     Raises:
         ValueError: if the directory lacks weights other than those of a new score layer, its head gives more than one
             number, or transformers has no model of this kind with a `score` layer.
     """
     register_packed_attention()
+    register_grouped_experts()
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     if head.has_score_layer:
         _prepare_for_one_score(config, directory)
-    model, report = _from_files(directory, head, config, _stored_type(directory))
+    weights = stored.state_dict()
+    model, report = _from_files(directory, head, config, _stored_type(directory), weights)
+    if weights is not None and not stored.find_places(model):
+        weights = None  # of a kind that changes more than where the numbers are: transformers does it, with all of them
+        model, report = _from_files(directory, head, config, _stored_type(directory))
     if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
         # Made by the model's own code, which rounds it to the type of the weights: it is in no file to be read again.
-        model, report = _from_files(directory, head, config, torch.float32)
+        model, report = _from_files(directory, head, config, torch.float32, weights)
     model.config.dtype = torch.float32
     _train_every_embedding(model)
     missing = set(report["missing_keys"])
@@ -73,14 +84,31 @@ def _train_every_embedding(model: nn.Module) -> None:
             module.padding_idx = None
 
 
-def hold_weights(model: nn.Module, *, low: Iterable[Tensor] = (), low_type: torch.dtype = torch.float32) -> None:
-    """Put every parameter into float32, or into `low_type` where it is one of `low`; this rank's rows, one by one."""
+def hold_weights(
+    model: nn.Module,
+    device: torch.device,
+    stored: StoredExperts,
+    *,
+    low: Iterable[Tensor] = (),
+    low_type: torch.dtype = torch.float32,
+) -> None:
+    """Put every parameter, as far as this rank keeps it, on the device in float32, or in `low_type` if it is of `low`.
+
+    Args:
+        stored: has what is on `meta`.
+    """
     kept_low = {id(parameter) for parameter in low}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def held(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            return tensor  # a buffer
-        return tensor.to(low_type if id(tensor) in kept_low else torch.float32)
+            return tensor.to(device)  # a buffer
+        dtype = low_type if id(tensor) in kept_low else torch.float32
+        if not tensor.is_meta:
+            return tensor.to(device).to(dtype)
+        part = torch.empty_like(tensor, dtype=dtype, device=device)
+        stored.fill(names[id(tensor)], part)
+        return part
 
     model._apply(held)  # type: ignore[no-untyped-call]  # FSDP2 hears of it, as of a model that moves to another device
 
@@ -94,13 +122,21 @@ def _stored_type(directory: Path) -> torch.dtype:
     return _TYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
 
-def _from_files(directory: Path, head: Head[Any], config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model, and transformers' report of what it found in the files."""
-    model, report = head.model_class.from_pretrained(
-        directory,
+def _from_files(
+    directory: Path, head: Head[Any], config: Any, dtype: torch.dtype, weights: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and transformers' report of what it found in the files, or in the weights that it is given instead."""
+    kind: Any = head.model_class
+    if weights is not None:
+        with torch.device("meta"):  # transformers takes weights for a class that it need not look for
+            kind = type(kind.from_config(copy.deepcopy(config)))
+    model, report = kind.from_pretrained(
+        directory if weights is None else None,
+        state_dict=weights,
         config=copy.deepcopy(config),  # transformers writes the type into it
         dtype=dtype,
         attn_implementation=PACKED_ATTENTION,
+        experts_implementation=GROUPED_EXPERTS,
         local_files_only=True,
         use_safetensors=True,  # the other format is pickle
         output_loading_info=True,

@@ -1,7 +1,7 @@
 """Gradients ──► updates: AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest.
 
     parameter                        adamw    muon      decays
-    matrix of a layer                AdamW    Muon      yes
+    matrix of a layer, of an expert  AdamW    Muon      yes
     embedding, output, score layer   AdamW    AdamW     yes
     bias, weight of a norm           AdamW    AdamW     if `decays_biases_and_norms`
 
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.workers.backends.fsdp.experts import expert_matrices
 from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.sharding import cut_like, layers_of, local
 from corral.workers.backends.train_state import ADAMW
@@ -44,23 +45,24 @@ def make_optimizer(
         compute_dtype: of Muon's matrix products.
         is_hosted: whether its state lies in host memory but for the moments in which it is used.
     """
-    in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
-    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    layers = layers_of(model)
+    matrices = {p: int(p.ndim == 2) for layer in layers for p in layer.parameters()} | expert_matrices(layers)
+    groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        is_orthogonalized = config.type == "muon" and parameter.ndim == 2 and parameter in in_layers
+        num_matrices = matrices.get(parameter, 0) if config.type == "muon" else 0
         decays = parameter.ndim >= 2 or config.decays_biases_and_norms
         is_cut = isinstance(parameter, DTensor)  # torch steps either kind in one call, and not both
-        groups.setdefault((is_orthogonalized, decays, is_cut), []).append(parameter)
+        groups.setdefault((num_matrices, decays, is_cut), []).append(parameter)
     muon = config.muon or MuonConfig()
     return AdamWAndMuon(
         [
             {
                 "params": parameters,
                 "weight_decay": config.weight_decay if decays else 0.0,
-                "is_orthogonalized": is_orthogonalized,
-                "lr_ratio": muon.lr_ratio if is_orthogonalized else 1.0,
+                "num_matrices": num_matrices,  # to orthogonalize in each, or in each expert's part; 0: AdamW's
+                "lr_ratio": muon.lr_ratio if num_matrices else 1.0,
             }
-            for (is_orthogonalized, decays, _), parameters in groups.items()
+            for (num_matrices, decays, _), parameters in groups.items()
         ],
         config,
         muon,
@@ -78,10 +80,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def kinds_kept(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], frozenset[str]]:
     """What an optimizer of AdamW or Muon keeps of each parameter once it has made a step."""
     orthogonalized = {
-        id(parameter)
-        for group in optimizer.param_groups
-        if group.get("is_orthogonalized")
-        for parameter in group["params"]
+        id(parameter) for group in optimizer.param_groups if group.get("num_matrices") for parameter in group["params"]
     }
     return lambda parameter: _MUON if id(parameter) in orthogonalized else ADAMW
 
@@ -125,16 +124,16 @@ class AdamWAndMuon(torch.optim.AdamW):
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> Any:
         for group in groups:
-            if group["is_orthogonalized"]:
+            if group["num_matrices"]:
                 for parameter in group["params"]:
-                    self._orthogonal_step(parameter, lr=group["lr"], weight_decay=group["weight_decay"])
+                    self._orthogonal_step(parameter, group)
         every, self.param_groups = self.param_groups, groups
         try:
             return super().step()
         finally:
             self.param_groups = every
 
-    def _orthogonal_step(self, parameter: nn.Parameter, *, lr: float, weight_decay: float) -> None:
+    def _orthogonal_step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         gradient = parameter.grad
         if gradient is None:
             return
@@ -144,14 +143,23 @@ class AdamWAndMuon(torch.optim.AdamW):
         momentum: Tensor = state["momentum_buffer"]
         momentum.lerp_(gradient, 1.0 - self._muon.momentum)
         update = gradient.lerp(momentum, self._muon.momentum) if self._muon.nesterov else momentum
-        # Every rank orthogonalizes the whole matrix: it cannot be done by rows, and all get the same numbers this way.
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        direction = orthogonalized(whole.to(self._compute_dtype), steps=self._muon.newton_schulz_steps)
-        scale = _ADAMW_UPDATE * math.sqrt(max(whole.shape))
         own = local(parameter)
-        own.mul_(1.0 - lr * weight_decay)
-        own.add_(local(cut_like(direction.to(own.dtype), parameter)), alpha=-lr * scale)
+        own.mul_(1.0 - group["lr"] * group["weight_decay"])
+        own.add_(self._direction(update.detach(), group["num_matrices"]).to(own.dtype), alpha=-group["lr"])
         parameter.grad = None  # AdamW updates what still has one
+
+    def _direction(self, update: Tensor, num_matrices: int) -> Tensor:
+        """This rank's part of what a step adds, for a learning rate of -1."""
+        # Whole experts are a rank's own affair. Any other matrix each rank orthogonalizes whole: it cannot be done by
+        # rows, and all get the same numbers this way.
+        are_own = update.ndim == 3 and isinstance(update, DTensor) and update.placements == (Shard(0),)
+        whole = local(update) if are_own or not isinstance(update, DTensor) else update.full_tensor()
+        matrices = whole.to(self._compute_dtype)
+        if whole.ndim == 3:
+            matrices = matrices.reshape(-1, whole.shape[1] // num_matrices, whole.shape[2])
+        direction = orthogonalized(matrices, steps=self._muon.newton_schulz_steps).reshape(whole.shape)
+        scaled = direction * (_ADAMW_UPDATE * math.sqrt(max(matrices.shape[-2:])))
+        return scaled if are_own else local(cut_like(scaled, update))
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
@@ -161,13 +169,13 @@ def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
     and leaves the vectors as they are.
 
     Args:
-        matrix: [rows, columns]; the products have its type.
+        matrix: [..., rows, columns], of any number of matrices; the products have its type.
     """
     a, b, c = _QUINTIC
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    result: Tensor = matrix.T if is_tall else matrix  # the product with its transpose is as small as can be
-    result = result / (torch.linalg.matrix_norm(result) + _TINY)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    result: Tensor = matrix.mT if is_tall else matrix  # the product with its transpose is as small as can be
+    result = result / (torch.linalg.matrix_norm(result, keepdim=True) + _TINY)
     for _ in range(steps):
-        gram = result @ result.T
+        gram = result @ result.mT
         result = a * result + (b * gram + c * gram @ gram) @ result
-    return result.T if is_tall else result
+    return result.mT if is_tall else result

@@ -31,7 +31,7 @@ from corral.workers.backends.chunked_head import score_tokens
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.experts import Replay, mend_router
-from corral.workers.backends.megatron.grouped_experts import GroupedExperts, fits_grouped_product
+from corral.workers.backends.megatron.grouped_experts import GroupedExperts
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.packed_attention import packed_attention, share_heads
 from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, VocabularyShare
@@ -279,7 +279,7 @@ def _layer_specs(config: TransformerConfig, groups: ProcessGroupCollection) -> T
 def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
-    if num_experts is not None and fits_grouped_product(config):
+    if num_experts is not None:
         parts.mlp.submodules.experts.module = GroupedExperts
     parts.input_layernorm = parts.pre_mlp_layernorm = RowNorm
     attention = parts.self_attention.submodules
