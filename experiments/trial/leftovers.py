@@ -1,7 +1,7 @@
 """What is to go with a process of ours, however that ends: written down on its host before it is made.
 
     /dev/shm/corral-UID/TOKEN      a record: its owner holds a lock of it while it lives
-        line 1        whose trial, which session of processes
+        line 1        whose trial, which session of processes, since when
         further ones  paths: a folder in memory, a temporary folder, a name in /dev/shm, a file of secrets
 
 Whoever gets the lock of a record knows that its owner is gone, and removes what is in it (launcher/trial/sweep.py).
@@ -14,6 +14,7 @@ import json
 import os
 import secrets as random_tokens
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any, Final
 
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
 
+_MAPPED_WHILE_USED: Final = ("sem.mp-", "sglang_loads_", "sgl_shm_")
+"""Beginnings of names in /dev/shm that whoever made them keeps mapped: multiprocessing's semaphores, SGLang's slots."""
 LEFTOVERS_VARIABLE: Final = "CORRAL_LEFTOVERS"
 """Names the record of a worker to all that runs in it."""
 MEMORY: Final = Path("/dev/shm")
@@ -37,6 +40,8 @@ class Record:
     """Process id of the leader of the session that all of it runs in; 0 if there is none to end."""
     start_ticks: int
     """Of that leader."""
+    begun: float
+    """Seconds since 1970."""
 
     def note(self, path: Path) -> None:
         """Has this go when the owner does."""
@@ -49,9 +54,10 @@ class Record:
         return [(Path(line["path"]), line.get("mtime_ns")) for line in noted]
 
     def remove(self) -> None:
-        """All that is noted, and the record; what cannot be removed only takes space."""
+        """All that is noted, names that nobody uses, and the record; what cannot be removed only takes space."""
         for path, mtime_ns in self.paths():
             _remove(path, mtime_ns)
+        remove_unused_names(since=self.begun)
         self.drop()
 
     def drop(self) -> None:
@@ -85,7 +91,8 @@ def begin(trial_uuid: str, *, session: int = 0, start_ticks: int = 0) -> Record:
     """
     path = records_folder() / random_tokens.token_hex(8)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    head = {"trial": trial_uuid, "session": session, "start_ticks": start_ticks}
+    begun = time.time()
+    head = {"trial": trial_uuid, "session": session, "start_ticks": start_ticks, "begun": begun}
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, (json.dumps(head) + "\n").encode())
@@ -93,7 +100,14 @@ def begin(trial_uuid: str, *, session: int = 0, start_ticks: int = 0) -> Record:
         path.unlink()
         os.close(descriptor)
         raise
-    return Record(path=path, descriptor=descriptor, trial_uuid=trial_uuid, session=session, start_ticks=start_ticks)
+    return Record(
+        path=path,
+        descriptor=descriptor,
+        trial_uuid=trial_uuid,
+        session=session,
+        start_ticks=start_ticks,
+        begun=begun,
+    )
 
 
 def take(path: Path) -> Record | None:
@@ -140,6 +154,22 @@ def names_in_memory(pids: Iterable[int], *, memory: Path = MEMORY) -> set[Path]:
     return {path for path in found if path.parent == memory and _is_ours(path)}
 
 
+def remove_unused_names(*, since: float, memory: Path = MEMORY) -> None:
+    """Names in /dev/shm of processes that have died, also of those that died before anybody looked at what they map.
+
+    Guarantee: only names of kinds that are mapped as long as they are used, made since a moment, and mapped by nobody.
+    """
+    found = {
+        path
+        for name in os.listdir(memory)
+        if name.startswith(_MAPPED_WHILE_USED) and _is_ours(path := memory / name) and path.lstat().st_mtime >= since
+    }
+    if found:
+        used = names_in_memory((int(name) for name in os.listdir("/proc") if name.isdigit()), memory=memory)
+        for path in found - used:
+            _remove(path, None)
+
+
 def _is_ours(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.geteuid()
@@ -150,7 +180,12 @@ def _is_ours(path: Path) -> bool:
 def _head(descriptor: int) -> dict[str, Any] | None:
     try:
         head = json.loads(os.pread(descriptor, 4096, 0).decode().splitlines()[0])
-        return {"trial_uuid": head["trial"], "session": head["session"], "start_ticks": head["start_ticks"]}
+        return {
+            "trial_uuid": head["trial"],
+            "session": head["session"],
+            "start_ticks": head["start_ticks"],
+            "begun": head["begun"],
+        }
     except (IndexError, ValueError, KeyError):
         return None
 

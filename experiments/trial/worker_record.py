@@ -61,6 +61,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tag of the policy version that it holds."""
     weight_update: WeightUpdate | None = None
     """Of a generation server, the last one."""
+    restarts: int = 0
+    """How often its process has started anew what it serves by."""
     progress: int = 0
     """Counts up with all that it does."""
     beat: float = 0.0

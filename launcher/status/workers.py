@@ -95,7 +95,8 @@ def trouble(evidence: Evidence, row: WorkerRow) -> str:
     if row.state is WorkerState.MISSING:
         return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
     life = evidence.lives[row.worker]
-    return f"{row.worker} restarting{where}" + (f" after {life.exit}" if life.exit else f" (restart {row.restarts})")
+    why = f" after {life.exit}" if life.exit else f" (restart {row.restarts})"
+    return f"{row.worker} restarting{where}{why}" + (f": {row.waiting_for}" if row.waiting_for else "")
 
 
 def describe_extra_job(extra_job: ExtraJob) -> str:
@@ -131,6 +132,7 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
         node=memory.node or life.node,
         phase=memory.phase,
         phase_s=memory.in_phase_s + (last_seen_s or 0.0),
+        restarts=life.restarts + memory.restarts,
         version=memory.version,
         weight_update=memory.weight_update,
         waiting_for=memory.waiting_for,
@@ -173,7 +175,7 @@ def _worker_state(
         if last_seen_s is not None and last_seen_s > patience_s:
             return WorkerState.AWAY if record is None and _are_nodes_gone(evidence, worker) else WorkerState.SILENT
         if memory.is_setting_up or record is None:
-            return WorkerState.RESTARTING if life.restarts else WorkerState.STARTING
+            return WorkerState.RESTARTING if life.restarts + memory.restarts else WorkerState.STARTING
         return WorkerState.UP
     if _are_nodes_gone(evidence, worker):
         return WorkerState.AWAY

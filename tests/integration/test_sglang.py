@@ -1,13 +1,19 @@
 """The arithmetic GRPO recipe with a real server of SGLang, whose scheduler is killed in the middle."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
+from corral.experiments.trial import leftovers
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.trial.processes import descendants_of, process_start_ticks
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_generator_and_trainer_agreed,
@@ -39,7 +45,8 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     trial.wait_for(lambda: schedulers(trial) not in ([], [scheduler]), "SGLang to be started again", timeout_s=_START_S)
     trial.wait_for_steps(1, timeout_s=_START_S)
     rows = trial.wait_until_running()
-    assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 0)
+    restarts = {worker: row["restarts"] for worker, row in rows.items()}
+    assert restarts == dict.fromkeys(WORKERS, 0) | {"generation_server/0": 1}
     assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
     trial.full_speed()
     trial.wait_for_end()
@@ -51,6 +58,76 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 2
+
+
+class Traces:
+    """What a trial's processes are, and have on this host beside their own memory, as long as somebody looks."""
+
+    def __init__(self) -> None:
+        self.start_ticks: dict[int, int] = {}
+        self.paths: set[Path] = set()
+
+    @contextmanager
+    def watching(self, keeper: int) -> Iterator[None]:
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.05):
+                self.look(keeper)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def look(self, keeper: int) -> None:
+        pids = [keeper, *descendants_of(keeper)]
+        for pid in pids:
+            if (ticks := process_start_ticks(pid)) is not None:
+                self.start_ticks[pid] = ticks
+            with contextlib.suppress(OSError):
+                lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                self.paths |= {Path(os.fsdecode(line[7:])) for line in lines if line.startswith(b"TMPDIR=/tmp/corral-")}
+        self.paths |= leftovers.names_in_memory(pids)
+
+    def left(self) -> list[str]:
+        living = [f"process {pid}" for pid, ticks in self.start_ticks.items() if process_start_ticks(pid) == ticks]
+        return living + [str(path) for path in self.paths if path.exists()]
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_trial_whose_processes_are_killed_while_sglang_loads(
+    start_trial: Callable[..., Trial],
+) -> None:
+    trial = start_trial(num_rows=48, overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000})
+    worker = "generation_server/0"
+    trial.wait_for(lambda: trial.starts(worker), f"the start of {worker}")
+    supervisor = trial.pid("supervisor")
+    keeper = psutil.Process(supervisor).ppid()
+    traces = Traces()
+
+    def is_loading() -> bool:
+        log = trial.directory.worker_log(0, "sglang", 0)
+        return bool(schedulers(trial)) and "fired up" not in (log.read_text() if log.exists() else "")
+
+    with traces.watching(keeper):
+        trial.wait_for(is_loading, "SGLang to load", timeout_s=_START_S)
+        first = schedulers(trial)
+        trial.kill(worker)
+        trial.wait_for(lambda: schedulers(trial) not in ([], first), "SGLang to load again", timeout_s=_START_S)
+        trial.wait_for(
+            lambda: any(path.parent == leftovers.MEMORY for path in traces.paths), "names in memory", timeout_s=_START_S
+        )
+    traces.look(keeper)
+    for pid in (keeper, supervisor):
+        os.kill(pid, signal.SIGKILL)
+    assert {path.parent for path in traces.paths} >= {Path("/tmp"), leftovers.MEMORY}
+    trial.wait_for(lambda: not traces.left(), f"{traces.left()} to go", timeout_s=30.0)
+    assert trial.processes() == [] and not trial.directory.secrets_path.exists()
+    assert not Path("/dev/shm", f"corral-weights-{trial.uuid}").exists()
 
 
 @pytest.mark.slow

@@ -70,10 +70,13 @@ class GenerationServer(Worker):
         """Start the backend again and again, as far as the budget goes."""
         supervision = self.context.plan.supervision
         budget = RestartBudget(max_restarts=self._spec.sglang.max_restarts, healthy_after_s=supervision.healthy_after_s)
-        num_starts = 0
+        num_starts, lost_because = 0, ""
         while not self.context.stopping.is_set():
             self.context.presence.enter(
-                "start", is_setting_up=True, deadline_s=supervision.setup_timeout_s + _SETUP_MARGIN_S
+                "start",
+                waiting_for=lost_because,
+                is_setting_up=True,
+                deadline_s=supervision.setup_timeout_s + _SETUP_MARGIN_S,
             )
             started = time.monotonic()
             try:
@@ -88,6 +91,8 @@ class GenerationServer(Worker):
                         f"{error}\nits server is not started again: sglang.max_restarts: {budget.max_restarts} is spent"
                     ) from error
                 logger.error("starts its server again, %d of %d: %s", budget.num_used, budget.max_restarts, error)
+                lost_because = str(error).partition("\n")[0]
+                self.context.presence.note_restart()
             finally:
                 updates.ended()
                 await backend.stop()

@@ -37,7 +37,7 @@ from corral.workers.generation.sglang_command import (
     sglang_command,
     sglang_environment,
 )
-from corral.workers.generation.sglang_process import SglangProcess
+from corral.workers.generation.sglang_process import GPU_GRACE_S, STOP_GRACE_S, SglangProcess
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.streams.https import open_session
@@ -240,6 +240,7 @@ class SglangBackend:
                 ),
                 log_path=settings.log_path,
                 descriptors=[bound.fileno()],
+                grace_s=GPU_GRACE_S if gpu else STOP_GRACE_S,
                 scrub=SecretFilter([settings.api_key, settings.admin_key]).scrub,
             )
         except OSError as error:
@@ -271,8 +272,9 @@ class SglangBackend:
         if code is None:
             return
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        because = f" after {process.first_error}" if process.first_error else ""  # SGLang ends itself by SIGKILL
         log = self._settings.log_path
-        raise BackendLostError(f"SGLang ended {how}; its log is {log}, which ends\n{process.last_words()}")
+        raise BackendLostError(f"SGLang ended {how}{because}; its log is {log}, which ends\n{process.last_words()}")
 
     async def _look(self, session: aiohttp.ClientSession) -> Progress:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""

@@ -1,29 +1,38 @@
 """SglangProcess: one SGLang server as a child of this process, its log, and its end.
 
-argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file
+argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file; the first error in it is told
    worker dies, SIGKILL included ──kernel──► the server dies ──kernel──► its schedulers die
-   stop ──► SIGTERM ──grace──► SIGKILL to whoever is left of the group
+   stop ──► SIGTERM ──grace──► SIGKILL to whoever is left of the group ──► its temporary files, its names in memory
 """
 
 import asyncio
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from corral.experiments.trial import leftovers
 from corral.experiments.trial.tether import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 _LAST_LINES = 30
 _POLL_INTERVAL_S = 0.05
-# Nothing in the server is durable, and its own orderly end begins with a sleep of five seconds.
-_STOP_GRACE_S = 1.0
+GPU_GRACE_S = 9.0
+"""SGLang looks for an order to end every five seconds, and then has its schedulers free what they have of a GPU; the
+supervisor gives a worker ten."""
+STOP_GRACE_S = 1.0  # nothing in the server is durable, and what it leaves on the host is removed here
+_ERROR = re.compile(r"^(?:\[[^]]*\] )?(?:ERROR: +)?(?P<what>(?:[\w.]*(?:Error|Exception)|\[Errno \d+\]).*\S)")
+"""The last line of a traceback, or what uvicorn says of an address; what SGLang says of a child's end comes later."""
+_CRASHED = re.compile(r"(?P<what>[\w ]*crashed with exit code -?\d+)")
 _KILL_TIMEOUT_S = 30.0  # a process that waits for a dead disk or GPU dies when that answers
 
 
@@ -38,16 +47,20 @@ class SglangProcess:
         log_path: Path,
         scrub: Callable[[str], str],
         descriptors: Sequence[int] = (),
+        grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
         Args:
             log_path: appended to.
             descriptors: inherited under their numbers.
+            grace_s: between the order to end and SIGKILL.
             scrub: takes secrets out of a line: SGLang prints all its settings when it starts, the keys among them.
         """
+        self._began = time.time()
+        self._temporary = tempfile.mkdtemp(prefix="sglang-")
         self._process = subprocess.Popen(
             list(command),
-            env=dict(environment),
+            env={**environment, "TMPDIR": self._temporary},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,7 +72,10 @@ class SglangProcess:
         )
         self.pid = self._process.pid
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.first_error = ""
+        """The first line of its log that names one; empty while there is none."""
         self._scrub = scrub
+        self._grace_s = grace_s
         self._log_path = log_path
         # Closed before the file that it reads is: it ends when the last process of the group has ended.
         self._copier = threading.Thread(target=self._copy_log, name="sglang log", daemon=True)
@@ -71,6 +87,8 @@ class SglangProcess:
             for line in lines:
                 clean = self._scrub(line)
                 self._last_lines.append(clean.rstrip())
+                if not self.first_error and (found := _ERROR.match(clean) or _CRASHED.search(clean)):
+                    self.first_error = found["what"].strip()
                 log.write(clean)
 
     def poll(self) -> int | None:
@@ -93,13 +111,19 @@ class SglangProcess:
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         while self.poll() is None:
-            if time.monotonic() > started + _STOP_GRACE_S:
+            if time.monotonic() > started + self._grace_s:
                 self._kill_group()
             if time.monotonic() > started + _KILL_TIMEOUT_S:
                 logger.error("SGLang's process %d does not end, even by SIGKILL; it is left behind", self.pid)
                 return
             await asyncio.sleep(_POLL_INTERVAL_S)
-        await asyncio.to_thread(self._copier.join, _STOP_GRACE_S)
+        await asyncio.to_thread(self._copier.join, STOP_GRACE_S)
+        await asyncio.to_thread(self._remove_remains)
+
+    def _remove_remains(self) -> None:
+        """A worker may start many servers, and none of them removes its sockets, semaphores and slots."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        leftovers.remove_unused_names(since=self._began)
 
     def _kill_group(self) -> None:
         try:

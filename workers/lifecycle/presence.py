@@ -141,6 +141,12 @@ class Presence(Closing):
             )
             self._entered = time.monotonic()
 
+    def note_restart(self) -> None:
+        """Count a new start of what this process serves by."""
+        with self._lock:
+            self._record = msgspec.structs.replace(self._record, restarts=self._record.restarts + 1)
+            self._dirty = True
+
     def open_control(self, address: str) -> None:
         """Add the address of the control channel to the record."""
         with self._lock:

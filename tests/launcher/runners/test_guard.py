@@ -1,5 +1,6 @@
 """What a worker leaves goes with it, whoever is killed: its processes, its temporary files, its names in memory."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -153,3 +154,13 @@ def test_secrets_go_with_their_owner_and_those_made_anew_stay(tmp_path: Path) ->
         os.close(record.descriptor)
     sweep()
     assert not (tmp_path / "old").exists() and (tmp_path / "new" / "secrets.json").exists()
+
+
+def test_names_whose_makers_have_died_go_and_those_that_somebody_maps_stay(tmp_path: Path) -> None:
+    names = ("sem.mp-dead", "sglang_loads_dead", "sem.mp-used", "sem.mp-before", "somebody's")
+    for name in names:
+        (tmp_path / name).write_text("x")
+    os.utime(tmp_path / "sem.mp-before", (0, 0))
+    with open(tmp_path / "sem.mp-used") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        leftovers.remove_unused_names(since=1.0, memory=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(names[2:])

@@ -315,6 +315,9 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
         ({"records": with_record("rollout_worker/1", record(beat=NOW - 7))}, "DEGRADED", "silent 7s"),
         ({"records": with_record("rollout_worker/1", record(beat=NOW - 7, phase="setup", is_setting_up=True))},
          "STARTING", "2 of 3"),
+        # A server is started anew inside of its worker.
+        ({"records": with_record("rollout_worker/1", record(restarts=2, waiting_for="no room", is_setting_up=True))},
+         "DEGRADED", "rollout_worker/1 restarting on n1 (restart 2): no room"),
         # What the process before it said does not count.
         ({"records": with_record("rollout_worker/1", None),
           "last_seen": {"rollout_worker/1": record(beat=NOW - 14, incarnation="old")},

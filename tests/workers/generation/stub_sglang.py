@@ -38,7 +38,7 @@ def main(folder: Path, *arguments: str) -> None:
     with (folder / "starts").open("a") as starts:
         starts.write(f"{os.getpid()}\n")
     if (folder / "exit_code").exists():
-        print("the last words of the stub")
+        print("OSError: [Errno 98] Address already in use\nthe last words of the stub")
         sys.exit(int((folder / "exit_code").read_text()))
     Handler.keys = json.loads(Path(options["--config"]).read_text())
     server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ class Rig:
         """The worker's exit code."""
         secrets = TrialSecrets.load(self.trial.secrets_path)
         with worker_context(self.plan, "generation_server", names=self.names, secrets=secrets) as context:
-            return run_to_exit_code(GenerationServer(context))
+            exit_code = run_to_exit_code(GenerationServer(context))
+            self.said = context.presence.snapshot()
+            """Last, of itself."""
+            return exit_code
 
     def starts(self) -> list[int]:
         """Process ids of the servers, in the order in which they were started."""
@@ -104,6 +108,8 @@ def test_a_spent_budget_ends_the_worker_with_the_servers_last_words(
     rig = Rig(tmp_path, max_restarts=2)
     (tmp_path / "exit_code").write_text("3")
     assert rig.run() == WorkerExit.ERROR
+    assert rig.said.restarts == 2
+    assert "with exit code 3 after OSError: [Errno 98] Address already in use;" in rig.said.waiting_for
     assert len(rig.starts()) == 3
     for words in ("with exit code 3", "the last words of the stub", "sglang.max_restarts: 2 is spent"):
         assert words in caplog.text
@@ -187,6 +193,26 @@ time.sleep(600)
         assert process_start_ticks(server) is not None
         worker.kill()
     wait_until(lambda: process_start_ticks(server) is None, "the server to be gone")
+
+
+def test_what_a_server_leaves_goes_with_it_and_its_first_error_is_told(tmp_path: Path) -> None:
+    log, told = tmp_path / "log", tmp_path / "told"
+    left = Path("/dev/shm", f"sem.mp-{uuid.uuid4().hex[:8]}")
+    program = f"""
+import os, pathlib, signal, tempfile
+folder = tempfile.mkdtemp()
+pathlib.Path({str(left)!r}).write_text("x")
+print("Traceback (most recent call last):\\n  File x\\n[2026-01-01 10:00:00 TP0] Scheduler hit an exception: ...")
+print("torch.OutOfMemoryError: no room")
+print("[2026-01-01 10:00:00] RuntimeError: another one", flush=True)
+pathlib.Path({str(told)!r}).write_text(folder)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = SglangProcess([sys.executable, "-c", program], environment={}, log_path=log, scrub=str)
+    wait_until(lambda: process.poll() is not None, "its end")
+    asyncio.run(process.stop())
+    assert process.first_error == "torch.OutOfMemoryError: no room"
+    assert not left.exists() and not Path(told.read_text()).parent.exists()
 
 
 def test_a_server_that_ignores_the_order_to_end_is_killed_with_its_children(tmp_path: Path) -> None:
