@@ -190,7 +190,8 @@ class EngineLoop:
         """Apply staged weights between two decode steps; requests under way go on, or end, as the mode has it.
 
         Guarantee: no token is made by the new weights before `check` has returned. What it raises goes to the caller,
-        and ends all requests with the tokens that they have.
+        ends all requests with the tokens that they have, and leaves the engine paused, since nobody knows what it
+        would go on with, until other weights are taken over.
 
         Args:
             check: looks at the engine, in its thread, while it stands still; has to be quick.
@@ -308,9 +309,9 @@ class EngineLoop:
         except Exception as refusal:  # whatever it is, it says that the weights are not those of the version
             self._deliver(self.engine.abort(None))
             future.set_exception(refusal)
+            return
         self.engine.resume()
-        if not future.done():
-            future.set_result(ChangeOver(pending.future.result(), stopped_s=time.monotonic() - began))
+        future.set_result(ChangeOver(pending.future.result(), stopped_s=time.monotonic() - began))
 
     def _apply_due_updates(self) -> None:
         if not self._updates or not (self.engine.is_paused or self.engine.is_drained):

@@ -16,6 +16,7 @@ from corral.workers.engine.decoder.attention import PromptAttention
 from corral.workers.engine.decoder.cache import KVCache
 from corral.workers.engine.decoder.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest
+from corral.workers.engine.to_device import to_device
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens of one forward pass: bounds its activations, far above where batching pays
 _INPUT_LOGPROB_BLOCK = 1024  # positions whose logits [block, V] exist at once
@@ -49,9 +50,9 @@ class Prefill:
     ) -> None:
         device = self._decoder.device
         width = max(len(context) for context in contexts)
-        offsets = torch.tensor([o for context in contexts for o in offsets_by_context[context]], device=device)
+        offsets = to_device([o for context in contexts for o in offsets_by_context[context]], device)
         sources = [index for index, context in enumerate(contexts) for _ in offsets_by_context[context]]
-        source_index = torch.tensor(sources, device=device)
+        source_index = to_device(sources, device)
         padded = [[*context, *[0] * (width - len(context))] for context in contexts]
         self._decoder.reserve_positions(width)
         attend = PromptAttention(
@@ -64,12 +65,12 @@ class Prefill:
         asked = any(admitted[o].experts is not None for context in contexts for o in offsets_by_context[context])
         chosen: list[Tensor] | None = [] if asked else None
         hidden = self._decoder.hidden_states(
-            torch.tensor(padded, device=device).view(-1),
+            to_device(padded, device).view(-1),
             torch.arange(width, device=device).repeat(len(contexts)),
             attend,
             chosen=chosen,
         ).view(len(contexts), width, -1)
-        last = torch.tensor([len(context) - 1 for context in contexts], device=device)
+        last = to_device([len(context) - 1 for context in contexts], device)
         last_logits = self._decoder.logits(hidden[torch.arange(len(contexts), device=device), last])
         logits[offsets] = last_logits[source_index]
         rows = None if chosen is None else self._decoder.expert_rows(chosen)
@@ -92,7 +93,7 @@ class Prefill:
         for begin in range(start, len(prompt) - 1, _INPUT_LOGPROB_BLOCK):
             end = min(begin + _INPUT_LOGPROB_BLOCK, len(prompt) - 1)
             logprobs = torch.log_softmax(self._decoder.logits(hidden[begin:end]), dim=-1)
-            targets = torch.tensor(prompt[begin + 1 : end + 1], device=hidden.device).unsqueeze(-1)
+            targets = to_device(prompt[begin + 1 : end + 1], hidden.device).unsqueeze(-1)
             values.extend(logprobs.gather(-1, targets).squeeze(-1).tolist())
         active.input_logprobs = tuple(values)
 

@@ -116,7 +116,7 @@ def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
     assert versions(running.result(DEADLINE_S)) == (["1.0"] if mode is PauseMode.ABORT else ["1.0", "1.1"])
 
 
-def test_a_change_over_that_is_refused_ends_requests_with_the_tokens_that_they_had(
+def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_the_next_one(
     loop: EngineLoop, directories: list[Path]
 ) -> None:
     running = start_running(loop, "running")
@@ -130,7 +130,11 @@ def test_a_change_over_that_is_refused_ends_requests_with_the_tokens_that_they_h
         done.result(DEADLINE_S)
     ended = running.result(DEADLINE_S)
     assert ended.finish_reason == AbortFinish() and versions(ended) == ["1.0"]
-    assert len(loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S).output_ids) == 2
+    after, steps = loop.submit(request("after", max_new_tokens=2)), loop.engine.steps
+    assert loop.engine.is_paused
+    staged = loop.engine.stage_weights(directories[0])
+    loop.change_over(staged, version="1.2", mode=PauseMode.RETRACT, check=lambda: None).result(DEADLINE_S)
+    assert versions(after.result(DEADLINE_S)) == ["1.2"] and loop.engine.steps > steps
 
 
 def test_a_change_over_comes_after_the_updates_that_waited_before_it(loop: EngineLoop, directories: list[Path]) -> None:

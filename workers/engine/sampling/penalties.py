@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corral.workers.engine.to_device import to_device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenalizedRow:
@@ -39,9 +41,9 @@ class PenaltyBatch:
 
     def __init__(self, rows: Sequence[PenalizedRow], *, vocab_size: int, device: torch.device) -> None:
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+            return to_device(values, device, dtype=torch.float32).unsqueeze(-1)
 
-        self._rows = torch.tensor([row.row for row in rows], device=device)
+        self._rows = to_device([row.row for row in rows], device)
         self._frequency = column([row.frequency_penalty for row in rows])
         self._presence = column([row.presence_penalty for row in rows])
         self._repetition = column([row.repetition_penalty for row in rows])
@@ -50,7 +52,7 @@ class PenaltyBatch:
         self._counts = torch.zeros((len(rows), vocab_size), device=device)
         self._is_stop_token = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
         for index, row in enumerate(rows):
-            output_ids = torch.tensor(row.output_ids, dtype=torch.int64, device=device)
+            output_ids = to_device(row.output_ids, device, dtype=torch.int64)
             self._counts[index] = torch.bincount(output_ids, minlength=vocab_size)
             stop_token_ids = [token_id for token_id in row.stop_token_ids if 0 <= token_id < vocab_size]
             self._is_stop_token[index, stop_token_ids] = True

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from corral.workers.engine.sampling.penalties import PenaltyBatch
+from corral.workers.engine.to_device import to_device
 
 # Below this a temperature only overflows the logits: the row is greedy, as SGLang has it.
 _GREEDY_BELOW = 1e-6
@@ -158,17 +159,17 @@ class SamplingBatch:
         temperature = [1.0 if params.is_greedy else params.temperature for params in rows]
         is_tempered = any(value != 1 for value in temperature)
         return cls(
-            temperature=torch.tensor(temperature, device=device).unsqueeze(-1) if is_tempered else None,
-            greedy_rows=torch.tensor(greedy, device=device),
+            temperature=to_device(temperature, device).unsqueeze(-1) if is_tempered else None,
+            greedy_rows=to_device(greedy, device),
             is_any_greedy=any(greedy),
             is_all_greedy=all(greedy),
-            truncated_rows=torch.tensor(truncated, device=device) if truncated else None,
-            top_p=torch.tensor([[rows[row].top_p] for row in truncated], device=device),
-            min_p=torch.tensor([[rows[row].min_p] for row in truncated], device=device),
-            top_k=torch.tensor([[k] for k in top_k], dtype=torch.int64, device=device),
+            truncated_rows=to_device(truncated, device) if truncated else None,
+            top_p=to_device([[rows[row].top_p] for row in truncated], device),
+            min_p=to_device([[rows[row].min_p] for row in truncated], device),
+            top_k=to_device([[k] for k in top_k], device, dtype=torch.int64),
             longest_top_k=max(top_k, default=0),
             penalties=penalties,
-            original_rows=torch.tensor(original_rows, device=device) if original_rows else None,
+            original_rows=to_device(original_rows, device) if original_rows else None,
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from corral.workers.engine.requests import ActiveRequest
 from corral.workers.engine.sampling.uniforms import token_uniforms
+from corral.workers.engine.to_device import to_device
 
 _UNIFORMS_AHEAD = 16  # steps whose numbers are drawn at once: twenty small operations, which cost the same for one
 
@@ -45,7 +46,7 @@ class DecodeRows:
     def join(self, requests: Sequence[ActiveRequest], *, first_row: int) -> None:
         """Rows of requests whose known tokens are all in the cache, and whose next one is about to be sampled."""
         columns = [[0, active.num_tokens - 1, *active.uniforms.on_device] for active in requests]
-        self._table[:, first_row : first_row + len(requests)] = torch.tensor(columns, device=self._table.device).t()
+        self._table[:, first_row : first_row + len(requests)] = to_device(columns, self._table.device).t()
         self._uniforms = None
 
     def move(self, *, source: int, target: int) -> None:
