@@ -5,9 +5,11 @@ The shape of the model goes into the plan: by it the master gives all ranks equa
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +161,13 @@ def _config_problems(directory: Path, config: Mapping[str, Any], shapes: Shapes)
             f"config.json of model {name} says num_hidden_layers: {layers}, and its weights have {max(of_weights) + 1}"
         )
         yield _problem(message, "config.json and the weights are of different models, or one is incomplete")
-    hidden = config.get("hidden_size")
+    hidden, vocabulary = config.get("hidden_size"), config.get("vocab_size")
     for tensor, shape in shapes.items():
+        if tensor.endswith(_EMBEDDINGS) and isinstance(vocabulary, int) and vocabulary > math.prod(shape[:1]):
+            message = (
+                f"config.json of model {name} says vocab_size: {vocabulary}, and its {tensor} has shape {list(shape)}"
+            )
+            yield _problem(message, "config.json and the weights are of different models")
         if tensor.endswith(_EMBEDDINGS) and isinstance(hidden, int) and shape[-1:] != (hidden,):
             message = (
                 f"config.json of model {name} says hidden_size: {hidden}, and its {tensor} has shape {list(shape)}"
@@ -232,6 +239,10 @@ def _read_header(shard: Path) -> tuple[Shapes, ConfigProblem | None]:
     except (ValueError, RecursionError):
         tensors = None
     ends_at = max((tensor.data_offsets[1] for tensor in (tensors or {}).values()), default=0)
+    places = sorted(tensor.data_offsets for tensor in (tensors or {}).values())
+    if any(end < begin or begin < before for (_, before), (begin, end) in pairwise([(0, 0), *places])):
+        message = f"weights {name} have tensors that overlap, or that lie outside of the file"
+        return {}, _problem(message, "download them again")
     if tensors is None or _HEADER_LENGTH_BYTES + header_bytes + ends_at > size_bytes:
         message = f"weights {name} are cut off or no safetensors file ({size_bytes} bytes)"
         return {}, _problem(message, "download them again")

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 VALID_SFT = """\
 experiment: sft
@@ -137,13 +138,14 @@ def _row(**fields: object) -> str:
     return json.dumps(fields) + "\n"
 
 
-def _weights(*, cut: int = 0, **shapes: list[int]) -> str:
-    """A safetensors file of float32 zeros, less its last bytes; all of it is ASCII."""
+def _weights(*, cut: int = 0, at: Mapping[str, int] = MappingProxyType({}), **shapes: list[int]) -> str:
+    """A safetensors file of float32 zeros, less its last bytes, some said to begin elsewhere; all of it is ASCII."""
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        said = at.get(name, begin)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [said, said + end - begin]}
     text = json.dumps(header)
     return struct.pack("<Q", len(text.ljust(127))).decode() + text.ljust(127) + "\0" * (end - cut)
 
@@ -821,6 +823,27 @@ FILE_CASES = (
             "model/model.safetensors": _weights(**{"model.embed_tokens.weight": [14, 32]}),
         },
         words=("hidden_size: 64", "model.embed_tokens.weight has shape [14, 32]"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-with-more-tokens-than-embeddings",
+        files={
+            "model/config.json": json.dumps({"hidden_size": 32, "vocab_size": 2**40, "eos_token_id": 1}),
+            "model/model.safetensors": _weights(**{"model.embed_tokens.weight": [14, 32]}),
+        },
+        words=("vocab_size: 1099511627776", "model.embed_tokens.weight has shape [14, 32]"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-with-tensors-that-overlap",
+        files={"model/model.safetensors": _weights(at={"b": 8}, a=[4], b=[4])},
+        words=("tensors that overlap", "download them again"),
+        line=6,
+    ),
+    BrokenCase(
+        name="model-with-a-tensor-before-the-file",
+        files={"model/model.safetensors": _weights(at={"a": -8}, a=[4], b=[4])},
+        words=("outside of the file", "download them again"),
         line=6,
     ),
     BrokenCase(
