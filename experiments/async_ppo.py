@@ -13,6 +13,7 @@ from typing import ClassVar
 from corral.experiments.checks.algorithm import check_concurrency, check_imports
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
+    check_cache,
     check_cuda_graphs,
     check_embedded_model,
     check_heads,
@@ -171,7 +172,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         ]
 
     def length_bounds(self) -> list[tuple[str, int]]:
-        return [("engine.max_total_tokens", self.engine.max_total_tokens), *super().length_bounds()]
+        cache = self.engine.max_total_tokens
+        return [*([("engine.max_total_tokens", cache)] if cache is not None else []), *super().length_bounds()]
 
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems(num_rows=num_rows)
@@ -197,6 +199,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
         )
         yield from check_quantization(self.engine, backend=engine.backend)
+        yield from check_cache(self.engine, backend=engine.backend)
         yield from check_cuda_graphs(self.engine, backend=engine.backend, model=self.actor.path)
         yield from check_update_mode(self.weights, backend=engine.backend)
         yield from check_server_gpus(group, gpus_per_server=gpus)

@@ -105,6 +105,17 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
         yield ConfigProblem(message=message, hint=hint, path=key, is_of_running=True)
 
 
+def check_cache(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """A cache whose size is left to an engine that finds none out by itself."""
+    if engine.max_total_tokens is None and backend == "hf":
+        yield ConfigProblem(
+            message="engine.max_total_tokens: null leaves the size of the KV cache to SGLang, and the servers are hf",
+            hint="give the tokens that it holds, such as 65536",
+            path=("engine", "max_total_tokens"),
+            shown="null",
+        )
+
+
 def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
     """Rounding that is the embedded engine's, asked of another."""
     if engine.quantization is not None and backend != "hf":

@@ -121,6 +121,20 @@ SGLANG_FLAGS_OF_PLACES = frozenset(
     }
 )
 """Flags of SGLang that say which GPUs of which nodes a server takes: the allocation does."""
+_SGLANG_FLAGS_THAT_CANNOT_WORK = {
+    **dict.fromkeys(
+        ("disaggregation-", "encoder-only", "encoder-urls", "language-only"),
+        "makes this server a part of one, and nothing here stands between the parts; each server answers by itself",
+    ),
+    **dict.fromkeys(
+        ("grpc-mode", "smg-grpc-mode", "tokenizer-worker-num", "use-ray"),
+        "starts other listeners than the one whose socket and certificate the server is given",
+    ),
+    **dict.fromkeys(("is-embedding", "prefill-only-disable-kv-cache"), "makes a server that generates nothing"),
+    "checkpoint-engine-wait-weights-before-ready": "waits for weights from another program than the trainer",
+    "delete-ckpt-after-loading": "removes weights that the trial needs again",
+}
+"""Flags of SGLang, or beginnings of several, that end here in a server that never serves, or harms; and why."""
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 FlagValue = bool | int | float | str | list[int | float | str]
@@ -158,6 +172,9 @@ class SglangConfig(FrozenConfig):
                     f"--{name} contradicts the allocation, which says where servers run and on how many GPUs; "
                     "write sglang:d4t2 there for 4 servers of 2 GPUs on one node each"
                 )
+            for flag, reason in _SGLANG_FLAGS_THAT_CANNOT_WORK.items():
+                if flag.startswith(name) or (flag.endswith("-") and name.startswith(flag)):
+                    raise ValueError(f"--{name} cannot work here: it {reason}; remove it from flags")
         return value
 
 
@@ -194,8 +211,8 @@ class EngineConfig(FrozenConfig):
 
     max_running_requests: int = Field(default=64, ge=1)
     """Sequences decoded at a time in one server."""
-    max_total_tokens: int = Field(default=65536, ge=64)
-    """Tokens that the KV cache of one server holds."""
+    max_total_tokens: int | None = Field(default=65536, ge=64)
+    """Tokens that the KV cache of one server holds; null lets SGLang take what its weights leave of the GPU (`sglang.flags: {mem-fraction-static: ...}`), which the memory plan then does not know."""  # noqa: E501
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and of the KV cache in the server."""
     quantization: Literal["int8"] | None = None

@@ -219,7 +219,7 @@ class _Checks:
         if found is not None:
             yield f"{generation.backend}:{found.short} in the allocation fits"
         tokens = _largest(
-            server.engine.max_total_tokens,
+            server.engine.max_total_tokens or 0,
             lambda tokens: self._fits(server_use(self.plan, max_total_tokens=tokens).peak),
         )
         if tokens:

@@ -273,7 +273,7 @@ def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: 
             name,
             sizes,
             number_bytes=NUMBER_BYTES[server.engine.dtype],
-            max_total_tokens=max_total_tokens or server.engine.max_total_tokens,
+            max_total_tokens=max_total_tokens or server.engine.max_total_tokens or 0,
             max_running_requests=server.engine.max_running_requests,
             num_gpus=each,
             is_embedded=server.backend == "hf",

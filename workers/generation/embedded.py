@@ -22,6 +22,7 @@ from corral.workers.generation.http_calls import ServerError
 
 def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> GenerationEngine:
     """The engine that a plan describes, with its initial weights."""
+    assert spec.engine.max_total_tokens is not None  # checked before submission
     return GenerationEngine(
         spec.initial_weights,
         device=device,

@@ -49,7 +49,7 @@ def sglang_command(
         "ssl-certfile": str(identity),
         "dtype": engine.dtype,  # never `auto`, which makes float16 of float32
         "max-running-requests": engine.max_running_requests,
-        "max-total-tokens": engine.max_total_tokens,
+        "max-total-tokens": False if engine.max_total_tokens is None else engine.max_total_tokens,
         "random-seed": seed,
         "tp-size": spec.tensor_parallel_size,
         "skip-tokenizer-init": True,  # token ids in, token ids out

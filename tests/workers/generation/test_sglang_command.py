@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from corral.experiments.config.rollout import SGLANG_FLAGS_OF_PLACES, SGLANG_FLAGS_SET_HERE, SglangConfig
+from corral.experiments.config.rollout import (
+    SGLANG_FLAGS_OF_PLACES,
+    SGLANG_FLAGS_SET_HERE,
+    EngineConfig,
+    SglangConfig,
+)
 from corral.workers.generation.sglang import read_progress
 from corral.workers.generation.sglang_command import (
     STAND_INS,
@@ -24,7 +29,7 @@ from tests.workers.generation.servers import server_spec
 
 
 def command(
-    flags: dict[str, Any] | None = None, *, with_gpu: bool = True, num_ranks: int = 1, records_experts: bool = False
+    flags: dict[str, Any] | None = None, *, with_gpu: bool = True, num_ranks: int = 1, **spec_fields: Any
 ) -> list[str]:
     spec = server_spec(
         "sglang",
@@ -34,7 +39,7 @@ def command(
         flags=flags or {},
     )
     return sglang_command(
-        spec.model_copy(update={"records_experts": records_experts}),
+        spec.model_copy(update=spec_fields),
         host="10.0.0.7",
         port=4711,
         seed=5,
@@ -151,6 +156,17 @@ def test_flags_that_follow_from_the_trial_are_refused(flag: str) -> None:
 def test_flags_that_say_where_a_server_runs_are_refused_also_in_part(flag: str) -> None:
     with pytest.raises(ValidationError, match=f"--{flag} contradicts the allocation"):
         SglangConfig(flags={flag: 2})
+
+
+@pytest.mark.parametrize("flag", ["disaggregation-mode", "disaggregation", "encoder-only", "use-ray", "is-embed"])
+def test_flags_of_servers_that_would_never_answer_are_refused_with_the_reason(flag: str) -> None:
+    with pytest.raises(ValidationError, match=f"--{flag} cannot work here: it (makes|starts)"):
+        SglangConfig(flags={flag: "prefill"})
+
+
+def test_the_size_of_the_cache_can_be_left_to_sglang() -> None:
+    assert value_of(command(), "--max-total-tokens") == "16384"
+    assert "--max-total-tokens" not in command(engine=EngineConfig(max_total_tokens=None))
 
 
 @pytest.mark.parametrize("flag", ["--tp-size", "tp_size", "", "a b"])
