@@ -3,7 +3,7 @@
     rl-submit      scripts, submit_trial                              rl-status   jobs, job, look_closer, accounted
     supervisor     own_job, prospect, why_ending, submit_successor,   rl-stop     jobs, cancel
                    requeue, failed_nodes, make_runner
-    extra jobs     submit_extra_job, jobs, why_leaving, end_steps, cancel
+    extra jobs     submit_extra_job, jobs, why_never, why_leaving, end_steps, cancel
 
 Jobs come back in words of our own, see `jobs` and `own_job`. What another cluster needs beside a class like this one
 is said under Rooms in docs/architecture.md.
@@ -16,6 +16,7 @@ from typing import Protocol
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.job_queue import JobQueue
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import Layout, RunningAllocations
 from corral.launcher.runners.runner import MovingRunner
@@ -65,6 +66,9 @@ class Cluster(JobQueue, Protocol):
         Raises:
             OSError, ValueError: if its script cannot be written.
         """
+
+    def why_never(self, job: Job, *, beside: Sequence[str]) -> str:
+        """Why a job that waits cannot start while jobs `beside` it are there; "" where waiting may cure it."""
 
     def why_leaving(self, job_id: str) -> str:
         """Why a job that runs, or ran, will not be there much longer; "" if it stays."""

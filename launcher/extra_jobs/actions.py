@@ -27,6 +27,8 @@ class JobSighting:
     attempt: int
     """The attempt that asked for it."""
     job: Job
+    never: str = ""
+    """Why it cannot start while the trial holds its other jobs; "" where waiting may cure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,14 @@ class NodesStay:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesNeverCome:
+    """The trial needs the extra job's nodes, and cannot get them while it holds what it has."""
+
+    name: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class News:
     """A line of the journal."""
 
@@ -81,7 +91,7 @@ class News:
     fields: dict[str, object]
 
 
-NodesEvent = NodesGranted | NodesLost | NodesStay
+NodesEvent = NodesGranted | NodesLost | NodesStay | NodesNeverCome
 """What follows for those who run in an extra job."""
 
 ExtraJobAction = AskForJob | CancelJob | ClearJob | NodesEvent | News

@@ -8,8 +8,9 @@ One extra job, which is a group of layout `jobs` or an elastic worker:
       +---------------------+-------------------- cancelled, timed out, failed (growing pause)
 
 Its nodes are granted to workers while the job is RUNNING; the groups of a gang only get theirs together. What the
-cluster does not answer changes nothing: the last known state stands. A supervisor that was started again adopts the
-jobs that its predecessor asked for; those of an earlier attempt are cancelled.
+cluster does not answer changes nothing: the last known state stands. A job of the gang that the cluster refuses, or
+that cannot start while the trial holds its others, ends the trial after the gang's timeout. A supervisor that was
+started again adopts the jobs that its predecessor asked for; those of an earlier attempt are cancelled.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,9 +28,10 @@ from corral.launcher.extra_jobs.actions import (
     News,
     NodesGranted,
     NodesLost,
+    NodesNeverCome,
     NodesStay,
 )
-from corral.launcher.extra_jobs.gang import GangGuard
+from corral.launcher.extra_jobs.gang import GangGuard, GiveUp
 
 _FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 600.0
@@ -69,6 +71,8 @@ class _ExtraJob:
     granted: tuple[str, str] | None = None
     """The run whose nodes were granted to the workers."""
     noted_reason: str = ""
+    never: str = ""
+    """Why it cannot start while the trial holds what it has, as the cluster said last."""
 
     def news(self, event: str, **fields: object) -> News:
         return News(event, {"allocation": self.spec.name, "job_id": self.job_id, **fields})
@@ -115,7 +119,9 @@ class ExtraJobBook:
         if not self._has_looked:  # a predecessor may have asked already
             return []
         actions = self._guard(now)
-        for extra_job in sorted(self._extra_jobs.values(), key=lambda extra_job: -extra_job.spec.size):
+        # The gang first: where the number of jobs is limited, elastic workers get what it leaves.
+        order = sorted(self._extra_jobs.values(), key=lambda one: (not one.spec.is_required, -one.spec.size))
+        for extra_job in order:
             if extra_job.state is ExtraJobState.WANTED and now >= extra_job.ask_at:
                 extra_job.state = ExtraJobState.ASKED
                 actions.append(AskForJob(extra_job.spec.name))
@@ -128,15 +134,17 @@ class ExtraJobBook:
             self._cancelled.add(job_id)
             return [CancelJob(job_id)]
         extra_job.state, extra_job.job_id, extra_job.reason, extra_job.is_clear = ExtraJobState.QUEUED, job_id, "", True
+        extra_job.never = ""
         self._changed_at = now
         return [extra_job.news("extra_job_submitted")]
 
-    def refused(self, name: str, why: str, now: float) -> list[ExtraJobAction]:
-        """The cluster has not taken the job."""
+    def refused(self, name: str, why: str, now: float, *, is_word: bool = False) -> list[ExtraJobAction]:
+        """The cluster has not taken the job; `is_word`: it was asked, and does not want it."""
         extra_job = self._extra_jobs[name]
         if extra_job.state is not ExtraJobState.ASKED:
             return []
         pause_s = self._want_again(extra_job, why, now)
+        extra_job.never = why if is_word else ""
         return [News("extra_job_refused", {"allocation": name, "cause": why, "pause_s": pause_s})]
 
     def cleared(self, name: str, job_id: str, now: float) -> list[ExtraJobAction]:
@@ -150,6 +158,7 @@ class ExtraJobBook:
         self._has_looked = True
         actions: list[ExtraJobAction] = []
         jobs_by_name: dict[str, dict[str, Job]] = {name: {} for name in self._extra_jobs}
+        sightings = list(sightings)
         for seen in sightings:
             if seen.name not in self._extra_jobs or seen.attempt > self.attempt:
                 continue
@@ -159,6 +168,10 @@ class ExtraJobBook:
                 jobs_by_name[seen.name][seen.job.job_id] = seen.job
         for name, jobs in jobs_by_name.items():
             actions += self._take_in(self._extra_jobs[name], jobs, now)
+        never_by_job = {seen.job.job_id: seen.never for seen in sightings}
+        for extra_job in self._extra_jobs.values():
+            if extra_job.job_id:
+                extra_job.never = never_by_job.get(extra_job.job_id, "")
         return actions + self._guard(now)
 
     def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[ExtraJobAction]:
@@ -253,13 +266,18 @@ class ExtraJobBook:
         extra_job.ran_since = None
         pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(extra_job.failures - 1, 30))
         extra_job.state, extra_job.reason, extra_job.ask_at = ExtraJobState.WANTED, cause, now + pause_s
+        extra_job.never = ""
         self._changed_at = now
         return pause_s
 
     def _guard(self, now: float) -> list[ExtraJobAction]:
         required = [extra_job for extra_job in self._extra_jobs.values() if extra_job.spec.is_required]
         running = {extra_job.spec.name for extra_job in required if extra_job.state is ExtraJobState.RUNNING}
-        given_back = self.gang.look(running, now) if required else None
+        hopeless = {extra_job.spec.name: extra_job.never for extra_job in required if extra_job.never}
+        given_back = self.gang.look(running, now, hopeless=hopeless) if required else None
+        if isinstance(given_back, GiveUp):
+            name = given_back.hopeless
+            return [NodesNeverCome(name, f"{name} gets no nodes, and no waiting helps: {hopeless[name]}")]
         if given_back is None:
             return self._announce()
         reasons = {

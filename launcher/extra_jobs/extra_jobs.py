@@ -3,7 +3,7 @@
     Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: Cluster
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
-        +-- NodesGranted, NodesLost, NodesStay: what the workers of an allocation may do
+        +-- NodesGranted, NodesLost, NodesStay, NodesNeverCome: what the workers of an allocation may do
 
 While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 """
@@ -13,14 +13,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.cluster import Cluster, supervisor_alive_path
-from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.jobs import Job
+from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
+from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import JobNote, OwnJobs, own_jobs_of_plan
 from corral.launcher.extra_jobs.actions import (
     AskForJob,
@@ -63,6 +63,7 @@ class ExtraJobs:
     """Nodes that failed under this trial."""
     _own_jobs: OwnJobs = field(init=False)
     _index_by_name: dict[str, int] = field(init=False)
+    _gang: set[str] = field(init=False)
     _book: ExtraJobBook = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
     _requests: list[Future[Answer]] = field(default_factory=list)
@@ -79,8 +80,9 @@ class ExtraJobs:
             if allocation.role in EXTRA_JOB_ROLES
         }
         specs = extra_job_specs(self.layout)
+        self._gang = {spec.name for spec in specs if spec.is_required}
         gang = GangGuard(
-            [spec.name for spec in specs if spec.is_required],
+            sorted(self._gang),
             timeout_s=self.plan.launch.gang_timeout_s,
             chance=random.Random(f"{self.plan.seed} {self.plan.trial.uuid}"),  # noqa: S311 - spreads load, protects nothing
         )
@@ -175,13 +177,29 @@ class ExtraJobs:
 
     def _ask_queue(self) -> Answer:
         try:
-            sightings = [
-                JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()
-            ]
+            sightings = self._sightings()
         except ClusterError as error:
             trouble = str(error)
             return lambda now: self._unanswered(trouble)
         return lambda now: self._answered(sightings, now)
+
+    def _sightings(self) -> list[JobSighting]:
+        seen = [JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()]
+        gang = [one for one in seen if one.name in self._gang and one.attempt == self.attempt and one.job.is_staying]
+        # What the trial needs at once; it needs none of its elastic workers.
+        held = [*(allocation.steps_job_id for allocation in self.own.values()), *(one.job.job_id for one in gang)]
+        return [
+            replace(one, never=self._why_never(one.job, held))
+            if one in gang and one.job.phase is JobPhase.WAITING
+            else one
+            for one in seen
+        ]
+
+    def _why_never(self, job: Job, held: Sequence[str]) -> str:
+        try:
+            return self.cluster.why_never(job, beside=[other for other in held if other != job.job_id])
+        except ClusterError:
+            return ""  # the next look asks again
 
     def _submit(self, name: str) -> Answer:
         try:
@@ -196,7 +214,9 @@ class ExtraJobs:
             self._note(job_id, name)
         except (ClusterError, OSError, ValueError) as error:
             why = str(error)
-            return lambda now: self._book.refused(name, why, now)
+            # One that does not answer, or cannot be asked, says nothing about the job.
+            is_word = isinstance(error, ClusterError) and not isinstance(error, ClusterUnreachableError)
+            return lambda now: self._book.refused(name, why, now, is_word=is_word)
         return lambda now: self._book.submitted(name, job_id, now)
 
     def _note(self, job_id: str, name: str) -> None:

@@ -4,6 +4,8 @@
       ^                          |
       +-- gang_timeout_s over: all are given back, and asked for again after a random pause
 
+    one is HOPELESS, which no waiting cures, for gang_timeout_s: it is given up, and the trial with it
+
 Two trials that each hold what the other one needs would wait for ever. Both give back, and as their pauses differ, one
 of them finds everything free. Each failure in a row doubles the pause. Pure: who runs, and the clock, come in.
 """
@@ -28,6 +30,14 @@ class GiveBack:
     """Those that did not run."""
 
 
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The gang will never be complete."""
+
+    hopeless: str
+    """One of those that no waiting helps."""
+
+
 @dataclass(slots=True)
 class GangGuard:
     """Watches the jobs that a trial needs all of."""
@@ -41,11 +51,18 @@ class GangGuard:
     is_assembled: bool = False
     """Whether all have been there since they were last given back: steps may be started."""
     _forming_since: float | None = None
+    _hopeless_since: float | None = None
     _failures: int = 0
 
-    def look(self, running: Collection[str], now: float) -> GiveBack | None:
-        """What to do about it that just these run."""
+    def look(self, running: Collection[str], now: float, *, hopeless: Collection[str] = ()) -> GiveBack | GiveUp | None:
+        """What to do about it that just these run, and these cannot start whatever others do."""
         missing = tuple(name for name in self.names if name not in running)
+        if not hopeless:
+            self._hopeless_since = None
+        elif self._hopeless_since is None:
+            self._hopeless_since = now
+        elif now - self._hopeless_since >= self.timeout_s:
+            return GiveUp(min(hopeless))
         if not missing:
             self.is_assembled = True
             self._failures = 0
@@ -55,7 +72,7 @@ class GangGuard:
         if self._forming_since is None:
             self._forming_since = now
         waited_s = now - self._forming_since
-        if waited_s < self.timeout_s:
+        if waited_s < self.timeout_s or hopeless:  # to ask again for what cannot start helps nobody
             return None
         self._forming_since = None
         self.is_assembled = False

@@ -15,7 +15,7 @@ from corral.launcher.slurm.parse import keeps_accounts
 from corral.scheduling.slurm_formats import parse_memory_mb, parse_time_limit
 
 Amounts = Mapping[str, int]
-"""By SLURM's name of what is counted: cpu, mem (MB), node, gres/gpu."""
+"""By SLURM's name of what is counted: cpu, mem (MB), node, gres/gpu; and `job`, `submit`: jobs that run, all jobs."""
 
 _MAX_ACCOUNTS_ABOVE = 64  # a chain of parents that does not end is no chain
 
@@ -47,9 +47,21 @@ class Limits:
 
     holder: Holder
     name: str
+    partition: str = ""
+    """Where an association counts; "" is everywhere."""
     amounts: Mapping[Scope, Amounts] = field(default_factory=dict)
     wall_s: int | None = None
     flags: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> tuple[bool, str, str]:
+        """Of those that keep one count: a QOS counts the jobs of a partition that it is the QOS of, too."""
+        return self.holder is Holder.ACCOUNT, self.name, self.partition
+
+    def setting(self, scope: Scope, name: str) -> str:
+        """What sacctmgr calls the limit of an amount."""
+        counts = _COUNTS_OF_ACCOUNT if self.holder is Holder.ACCOUNT else _COUNTS_OF_QOS
+        return next((setting for setting, limited in counts.items() if limited == (scope, name)), scope.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +127,29 @@ class Accounts:
         return found
 
 
-_ASSOCIATION_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall", *map(str, Scope))
-_QOS_FIELDS = ("Name", "Flags", "MaxWall", *map(str, Scope))
-_ACCOUNT_FIELDS = ("Account", "ParentName", Scope.ALL.value)
-# An association has no limits per user, per account or from below.
-_OF_QOS_ONLY = (Scope.USER, Scope.ACCOUNT, Scope.LEAST)
+_GROUP_COUNTS = {"GrpJobs": (Scope.ALL, "job"), "GrpSubmit": (Scope.ALL, "submit")}
+_COUNTS_OF_QOS: Mapping[str, tuple[Scope, str]] = {
+    "MaxJobsPU": (Scope.USER, "job"),
+    "MaxSubmitPU": (Scope.USER, "submit"),
+    "MaxJobsPA": (Scope.ACCOUNT, "job"),
+    "MaxSubmitPA": (Scope.ACCOUNT, "submit"),
+    **_GROUP_COUNTS,
+}
+_COUNTS_OF_ACCOUNT: Mapping[str, tuple[Scope, str]] = {
+    "MaxJobs": (Scope.USER, "job"),
+    "MaxSubmit": (Scope.USER, "submit"),
+    **_GROUP_COUNTS,
+}
+"""Numbers of jobs, by sacctmgr's name of the limit."""
+
+# An association has no amounts per user, per account or from below.
+_OF_ASSOCIATION = (Scope.JOB, Scope.NODE, Scope.ALL)
+_ASSOCIATION_FIELDS = (
+    *("DefaultAccount", "Account", "Partition", "QOS", "DefaultQOS", "MaxWall"),
+    *(*map(str, _OF_ASSOCIATION), *_COUNTS_OF_ACCOUNT),
+)
+_QOS_FIELDS = ("Name", "Flags", "MaxWall", *map(str, Scope), *_COUNTS_OF_QOS)
+_ACCOUNT_FIELDS = ("Account", "ParentName", Scope.ALL.value, *_GROUP_COUNTS)
 
 
 def read_accounts(client: SlurmClient, user: str) -> Accounts:
@@ -131,8 +161,7 @@ def read_accounts(client: SlurmClient, user: str) -> Accounts:
     if not keeps_accounts(config):
         return Accounts(is_kept=False if "AccountingStorageType" in config else None)
     cluster = f"cluster={config.get('ClusterName', '')}"
-    fields = [name for name in _ASSOCIATION_FIELDS if name not in _OF_QOS_ONLY]
-    of_user = _rows(client, ["user", user, "withassoc", cluster], fields)
+    of_user = _rows(client, ["user", user, "withassoc", cluster], _ASSOCIATION_FIELDS)
     of_accounts = _rows(client, ["assoc", "user=", cluster], _ACCOUNT_FIELDS)
     of_qos = _rows(client, ["qos"], _QOS_FIELDS)
     return Accounts(
@@ -171,10 +200,15 @@ def parse_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _limits(row: Mapping[str, str], holder: Holder, name: str) -> Limits:
+    amounts = {scope: parse_amounts(row.get(scope, "")) for scope in Scope}
+    for setting, (scope, what) in (_COUNTS_OF_ACCOUNT if holder is Holder.ACCOUNT else _COUNTS_OF_QOS).items():
+        if (number := row.get(setting, "")).isdecimal():
+            amounts[scope][what] = int(number)
     return Limits(
         holder=holder,
         name=name,
-        amounts={scope: amounts for scope in Scope if (amounts := parse_amounts(row.get(scope, "")))},
+        partition=row.get("Partition", ""),
+        amounts={scope: limited for scope, limited in amounts.items() if limited},
         wall_s=seconds_of(row.get("MaxWall", "")),
         flags=frozenset(row.get("Flags", "").split(",")),
     )

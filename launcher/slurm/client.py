@@ -154,9 +154,9 @@ class SlurmClient:
         """Sends a signal to many steps at once; those that have ended already are no error."""
         self._cancel([f"--signal={signal_name}", *steps])
 
-    def nodes(self) -> list[Node]:
-        """All nodes, once for each partition they are in."""
-        return parse_nodes(self._run(nodes_command()))
+    def nodes(self, partitions: str | None = None) -> list[Node]:
+        """The nodes of these partitions, separated by commas, or all; once for each partition they are in."""
+        return parse_nodes(self._run(nodes_command(partitions)))
 
     def partitions(self, *, with_hidden: bool = False) -> dict[str, dict[str, str]]:
         """Settings of every partition, by its name; those that this user may not see only if they are asked for."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 from corral.launcher.cluster.cluster import AllocationRunner
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import Layout, RunningAllocations
 from corral.launcher.slurm.client import SlurmError
@@ -70,6 +71,9 @@ class SlurmCluster(SlurmQueue):
         if not script.exists():
             atomic_write(script, os.fsencode(render_extra_job(directory)), mode=0o700)
         return self._client.submit(options, script)
+
+    def why_never(self, job: Job, *, beside: Sequence[str]) -> str:
+        return self._inquiry.why_never(job, beside=beside)
 
     def why_leaving(self, job_id: str) -> str:
         return why_leaving(self._client.job(job_id))

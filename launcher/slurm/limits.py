@@ -1,6 +1,7 @@
-"""Whether a job alone exceeds a limit of its QOS or its account: no waiting helps then, and SLURM queues it still.
+"""Whether a job, with those that it runs with, exceeds a limit of QOS or account: SLURM queues it, and it never starts.
 
     what a job asks for (Demand) + limits that it has to keep (accounts.py) --excesses--> [Excess]
+          + the same of those that run with it
     squeue's reason of a pending job --limit_of_reason--> LimitKind
 
 Pure.
@@ -15,6 +16,8 @@ from corral.launcher.slurm.accounts import Amounts, Holder, Limits, Scope, parse
 from corral.scheduling.slurm_formats import format_time_limit
 
 _UNIT_BY_NAME = {"cpu": "CPUs", "mem": "MB of memory", "node": "nodes", "gres/gpu": "GPUs"}
+_COUNTED_JOBS = {"job": "jobs that run at once", "submit": "jobs in the queue at once"}
+_WHOSE_BY_SCOPE = {Scope.USER: "of a user", Scope.ACCOUNT: "of an account", Scope.ALL: "in all"}
 _PLACE_BY_SCOPE = {
     Scope.JOB: "in one job",
     Scope.NODE: "on one node",
@@ -30,16 +33,17 @@ class Demand:
 
     of_job: Amounts
     of_node: Amounts = field(default_factory=dict)
-    together: Amounts = field(default_factory=dict)
-    """Of all jobs that only run together, this one among them; empty if it runs alone."""
     time_limit_s: int | None = None
-    """None if it asks for none: it then gets what is allowed."""
+    """None if it has none: it then gets what is allowed."""
 
-    def asked(self, scope: Scope) -> Amounts:
-        """What a limit of this scope is compared with."""
-        if scope is Scope.NODE:
-            return self.of_node
-        return self.of_job if scope in (Scope.JOB, Scope.LEAST) else self.together or self.of_job
+    @property
+    def counted(self) -> Amounts:
+        """What it adds to the counts of all jobs of somebody."""
+        return {**self.of_job, "job": 1, "submit": 1}
+
+
+Charge = tuple[Demand, Sequence[Limits]]
+"""A job, and the limits that it has to keep, those first that count first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +56,41 @@ class Excess:
     said: str
     """What is asked for, and what is allowed."""
     is_time: bool = False
+    counts_jobs: bool = False
+    never: str = "start"
+    """What the trial can never do for it."""
 
 
-def excesses(demand: Demand, ladder: Sequence[Limits]) -> Iterator[Excess]:
-    """Every limit that a job exceeds, or does not reach where it must; `ladder` has those first that count first."""
-    timed = next((limits for limits in ladder if limits.wall_s is not None), None)
+def excesses(job: Charge, beside: Sequence[Charge] = ()) -> Iterator[Excess]:
+    """Every limit that a job exceeds, or does not reach where it must.
+
+    Args:
+        beside: the jobs that it only runs with, to whom a limit of several jobs counts, too.
+    """
+    demand, ladder = job
+    timed = wall_of(ladder)
     if timed and timed.wall_s and demand.time_limit_s and demand.time_limit_s > timed.wall_s:
-        asked, allowed = format_time_limit(demand.time_limit_s), format_time_limit(timed.wall_s)
-        said = f"it asks for a time limit of {asked}, and {name_of(timed)} allows {allowed} (MaxWall)"
+        has, allowed = format_time_limit(demand.time_limit_s), format_time_limit(timed.wall_s)
+        said = f"its time limit is {has}, and {name_of(timed)} allows {allowed} (MaxWall)"
         yield Excess(limits=timed, setting="MaxWall", said=said, is_time=True)
     for scope in Scope:
-        for name, asked_amount in demand.asked(scope).items():
+        together = beside if scope in _WHOSE_BY_SCOPE else ()
+        for name, asked in (demand.of_node if scope is Scope.NODE else demand.counted).items():
             for limits in _in_force(ladder, scope, name):
-                if excess := _excess(limits, scope, name, asked_amount):
+                if excess := _excess(limits, scope, name, asked + sum(_added(one, limits, name) for one in together)):
                     yield excess
                     break
+
+
+def wall_of(ladder: Sequence[Limits]) -> Limits | None:
+    """Whose limit of a job's time counts; None if nobody has one."""
+    return next((limits for limits in ladder if limits.wall_s is not None), None)
+
+
+def _added(other: Charge, limits: Limits, name: str) -> int:
+    """What another job adds to the count that a limit is compared with."""
+    demand, ladder = other
+    return demand.counted.get(name, 0) if any(one.key == limits.key for one in ladder) else 0
 
 
 def _in_force(ladder: Sequence[Limits], scope: Scope, name: str) -> list[Limits]:
@@ -77,7 +101,7 @@ def _in_force(ladder: Sequence[Limits], scope: Scope, name: str) -> list[Limits]
 
 
 def _excess(limits: Limits, scope: Scope, name: str, asked: int) -> Excess | None:
-    allowed, unit = limits.amounts[scope][name], _UNIT_BY_NAME.get(name, name)
+    allowed, unit = limits.amounts[scope][name], _COUNTED_JOBS.get(name) or _UNIT_BY_NAME.get(name, name)
     if scope is Scope.LEAST:
         if asked >= allowed:
             return None
@@ -85,8 +109,10 @@ def _excess(limits: Limits, scope: Scope, name: str, asked: int) -> Excess | Non
     else:
         if asked <= allowed:
             return None
-        said = f"it asks for {asked} {unit}, and {name_of(limits)} allows {allowed} {_PLACE_BY_SCOPE[scope]}"
-    return Excess(limits=limits, setting=scope.value, said=f"{said} ({scope.value})")
+        where = _WHOSE_BY_SCOPE[scope] if name in _COUNTED_JOBS else _PLACE_BY_SCOPE[scope]
+        said = f"it asks for {asked} {unit}, and {name_of(limits)} allows {allowed} {where}"
+    setting = limits.setting(scope, name)
+    return Excess(limits=limits, setting=setting, said=f"{said} ({setting})", counts_jobs=name in _COUNTED_JOBS)
 
 
 def name_of(limits: Limits) -> str:

@@ -104,6 +104,14 @@ def leaves_time(limit_s: int, signal_before_end_s: int) -> bool:
     return minutes * 60 > signal_before_end_s + _SIGNAL_EARLY_S
 
 
+def limit_that_fits(most_s: int, signal_before_end_s: int) -> str:
+    """What to write where a time limit may be no longer than this, and is signalled before its end."""
+    shown = f"at most '{format_time_limit(most_s)}'"
+    if leaves_time(most_s, signal_before_end_s):
+        return shown
+    return f"{shown}, and launch.signal_before_end_s below {max(most_s - _SIGNAL_EARLY_S, 1)}"
+
+
 def _signal_problems(ask: Ask, plan: RunPlan, source: ConfigSource) -> Iterator[ConfigProblem]:
     limit, signal_s = ask.values.get("time_limit"), plan.launch.signal_before_end_s
     if not ask.is_signalled or limit is None or leaves_time(parse_time_limit(limit), signal_s):

@@ -16,7 +16,7 @@ from corral.experiments.errors import ConfigProblem, ConfigSource, Unsatisfiable
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.asks import Ask, leaves_time, partitions_asked, raise_problems
+from corral.launcher.submit.asks import Ask, leaves_time, limit_that_fits, partitions_asked, raise_problems
 from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, gpus_of, some_nodes
 from corral.launcher.trial.find import node_local_folder
 from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_time_limit
@@ -41,7 +41,7 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: 
             continue
         partition = partitions_asked(ask.values, facts)[0]
         problems += _constraint_problems(ask, partition, facts)
-        problems += _time_limit_problems(ask, facts)
+        problems += _time_limit_problems(ask, plan, facts)
         problems += _signal_problems(ask, plan, facts) if ask.is_signalled else ()
         problems += _access_problems(ask, facts)
         problems += _task_problems(ask, plan, partition, facts)
@@ -147,14 +147,14 @@ def _constraint_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Itera
             )
 
 
-def _time_limit_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+def _time_limit_problems(ask: Ask, plan: RunPlan, facts: ClusterFacts) -> Iterator[ConfigProblem]:
     asked = ask.values.get("time_limit")
     names = partitions_asked(ask.values, facts)
     limits = {name: seconds for name in names if (seconds := _limit_s(facts.settings(name).get("MaxTime", "")))}
     if asked is None or len(limits) < len(names) or parse_time_limit(asked) <= max(limits.values()):
         return
     name = max(limits, key=lambda name: limits[name])
-    limit = format_time_limit(limits[name])
+    fits = limit_that_fits(limits[name], plan.launch.signal_before_end_s if ask.is_signalled else 0)
     longer = [
         other
         for other in facts.partition_names
@@ -164,8 +164,8 @@ def _time_limit_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProble
     yield ask.problem(
         "time_limit",
         f"time limit {format_time_limit(parse_time_limit(asked))} is more than partition {name!r} allows "
-        f"(MaxTime {limit})",
-        hint=f"at most '{limit}' fits: a trial whose time is over goes on in its next attempt"
+        f"(MaxTime {format_time_limit(limits[name])})",
+        hint=f"{fits} fits: a trial whose time is over goes on in its next attempt"
         + (f"; or choose partition {' or '.join(map(repr, longer[:3]))}" if longer else ""),
         evidence=f"scontrol show partition {name}",
     )
@@ -179,11 +179,14 @@ def _signal_problems(ask: Ask, plan: RunPlan, facts: ClusterFacts) -> Iterator[C
     if "time_limit" in ask.values or shortest is None or leaves_time(shortest, plan.launch.signal_before_end_s):
         return
     name = names[limits.index(shortest)]
+    most_s, signal_s = _limit_s(facts.settings(name).get("MaxTime", "")), plan.launch.signal_before_end_s
     yield ask.problem(
         "time_limit",
         f"no time limit is asked for, and that of partition {name!r}, {format_time_limit(shortest)}, leaves no time to "
-        f"train: SLURM signals its end {plan.launch.signal_before_end_s} s before it (launch.signal_before_end_s)",
-        hint="set launch.time_limit, or lower launch.signal_before_end_s",
+        f"train: SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)",
+        hint="set launch.time_limit, or lower launch.signal_before_end_s"
+        if most_s is None or leaves_time(most_s, signal_s)
+        else f"choose another partition; here launch.time_limit may be {limit_that_fits(most_s, signal_s)}",
         evidence=f"scontrol show partition {name}",
     )
 

@@ -6,18 +6,17 @@ SLURM queues such a job without a word, and `sbatch --test-only` says that it ca
 job another account or QOS than the user's default, so that nothing is refused for a default.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.launcher.slurm.accounts import Holder, Limits
-from corral.launcher.slurm.limits import Demand, Excess, excesses
-from corral.launcher.submit.asks import raise_problems
+from corral.launcher.slurm.accounts import Holder, seconds_of
+from corral.launcher.slurm.limits import Charge, Demand, Excess, excesses, name_of, wall_of
+from corral.launcher.submit.asks import leaves_time, limit_that_fits, raise_problems
 from corral.launcher.submit.cluster import ClusterFacts
-from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
+from corral.scheduling.slurm_formats import format_time_limit
 from corral.scheduling.worker_information import parse_worker_id
 
 _FIELD_BY_HOLDER: Mapping[Holder, str] = {Holder.QOS: "qos", Holder.PARTITION: "partition", Holder.ACCOUNT: "account"}
@@ -54,31 +53,33 @@ class _Checks:
 
     def excesses_of(self, index: int) -> Iterator[Excess]:
         """What one allocation exceeds, by itself or with those that it starts with."""
-        allocation = self.layout.allocations[index]
-        together: Counter[str] = Counter()
-        if allocation.role != "elastic":
-            for other in self.layout.allocations:
-                if other.role != "elastic" and _charged(other) == _charged(allocation):
-                    together.update(self._amounts(other, other.num_nodes))
-        limit = allocation.options.get("time_limit")
-        demand = Demand(
-            of_job=self._amounts(allocation, allocation.num_nodes),
-            of_node=self._amounts(allocation, 1),
-            together=together,
-            time_limit_s=parse_time_limit(limit) if limit else None,
-        )
-        yield from excesses(demand, self._ladder(allocation))
+        fixed = self.layout.fixed if index in self.layout.fixed else []
+        beside = [self._charge(self.layout.allocations[other]) for other in fixed if other != index]
+        demand, ladder = self._charge(self.layout.allocations[index])
+        yield from excesses((demand, ladder), beside)
+        given = wall_of(ladder) if demand.time_limit_s is None and index in self.layout.components else None
+        signal_s = self.plan.launch.signal_before_end_s
+        if given is not None and given.wall_s and not leaves_time(given.wall_s, signal_s):
+            said = (
+                f"no time limit is asked for, {name_of(given)} gives {format_time_limit(given.wall_s)} (MaxWall), and "
+                f"SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)"
+            )
+            yield Excess(limits=given, setting="MaxWall", said=said, is_time=True, never="train")
 
-    def _ladder(self, allocation: Allocation) -> list[Limits]:
+    def _charge(self, allocation: Allocation) -> Charge:
         account, qos, asked = _charged(allocation)
         # Of several partitions SLURM may take one whose own QOS allows it.
         partition = "" if asked and "," in asked else asked or self.facts.default_partition or ""
-        return self.facts.accounts.ladder(
-            account=account,
-            qos=qos,
-            partition=partition,
-            partition_qos=self.facts.settings(partition).get("QoS", ""),
+        settings = self.facts.settings(partition)
+        ladder = self.facts.accounts.ladder(
+            account=account, qos=qos, partition=partition, partition_qos=settings.get("QoS", "")
         )
+        demand = Demand(
+            of_job=self._amounts(allocation, allocation.num_nodes),
+            of_node=self._amounts(allocation, 1),
+            time_limit_s=seconds_of(allocation.options.get("time_limit") or settings.get("DefaultTime", "")),
+        )
+        return demand, ladder
 
     def _amounts(self, allocation: Allocation, num_nodes: int) -> dict[str, int]:
         amounts = {
@@ -103,14 +104,17 @@ class _Checks:
             instead += f" (you may use {', '.join(others)})"
         if excess.is_time and limits.wall_s:
             field = "time_limit"
-            hint = f"set time_limit to at most '{format_time_limit(limits.wall_s)}', or choose {instead}"
+            signal_s = self.plan.launch.signal_before_end_s if index in self.layout.components else 0
+            hint = f"set time_limit to {limit_that_fits(limits.wall_s, signal_s)}, or choose {instead}"
+        elif excess.counts_jobs and self.layout.kind != "packed":
+            hint = f"set launch.layout: packed, which is one job, or choose {instead}"
         else:
             hint = f"ask for less, or choose {instead}"
         of_account = f"assoc account={limits.name} format=account,user"
         what = of_account if limits.holder is Holder.ACCOUNT else f"qos {limits.name} format=name"
-        who = "" if allocation.role == "head" else f" ({allocation.name})"
+        who = "" if allocation.role == "head" or excess.counts_jobs else f" ({allocation.name})"
         return ConfigProblem(
-            message=f"trial can never start: {excess.said}{who}",
+            message=f"trial can never {excess.never}: {excess.said}{who}",
             hint=hint,
             path=self._path(index, field),
             shown=allocation.options.get(field, ""),

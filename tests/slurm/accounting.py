@@ -27,6 +27,7 @@ QOS: dict[str, tuple[str, ...]] = {
     "max-cpus-per-job": ("MaxTRESPerJob=cpu=4",),
     "group-cpus": ("GrpTRES=cpu=4",),
     "one-job": ("MaxSubmitJobsPerUser=1",),
+    "one-running": ("MaxJobsPerUser=1",),
     "deny": ("MaxTRESPerUser=cpu=4", "Flags=DenyOnLimit"),
 }
 """Limits by qos, beside SLURM's own `normal`, which has none."""

@@ -39,12 +39,23 @@ THREE_GPUS = ("allocation=hf:d1+fsdp:d2", *GPUS)
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
-        (["launch.qos=max-wall"], "time_limit", ["limit of 01:00:00", "QOS 'max-wall' allows", "at most '00:10:00'"]),
+        (["launch.qos=max-wall"], "time_limit", ["is 01:00:00, and QOS 'max-wall' allows", "at most '00:10:00'"]),
         (["launch.qos=max-cpus-per-job"], "qos", ["7 CPUs", "allows 4 in one job (MaxTRES)", "you may use deny,"]),
         (["launch.qos=max-cpus-per-user"], "qos", ["7 CPUs", "allows 4 in all jobs of a user (MaxTRESPU)"]),
         (["launch.qos=group-cpus"], "qos", ["7 CPUs", "allows 4 in all its jobs together (GrpTRES)"]),
         (["launch.qos=deny"], "qos", ["7 CPUs", "allows 4 in all jobs of a user"]),
         (["launch.account=few-gpus", *THREE_GPUS], "account", ["3 GPUs", "account 'few-gpus' allows 2"]),
+        (
+            ["launch.qos=one-running", "launch.layout=jobs"],
+            "qos",
+            ["4 jobs that run at once", "QOS 'one-running' allows 1 of a user (MaxJobsPU)", "launch.layout: packed"],
+        ),
+        (["launch.qos=one-job", "launch.layout=jobs"], "qos", ["4 jobs in the queue at once", "(MaxSubmitPU)"]),
+        (
+            ["launch.qos=max-wall", "launch.time_limit=null", "launch.signal_before_end_s=600"],
+            "time_limit",
+            ["QOS 'max-wall' gives 00:10:00 (MaxWall)", "SLURM signals its end 600 s before", "another launch.qos"],
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )  # fmt: skip
@@ -68,10 +79,16 @@ def test_the_evidence_of_a_limit_is_a_command_that_shows_it(experiment: Path, ac
 
 
 def test_what_keeps_its_limits_is_not_held_up(experiment: Path) -> None:
-    for overrides in ((), ("launch.qos=max-wall", "launch.time_limit=10"), ("launch.account=few-gpus", *GPUS)):
+    for overrides in (
+        (),
+        ("launch.qos=max-wall", "launch.time_limit=10"),
+        ("launch.qos=max-wall", "launch.time_limit=null"),
+        ("launch.account=few-gpus", *GPUS),
+        ("launch.qos=one-running",),
+    ):
         submission = _prepare(experiment, *overrides)
         assert any(check.startswith("est. start") for check in submission.checks)
-        assert not any("never" in warning for warning in submission.warnings)
+        assert not any("can never" in warning for warning in submission.warnings)
 
 
 def test_a_default_that_can_never_be_kept_is_a_warning(experiment: Path, accounting_cluster: Cluster) -> None:
@@ -150,3 +167,22 @@ def test_a_queued_trial_that_waits_for_other_jobs_is_not_blocked(queue_one: Any,
     finally:
         accounting_cluster.run("scancel", other.stdout.strip())
         accounting_cluster.run(*modify, "GrpTRES=cpu=4")
+
+
+@pytest.fixture
+def cluster(accounting_cluster: Cluster) -> Cluster:
+    return accounting_cluster
+
+
+def test_a_trial_whose_own_jobs_hold_one_of_them_back_ends_and_says_by_which_limit(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    """Its head runs, and no group's job ever will; a submission with checks would have been refused."""
+    launch = {"layout": "jobs", "qos": "one-running", "gang_timeout_s": 2.0}
+    trial = make_slurm_trial({"master_worker/0": ["finish 0"]}, model_workers=1, servers=1, launch=launch)
+    trial.submit()
+    status = trial.wait_for_state("FAILED", "COMPLETE", "LOST")
+    words = ["QOSMaxJobsPerUserLimit", "QOS 'one-running' allows 1 of a user (MaxJobsPU)", "launch.layout: packed"]
+    assert status.state == "FAILED" and all(word in status.note for word in words), (status, trial.events())
+    assert not trial.events("gang_given_back") and not trial.events("worker_started", worker="master_worker/0")
+    wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "the end of all of its jobs")

@@ -181,6 +181,10 @@ class UnitMachine:
             return []
         return self._restart_or_give_up(unit, now)
 
+    def cannot_run(self, cause: str, now: float) -> list[Action]:
+        """The trial can never have all that it needs."""
+        return self._terminate(EndState.FAILED, cause, now) if self.phase is TrialPhase.RUNNING else []
+
     def keep_down(self, name: str, *, is_kept_down: bool, now: float) -> list[Action]:
         """Someone wants the unit to be kept down, or to run again."""
         unit = self._units[name]

@@ -7,7 +7,7 @@ unit machine --CheckNodes(unit)--> UnitNodes --allocation--> extra jobs
 from collections.abc import Sequence
 from dataclasses import replace
 
-from corral.launcher.extra_jobs.actions import NodesEvent, NodesGranted, NodesLost, NodesStay
+from corral.launcher.extra_jobs.actions import NodesEvent, NodesGranted, NodesLost, NodesNeverCome, NodesStay
 from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, fallback_steps
 from corral.launcher.layout.layout import Layout
 from corral.launcher.supervisor.units.actions import Action, UnitSpec
@@ -57,6 +57,8 @@ class UnitNodes:
                     actions += machine.nodes_lost(unit, cause, now)
                 case NodesStay():
                     actions += machine.nodes_stay(unit, now)
+                case NodesNeverCome(_, cause):
+                    actions += machine.cannot_run(cause, now)
         return actions
 
 

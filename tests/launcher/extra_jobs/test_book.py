@@ -1,7 +1,7 @@
 """The jobs of groups and elastic workers: asked for once, watched, their nodes granted to workers, asked for again."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from corral.launcher.extra_jobs.actions import (
     News,
     NodesGranted,
     NodesLost,
+    NodesNeverCome,
     NodesStay,
 )
 from corral.launcher.extra_jobs.book import ExtraJobBook
@@ -219,6 +220,43 @@ def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause()
     assert without_news(jobs.seen(ending, 62.0)) == []  # the elastic one stays, those that end are not adopted
     assert jobs.tick(63.0) == []
     assert jobs.tick(71.0) == [AskForJob(TRAINER.name), AskForJob(SERVERS.name)]
+
+
+def test_a_job_of_the_gang_that_the_trial_itself_holds_back_is_given_up_after_the_gangs_time() -> None:
+    jobs = book_of(TRAINER, SERVERS, timeout_s=60.0)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    for spec, job_id in ((TRAINER, "1"), (SERVERS, "2")):
+        jobs.submitted(spec.name, job_id, 0.0)
+    waits = replace(sighting(SERVERS, "2", "PENDING", reason="QOSMaxJobsPerUserLimit"), never="allows 2 jobs")
+    others = replace(waits, never="")
+    for start, trainer in ((0.0, "PENDING"), (100.0, "RUNNING")):
+        jobs.seen([sighting(TRAINER, "1", trainer), waits], start)
+        assert without_news(jobs.tick(start + 59.0)) == []
+        # What other jobs are the cause of may be cured by waiting.
+        jobs.seen([sighting(TRAINER, "1", trainer), others], start + 59.5)
+    jobs.seen([sighting(TRAINER, "1", "PENDING"), waits], 200.0)
+    assert without_news(jobs.tick(259.9)) == []
+    (end,) = jobs.tick(260.0)
+    assert isinstance(end, NodesNeverCome) and end.name == SERVERS.name and "allows 2 jobs" in end.cause
+
+
+@pytest.mark.parametrize(("is_word", "is_given_up"), [(True, True), (False, False)])
+def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
+    jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
+    jobs.seen([], 0.0)
+    ends: list[ExtraJobAction] = []
+    for now in range(100):
+        for action in jobs.tick(float(now)):
+            match action:
+                case AskForJob(TRAINER.name):
+                    jobs.submitted(TRAINER.name, "1", float(now))
+                case AskForJob(name):
+                    jobs.refused(name, "job submit limit", float(now), is_word=is_word)
+                case NodesNeverCome():
+                    ends.append(action)
+    assert bool(ends) is is_given_up
+    assert all(isinstance(end, NodesNeverCome) and end.name == SERVERS.name for end in ends)
 
 
 def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:

@@ -35,8 +35,8 @@ class Slurm(SlurmClient):
             raise SlurmUnreachableError("scontrol did not answer within 10 s")
         return self.values
 
-    def nodes(self) -> list[Node]:
-        return self.known_nodes
+    def nodes(self, partitions: str | None = None) -> list[Node]:
+        return [node for node in self.known_nodes if partitions is None or node.partition in partitions.split(",")]
 
 
 def test_a_job_whose_nodes_are_all_down_is_blocked_and_sinfo_is_named() -> None:

@@ -25,16 +25,16 @@ AccountingStorageType   = accounting_storage/slurmdbd
 ClusterName             = test
 """
 USER = """\
-lab|lab||deny,normal|normal|00:30:00|cpu=6||
-lab|team|gpu|normal||||cpu=2|
-lab|team||low||||cpu=3|mem=8G
+lab|lab||deny,normal|normal|00:30:00|cpu=6||||||
+lab|team|gpu|normal||||cpu=2|||||
+lab|team||low||||cpu=3|mem=8G|3|9||
 """
-ACCOUNTS = "root||\nlab|root|gres/gpu=2\nteam|lab|\n"
+ACCOUNTS = "root||||40\nlab|root|gres/gpu=2|8|\nteam|lab|||\n"
 QOS = """\
-normal||||||||
-deny|DenyOnLimit||||cpu=4|||
-strong|OverPartQOS|1-00:00:00|cpu=64|||||
-part||01:00:00|cpu=8|||||
+normal||||||||||||||
+deny|DenyOnLimit||||cpu=4|||||||||
+strong|OverPartQOS|1-00:00:00|cpu=64|||||||||||
+part||01:00:00|cpu=8||||||1|2|3|4|5|6
 """
 
 
@@ -60,7 +60,7 @@ def of(holder: Holder, name: str = "x", *, wall_s: int | None = None, **amounts:
 
 
 def said(demand: Demand, *ladder: Limits) -> list[str]:
-    return [excess.said for excess in excesses(demand, ladder)]
+    return [excess.said for excess in excesses((demand, ladder))]
 
 
 def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
@@ -71,6 +71,15 @@ def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
     assert lab.limits.wall_s == 1800 and lab.limits.amounts == {Scope.JOB: {"cpu": 6}}
     assert accounts.association("team", "gpu") == on_gpu and accounts.association("team", "cpu") == team
     assert team.limits.amounts[Scope.ALL] == {"mem": 8192}
+    assert team.limits.amounts[Scope.USER] == {"job": 3, "submit": 9}
+    assert accounts.limits_by_account["lab"].amounts == {Scope.ALL: {"gres/gpu": 2, "job": 8}}
+    assert accounts.limits_by_account["root"].amounts == {Scope.ALL: {"submit": 40}}
+    assert accounts.limits_by_qos["part"].amounts == {
+        Scope.JOB: {"cpu": 8},
+        Scope.USER: {"job": 1, "submit": 2},
+        Scope.ACCOUNT: {"job": 3, "submit": 4},
+        Scope.ALL: {"job": 5, "submit": 6},
+    }
     assert accounts.limits_by_qos["deny"].flags == {"DenyOnLimit"}
 
 
@@ -151,17 +160,45 @@ def test_a_job_is_compared_with_the_limit_that_counts(
 
 
 def test_what_runs_together_counts_together_and_each_job_alone() -> None:
-    demand = Demand(of_job={"cpu": 4}, of_node={"cpu": 2}, together={"cpu": 10})
-    assert said(demand, of(Holder.QOS, job={"cpu": 4}, node={"cpu": 2})) == []
-    assert "10 CPUs" in said(demand, of(Holder.QOS, user={"cpu": 9}))[0]
+    demand, other = Demand(of_job={"cpu": 4}, of_node={"cpu": 2}), Demand(of_job={"cpu": 6}, of_node={"cpu": 6})
+
+    def together(limits: Limits, of_other: Limits) -> list[str]:
+        return [excess.said for excess in excesses((demand, [limits]), [(other, [of_other])])]
+
+    each = of(Holder.QOS, job={"cpu": 4}, node={"cpu": 2})
+    assert together(each, each) == []
     assert "2 CPUs, and QOS 'x' allows 1 on one node" in said(demand, of(Holder.QOS, node={"cpu": 1}))[0]
+    nine = of(Holder.QOS, user={"cpu": 9})
+    assert "10 CPUs" in together(nine, nine)[0]
+    assert together(nine, of(Holder.QOS, "y")) == together(nine, of(Holder.ACCOUNT)) == []
+    # A partition's QOS counts those, too, that ask for it by name.
+    assert "10 CPUs" in together(nine, of(Holder.PARTITION))[0]
+
+
+@pytest.mark.parametrize(
+    ("holder", "amounts", "words"),
+    [
+        (Holder.QOS, {"user": {"job": 2}}, "3 jobs that run at once, and QOS 'x' allows 2 of a user (MaxJobsPU)"),
+        (Holder.QOS, {"user": {"submit": 1}}, "3 jobs in the queue at once, and QOS 'x' allows 1 of a user (MaxSub"),
+        (Holder.QOS, {"account": {"job": 1}}, "allows 1 of an account (MaxJobsPA)"),
+        (Holder.QOS, {"all": {"job": 1}}, "allows 1 in all (GrpJobs)"),
+        (Holder.ACCOUNT, {"user": {"job": 1}}, "account 'x' allows 1 of a user (MaxJobs)"),
+        (Holder.ACCOUNT, {"all": {"submit": 1}}, "account 'x' allows 1 in all (GrpSubmit)"),
+        (Holder.QOS, {"user": {"job": 3, "submit": 3}, "all": {"job": 3}}, ""),
+    ],
+    ids=str,
+)
+def test_the_jobs_themselves_are_counted(holder: Holder, amounts: Mapping[str, Any], words: str) -> None:
+    job = Demand(of_job={}), [of(holder, **amounts)]
+    found = [excess.said for excess in excesses(job, [job, job])]
+    assert len(found) == bool(words) and words in "".join(found), found
 
 
 def test_a_time_limit_counts_only_if_one_is_asked_for() -> None:
     hour = of(Holder.QOS, "short", wall_s=3600)
     assert said(Demand(of_job={}), hour) == said(Demand(of_job={}, time_limit_s=3600), hour) == []
     assert said(Demand(of_job={}, time_limit_s=7200), hour) == [
-        "it asks for a time limit of 02:00:00, and QOS 'short' allows 01:00:00 (MaxWall)"
+        "its time limit is 02:00:00, and QOS 'short' allows 01:00:00 (MaxWall)"
     ]
 
 

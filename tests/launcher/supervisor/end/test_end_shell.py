@@ -74,7 +74,7 @@ class Slurm(SlurmClient):
     def queue(self) -> list[QueuedJob]:
         return [queued(job_id, tag={"corral": 1, "trial_uuid": self.uuid}) for job_id in (OWN, *sorted(self.alive))]
 
-    def nodes(self) -> list[Any]:
+    def nodes(self, partitions: str | None = None) -> list[Any]:
         return []
 
     def _may(self, command: str) -> None:
