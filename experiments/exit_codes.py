@@ -46,3 +46,5 @@ class WorkerExit(IntEnum):
     """A disk is full, or a quota used up: another try succeeds once there is room."""
     WRONG_DEVICES = 80
     """It sees other GPUs than the plan gives it: the node's fault, or its container's, and not the program's."""
+    OUT_OF_MEMORY = 82
+    """The kernel has killed it, or what it had started, for the memory that its group asks for; its guard says so."""

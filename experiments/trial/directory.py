@@ -144,6 +144,10 @@ class TrialDirectory:
         """Where a worker whose end ends the trial says why, for rl-status."""
         return self.control_path / f"last-word-{worker.replace('/', '-')}"
 
+    def out_of_memory_path(self, worker: str) -> Path:
+        """Where a worker's guard notes that it ended for its memory: srun says 1 of it, and SLURM forgets the step."""
+        return self.control_path / f"out-of-memory-{worker.replace('/', '-')}"
+
     def spool_path(self, rollout_index: int) -> Path:
         return self.path / "spool" / f"rollout_worker-{rollout_index}"
 

@@ -8,8 +8,8 @@
 
     SIGTERM, SIGINT --> the worker        SIGUSR1: end everything at once
 
-The guard ends as its worker did, by the same signal or code. The worker's temporary files are in a folder of its own,
-which goes with it.
+The guard ends as its worker did, by the same signal or code. If the kernel had killed for memory, it notes that in a
+file, since srun says 1 of it. The worker's temporary files are in a folder of its own, which goes with it.
 """
 
 import contextlib
@@ -27,13 +27,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.flocks import open_directory
+from corral.experiments.trial.memory_groups import memory_groups
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, descendants_of, process_start_ticks
 from corral.launcher.trial.sweep import sweep
 
 END_ALL: Final = signal.SIGUSR1
+OUT_OF_MEMORY_VARIABLE: Final = "CORRAL_OUT_OF_MEMORY_NOTE"
+"""Names the file that says of a worker that it ended for its memory."""
 _HEARD: Final = (signal.SIGTERM, signal.SIGINT, END_ALL, signal.SIGCHLD)
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -60,6 +64,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with contextlib.ExitStack() as stack:
         environment, record = _own_surroundings(stack)
         tie = die_with_parent()
+        note = os.environ.get(OUT_OF_MEMORY_VARIABLE)
+        if note is not None:
+            Path(note).unlink(missing_ok=True)
+        kills_before = _kills_for_memory()
 
         def prepare() -> None:
             tie()
@@ -67,6 +75,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
         worker = subprocess.Popen(command, env=environment, preexec_fn=prepare)
         status = _watch(worker.pid, parent)
+        if note is not None and status is not None and _is_for_memory(status, kills_before):
+            Path(note).touch()
         if record is not None:
             for path in leftovers.names_in_memory(descendants_of(os.getpid())):
                 record.note(path)
@@ -127,6 +137,23 @@ def _reap(worker: int) -> int | None:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             found = ended[1] if ended[0] == worker else found
     return found
+
+
+def _kills_for_memory() -> int:
+    """How many the kernel has killed for memory among those that are counted with this process."""
+    return next((group.kills for group in memory_groups() if group.kills is not None), 0)
+
+
+def _is_for_memory(status: int, kills_before: int) -> bool:
+    """Whether a worker ended because it, or what it had started, was killed for memory."""
+    if _kills_for_memory() == kills_before:
+        return False
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
+        return True
+    # It may also have failed for want of a process of its own; where others are counted with it, of theirs.
+    mine = {os.getpid(), *descendants_of(os.getpid())}
+    return (code < 0 or code == WorkerExit.ERROR) and next(memory_groups()).members <= mine
 
 
 def _end_children(worker: int, status: int | None) -> int:

@@ -19,6 +19,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
+from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.units.actions import TaskExit
@@ -123,6 +124,8 @@ class AttemptTasks:
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         kind = task.exit_kind()
+        if returncode and self._was_out_of_memory(worker):
+            returncode = WorkerExit.OUT_OF_MEMORY
         self.recorder.keep(
             partial(
                 self._exits.record,
@@ -139,6 +142,15 @@ class AttemptTasks:
         )
         said = self._last_word(worker) if returncode == WorkerExit.USER_CODE else ""
         return TaskExit(worker, returncode, kind, said=said)
+
+    def _was_out_of_memory(self, worker: str) -> bool:
+        """Takes its guard's note."""
+        path = self.directory.out_of_memory_path(worker)
+        try:
+            self.files.run(path.unlink, f"remove {path}")
+        except OSError:
+            return False
+        return True
 
     def _last_word(self, worker: str) -> str:
         """What a worker put down about its end."""
@@ -173,6 +185,7 @@ class AttemptTasks:
         return {
             **self.plan.scheduling[kind].scheduling_of(index).env_vars,
             "CORRAL_BIND_ADDRESS": self.runner.bind_address(worker),
+            OUT_OF_MEMORY_VARIABLE: str(self.directory.out_of_memory_path(worker)),
             "PYTHONUNBUFFERED": "1",
         }
 

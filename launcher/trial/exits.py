@@ -35,8 +35,7 @@ _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 _CONSEQUENCES = (-signal.SIGTERM, WorkerExit.SUPERSEDED, WorkerExit.GANG_BROKEN)
 _MEMORY_EXITS = (-9, 137, 253)
-# slurmstepd's own line, which stands beside any exit code: srun may end with 1 where the kernel killed a task. Without
-# accounting SLURM tells nobody else, and the step's cgroup is gone when its srun ends.
+# slurmstepd's own line, which stands beside any exit code, where the guard was killed, too, or could not write.
 _SLURMS_OWN_LINE = re.compile(r"slurmstepd: error: .*\bdetected \d+ oom[-_ ]kill event", re.IGNORECASE)
 _MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
 
@@ -106,7 +105,9 @@ def is_consequence(record: Mapping[str, Any]) -> bool:
 
 
 def is_out_of_memory(record: Mapping[str, Any]) -> bool:
-    """Whether this was the memory limit's doing: SLURM says so in what the worker printed last."""
+    """Whether this was the memory limit's doing: its guard knows, or SLURM says so in what the worker printed last."""
+    if record.get("returncode") == WorkerExit.OUT_OF_MEMORY:
+        return True
     lines = [str(line) for line in record.get("last_lines") or ()]
     if record.get("returncode") and any(map(_SLURMS_OWN_LINE.match, lines)):
         return True

@@ -7,7 +7,8 @@ exit N     ends with N                          kill       SIGKILLs itself
 finish S   a master that is done after S s      master     a master that runs until a stop request
 steps N D  a master that commits a step every D s, in all attempts together N of them
 die D S    waits S s, then `exit D`             child      starts a process of its own, then waits
-linger S   ends with 0 S s after it was asked to
+linger S   ends with 0 S s after it was asked to     eat M      uses M MiB of memory, then waits
+served M   starts a process that uses M MiB, and fails if it ends
 """
 
 import argparse
@@ -74,6 +75,10 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: 
         return int(arguments[0])
     if word == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if word == "eat":
+        bytearray(int(arguments[0]) << 20)
+    if word == "served":
+        subprocess.run([sys.executable, "-c", f"bytearray({arguments[0]} << 20)"], check=True)
     if word == "steps":
         return commit_steps(directory, int(arguments[0]), float(arguments[1]), attempt=attempt)
     if word in ("finish", "master"):

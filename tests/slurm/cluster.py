@@ -5,6 +5,7 @@
     running_cluster()                                        4 nodes of 8 CPUs, 8 GPUs, 8000 MB; no accounting
     running_cluster(accounts=True)                           slurmdbd with accounts and limits (accounting.py)
     running_cluster(threads_per_core=2)                      the same 8 CPUs, on 4 cores
+    running_cluster(limits_memory=True)                      real cgroups: who uses more than it asked for is killed
     running_cluster(settings={"MaxMemPerCPU": 1000})         other lines of slurm.conf
     running_cluster(job_submit="function slurm_job_submit...")   a site's job_submit.lua
 
@@ -18,9 +19,10 @@ The fixtures `accounting_cluster` and `threaded_cluster` of conftest.py share on
 Partitions: debug (default, preempts spot), spot (requeued after GraceTime; `scontrol update partitionname=spot
 gracetime=20` lengthens it) and short (one minute, one node).
 
-Everything listens on loopback or in the directory; nothing needs root, systemd or cgroups; processes are ended by their
-ids. Facts that shape it: a fake GPU has to be a device node, and a link to /dev/null counts as one; UNIX sockets need
-short paths, so the cluster lives in a short temporary directory; slurmd share a host by `-N` and a port each.
+Everything listens on loopback or in the directory; nothing needs root, systemd or cgroups, but for the cluster that has
+real ones; processes are ended by their ids. Facts that shape it: a fake GPU has to be a device node, and a link to
+/dev/null counts as one; UNIX sockets need short paths, so the cluster lives in a short temporary directory; slurmd
+share a host by `-N` and a port each.
 """
 
 import os
@@ -32,7 +34,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,8 @@ from tests.slurm.accounting import user_name
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+"""Of version 1."""
 _NAME = "test"
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 _START_TIMEOUT_S = 120.0
@@ -73,6 +77,7 @@ class Shape:
     gpus: int = 8
     mem_mb: int = 8000
     accounts: bool = False
+    limits_memory: bool = False
     job_submit: str | None = None
     """job_submit.lua, which sees every job before SLURM takes it."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -199,6 +204,10 @@ class Cluster:
             os.kill(pid, signal.SIGKILL)
         for process in served:  # each after those that use it
             self._end([process] if process else [])
+        if self._shape.limits_memory:
+            for index in range(self._num_nodes):  # jobs remove theirs, slurmd leaves its own
+                with suppress(OSError):
+                    (MEMORY_GROUPS / f"slurm_n{index + 1}").rmdir()
 
     def _start_munge(self) -> None:
         key = self._directory / "munge.key"
@@ -277,12 +286,17 @@ PartitionName=short Nodes=n1 MaxTime=1 DefaultTime=1 MaxNodes=1 State=UP
         if shape.job_submit is not None:
             settings["JobSubmitPlugins"] = "lua"
             (directory / "job_submit.lua").write_text(shape.job_submit)
+        if shape.limits_memory:
+            # Nodes of two clusters have one name, and their jobs a folder each in the machine's only tree of groups.
+            settings |= {"TaskPlugin": "task/cgroup", "FirstJobId": random.randrange(1000, 1_000_000)}
         self.config_path.write_text(_with_settings(text, settings))
         device = f"gpu[0-{shape.gpus - 1}]" if shape.gpus > 1 else "gpu0"
         names = f"n[1-{self._num_nodes}]" if self._num_nodes > 1 else "n1"
         line = f"NodeName={names} Name=gpu File={directory}/dev/{device}\n" if shape.gpus else ""
         (directory / "gres.conf").write_text(line)
-        if slurm_version() >= (24, 5):
+        if shape.limits_memory:
+            (directory / "cgroup.conf").write_text("ConstrainRAMSpace=yes\nConstrainSwapSpace=yes\n")
+        elif slurm_version() >= (24, 5):
             # It looks for cgroups even where no plugin uses them; older ones do not know the word.
             (directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
 
@@ -360,6 +374,7 @@ def running_cluster(
     gpus: int = 8,
     mem_mb: int = 8000,
     accounts: bool = False,
+    limits_memory: bool = False,
     job_submit: str | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Iterator[Cluster]:
@@ -371,6 +386,7 @@ def running_cluster(
         gpus=gpus,
         mem_mb=mem_mb,
         accounts=accounts,
+        limits_memory=limits_memory,
         job_submit=job_submit,
         settings=settings or {},
     )

@@ -6,11 +6,11 @@ memory of the cgroups ────┘
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+from corral.experiments.trial.memory_groups import memory_groups
+
 _MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
 
 
@@ -22,7 +22,8 @@ def room_in(directory: Path) -> int:
         return free
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(memory["MemAvailable"].split()[0]) * 1024
-    return max(0, min(free, available, *_room_of_cgroups()))
+    rooms = (group.room for group in memory_groups())
+    return max(0, min(free, available, *(room for room in rooms if room is not None)))
 
 
 def _is_memory(directory: Path) -> bool:
@@ -33,35 +34,3 @@ def _is_memory(directory: Path) -> bool:
         if mount.split()[2] == number:
             return kind.split()[0] in _MEMORY_FILE_SYSTEMS
     return False
-
-
-def _room_of_cgroups(cgroups: Path = _CGROUPS) -> Iterator[int]:
-    """What each group of this process's memory may still grow by, in cgroup version 2; version 1 is not looked at."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            group = cgroups / line.removeprefix("0::/")
-            for folder in (group, *group.parents):
-                limit = _number_in(folder / "memory.max")
-                used = _number_in(folder / "memory.current")
-                if limit is not None and used is not None:
-                    yield limit - used + _reclaimable(folder)
-                if folder == cgroups:
-                    break
-
-
-def _number_in(path: Path) -> int | None:
-    """None for `max`, and where there is no such file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes of files that the kernel holds only as long as nobody wants their place."""
-    try:
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return 0
-    return max(0, int(stat.get("file", 0)) - int(stat.get("shmem", 0)))

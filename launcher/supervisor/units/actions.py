@@ -89,6 +89,7 @@ class TaskExit:
             WorkerExit.GANG_BROKEN: " (its peers failed)",
             WorkerExit.WRONG_DEVICES: " (it sees other GPUs than the plan gives it: look at its node)",
             WorkerExit.USER_CODE: f" ({self.said or 'your code fails on everything: its log says with what'})",
+            WorkerExit.OUT_OF_MEMORY: " (out of memory: raise `mem` of its group)",
             WorkerExit.NO_ROOM: " (a disk is full; it goes on when there is room)",
         }.get(self.returncode, "")
         return f"{self.task} {exit_text(self.returncode)}{meaning}"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.launcher.trial.exits import is_out_of_memory
 
 BY_CGROUP = (
@@ -25,6 +26,10 @@ def test_an_end_by_the_memory_limit_is_named_whatever_srun_ends_with(returncode:
 )
 def test_a_worker_that_fails_by_itself_is_not_taken_for_one_that_was_killed(said: str) -> None:
     assert not is_out_of_memory({"returncode": 1, "last_lines": [said]})
+
+
+def test_the_guards_word_needs_no_line_of_slurm() -> None:
+    assert is_out_of_memory({"returncode": WorkerExit.OUT_OF_MEMORY, "last_lines": []})
 
 
 def test_a_worker_that_ended_well_was_not_killed_for_its_memory() -> None:

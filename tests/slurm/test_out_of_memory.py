@@ -1,0 +1,46 @@
+"""Workers that use more memory than their group asks for, on a SLURM that has the kernel end them for it."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.launcher.trial.exits import read_exits
+from tests.slurm.cluster import MEMORY_GROUPS, Cluster, running_cluster
+from tests.slurm.conftest import require_programs
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    require_programs(accounts=False)
+    if os.getuid() != 0 or not os.access(MEMORY_GROUPS / "cgroup.procs", os.W_OK):
+        pytest.skip(f"SLURM makes memory cgroups as root, below {MEMORY_GROUPS} (version 1), and cannot here")
+    with running_cluster(num_nodes=1, limits_memory=True) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("word", ["eat 600", "served 600"])
+def test_a_worker_that_the_kernel_ends_for_its_memory_is_said_to_have_had_too_little(
+    make_slurm_trial: Any, word: str
+) -> None:
+    """srun ends with 1 whoever was killed, the worker or a process of its own: the worker's guard knows."""
+    trial = make_slurm_trial(
+        {"master_worker/0": ["master"], "generation_server/0": [word]},
+        model_workers=1,
+        servers=1,
+        task={"mem": 256},
+        supervision={"max_restarts": 1, "restart_pause_s": 0.1},
+    )
+    trial.submit()
+    status = trial.wait_for_state("OOM", "FAILED", "COMPLETE", "LOST")
+    assert status.state == "OOM" and "groups.generation_server.scheduling.mem" in status.note, trial.events()
+    ends = [record["returncode"] for record in read_exits(trial.directory) if record["worker"] == "generation_server/0"]
+    assert ends == [WorkerExit.OUT_OF_MEMORY] * 2
+    (restart,) = trial.events("unit_restarting")
+    assert "out of memory: raise `mem` of its group" in restart["cause"]
+    others = [event for event in trial.events("worker_exited") if event["worker"] != "generation_server/0"]
+    assert all(event["returncode"] != WorkerExit.OUT_OF_MEMORY for event in others), others
