@@ -56,6 +56,7 @@ WORKER_CLASSES: dict[str, str] = {
     "rollout_worker": "corral.workers.rollout.rollout_worker:RolloutWorker",
 }
 _RENDEZVOUS_TIMEOUT_S = 60.0
+_ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"})
 _OPEN_FILES = 65536  # a connection of a stream takes five; many sites start processes with 1024
 
 
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     faulthandler.enable()
     plan = RunPlan.from_json(arguments.plan.read_bytes())
     _allow_open_files()
+    _let_segments_grow(arguments.kind)
     trial = TrialDirectory(plan.trial.directory)
     try:
         use_kept_code(trial.code_path, plan.code)
@@ -85,6 +87,16 @@ def main(argv: list[str] | None = None) -> int:
     except StopRequested as reason:  # outside of the worker's own run: while it was being set up
         logger.info("%s/%d leaves: asked to stop (%s)", arguments.kind, arguments.index, reason)
         return WorkerExit.DONE
+
+
+def _let_segments_grow(kind: str) -> None:
+    """Have training ranks' memory of GPUs grow in place, unless the site says otherwise; torch reads it when it loads.
+
+    Rows of every micro-batch have a length of their own. What one of them has taken suits no other, and torch would
+    keep the pieces; generation servers, whose programs choose for themselves, are left alone.
+    """
+    if kind == "model_worker" and not _ALLOCATOR_SETTINGS & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _run(

@@ -316,3 +316,13 @@ def test_plan_keeps_the_resolved_configuration_for_people(folder: Path) -> None:
     config = json.loads(_plan(folder / "ppo.yaml").to_json())["config"]
     assert config["actor"]["optimizer"]["beta1"] == 0.9
     assert config["launch"]["time_limit"] == "1:00:00"
+
+
+def test_products_in_float32_are_warned_of_on_gpus_with_what_to_set(folder: Path) -> None:
+    def warnings(gpus: int, dtype: str) -> list[str]:
+        overrides = (f"groups.model_worker.scheduling.gpu={gpus}", f"actor.dtype={dtype}")
+        return [text for text in load_experiment(folder / "ppo.yaml", overrides).find_warnings() if "float32" in text]
+
+    (warning,) = warnings(1, "float32")
+    assert "(actor.dtype)" in warning and "15 times" in warning and "set dtype: bfloat16" in warning
+    assert warnings(0, "float32") == warnings(1, "bfloat16") == []

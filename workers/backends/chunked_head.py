@@ -227,7 +227,7 @@ class ChunkedHead(CastingLinear):
             dtype=torch.get_autocast_dtype(kind) if is_low else torch.float32,
             share=self.share,
         )
-        question.answer = torch.stack([scores.logprobs, scores.entropy], -1)[None]
+        question.answer = torch.stack([scores.logprobs[None], scores.entropy[None]], -1)
         return question.answer
 
 

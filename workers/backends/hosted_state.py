@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from corral.workers.backends.host_copies import Blocks
 from corral.workers.backends.offload import bytes_of, owned
 from corral.workers.backends.sharding import local
 
@@ -35,6 +36,7 @@ class HostedState:
         self._state = state
         self._copies: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         """Host memory as [bytes] uint8, by the tensor whose content it is."""
+        self._blocks = Blocks(is_pinned=True)
         self._stream: torch.cuda.Stream | None = None
 
     def put_away(self, parameter: nn.Parameter) -> None:
@@ -43,7 +45,9 @@ class HostedState:
         for name in [name for name, value in state.items() if _has_rows(value)]:
             state[name] = owned(state[name])
             storage = local(state[name]).untyped_storage()
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            is_far = storage.device.type == "cuda"
+            size = storage.nbytes()
+            copy = self._blocks.take(size) if is_far else torch.empty(size, dtype=torch.uint8)
             self._copies[state[name]] = copy.copy_(bytes_of(storage))
             storage.resize_(0)
 
@@ -52,8 +56,8 @@ class HostedState:
         own = local(tensor)
         if tensor not in self._copies:
             return own
-        memory = self._copies[tensor].untyped_storage()
-        return torch.empty(0, dtype=own.dtype).set_(memory, own.storage_offset(), own.shape, own.stride())
+        memory = self._copies[tensor].view(own.dtype)
+        return memory.as_strided(own.shape, own.stride(), memory.storage_offset() + own.storage_offset())
 
     def visited(self, parameters: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
         """Each parameter in turn, to be stepped while its state is on its device.

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from corral.workers.backends.files.deltas import WeightBase
 from corral.workers.backends.files.tensors import write_tensors
-from corral.workers.backends.host_copies import host_copies
+from corral.workers.backends.host_copies import HostCopying
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 
@@ -66,12 +66,12 @@ def copy_own(
     Args:
         weights, rank, num_ranks, max_shard_bytes: as for `write_weights`.
     """
-    shards = _Shards(max_shard_bytes)
+    shards, copying = _Shards(max_shard_bytes), HostCopying()
     kept: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
         is_own = shards.place(name, tensor.numel() * tensor.element_size()) % num_ranks == rank
-        copy = host_copies({name: tensor})[name] if is_own else torch.empty_like(tensor, device="meta")
-        kept.append((name, copy))
+        kept.append((name, copying.copy(tensor) if is_own else torch.empty_like(tensor, device="meta")))
+    copying.wait()
     return kept
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.files.adapters import read_adapter
@@ -46,12 +47,14 @@ def load_over_ranks(
     Raises:
         ValueError: if the layout cannot hold this model, or the directory has not all that the head needs.
     """
+    mesh = device_mesh(context) if context.world_size > 1 else None
     with ExitStack() as stack:
         stored = StoredExperts(model_directory, stack)
         model = load_model(model_directory, head, stored)
         if is_held_low:
             model.requires_grad_(False)
-        _cut(model, head, context, lora, seed=seed, compute_dtype=compute_dtype)
+        _prepare(model, head, lora, seed=seed)
+        _cut(model, context, mesh, compute_dtype=compute_dtype)
         # Where layers come as they were cut, and never whole.
         experts = [weight for weight, number in expert_matrices(layers_of(model)).items() if number]
         low = [*frozen_products(model), *(weight for weight in experts if not weight.requires_grad)]
@@ -59,16 +62,8 @@ def load_over_ranks(
     return model
 
 
-def _cut(
-    model: Any,
-    head: Head[Any],
-    context: ParallelContext,
-    lora: LoraConfig | None,
-    *,
-    seed: int,
-    compute_dtype: torch.dtype,
-) -> None:
-    mesh = device_mesh(context) if context.world_size > 1 else None
+def _prepare(model: Any, head: Head[Any], lora: LoraConfig | None, *, seed: int) -> None:
+    """Whatever is done with a whole model."""
     if lora is not None:
         add_adapters(model, lora, seed=seed, has_score_layer=head.has_score_layer)
         if lora.adapter is not None:
@@ -76,6 +71,9 @@ def _cut(
     cast_per_use(model)
     head.install(model)
     install_router_replay(model)
+
+
+def _cut(model: Any, context: ParallelContext, mesh: DeviceMesh | None, *, compute_dtype: torch.dtype) -> None:
     if mesh is not None and context.tp_size > 1:
         cut_layers(model, mesh[TENSOR])
     if context.cp_group is not None:
