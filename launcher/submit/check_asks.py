@@ -328,7 +328,7 @@ def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
             "SLURM never starts such a job early in a gap (backfill)"
         )
     asked = partitions_asked(ask.values, facts)
-    if all(facts.settings(name).get("State") == "DOWN" for name in asked):
+    if facts.are_down(asked):
         yield f"partition {' and '.join(asked)} is DOWN: the job waits until it is UP again"
     for name in ask.reservations:
         if begin := facts.begins_later(name):

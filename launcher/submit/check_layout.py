@@ -263,28 +263,51 @@ class _Checks:
                     )
 
     def waits_for_nodes(self) -> list[str]:
-        """What cannot start on the nodes that are up, of a layout that all nodes could hold."""
-        waiting = [line for index in range(len(self.layout.allocations)) for line in self._waits(index)]
+        """What cannot start on the nodes that are up and not others', of a layout that all nodes could hold."""
+        indices = range(len(self.layout.allocations))
+        waiting = [line for index in indices for line in self._waits(index, "up", away={})]
         up = [node for node in self.facts.nodes if node.is_up]
         if not waiting and any(self.of_all_together(up)):
             waiting.append("of the nodes that are up, there are too few for all jobs of this trial together")
-        return [f"{line}: it waits until nodes are back (sinfo -R says why they are not)" for line in waiting]
+        if waiting:
+            return [f"{line}: it waits until nodes are back (sinfo -R says why they are not)" for line in waiting]
+        reserved = [
+            line
+            for index in indices
+            for line in self._waits(
+                index,
+                "up and in no reservation of others",
+                away=self.facts.reserved_for_others(self.layout.allocations[index].options),
+            )
+        ]
+        return [f"{line}: it waits for the end of these (scontrol show reservation)" for line in reserved]
 
-    def _waits(self, index: int) -> Iterator[str]:
+    def _waits(self, index: int, how: str, *, away: Mapping[str, str]) -> Iterator[str]:
+        """Too few nodes, or not those that are asked for by name, are `how` at present.
+
+        Args:
+            away: nodes that are not to be had though they are up, and why.
+        """
         allocation = self.layout.allocations[index]
+        wanted = set(expand_host_list(allocation.options.get("nodelist", "")))
         fitting_by_partition = {
             name: fitting
             for name in partitions_asked(allocation.options, self.facts)
-            if (fitting := self._fitting(allocation, name))
+            if (fitting := self._fitting(allocation, name)) and wanted <= {node.name for node in fitting}
         }
-        ups = {name: sum(node.is_up for node in fitting) for name, fitting in fitting_by_partition.items()}
-        if not ups or max(ups.values()) >= allocation.num_nodes:
+        there = {
+            name: {node.name for node in fitting if node.is_up and node.name not in away}
+            for name, fitting in fitting_by_partition.items()
+        }
+        if not there or any(wanted <= names and len(names) >= allocation.num_nodes for names in there.values()):
             return
-        name = max(ups, key=lambda name: ups[name])
-        states = Counter(node.state for node in fitting_by_partition[name])
+        name = max(there, key=lambda name: len(there[name]))
+        fitting = [node for node in fitting_by_partition[name] if not wanted or node.name in wanted]
+        states = Counter(away.get(node.name, node.state) for node in fitting)
         shown = ", ".join(f"{count} {state}" for state, count in states.items())
+        of_these = f"{len(wanted & there[name])} of {', '.join(sorted(wanted))}" if wanted else f"{len(there[name])}"
         yield (
-            f"{self._who(index)} needs {allocation.num_nodes} nodes, {ups[name]} of partition {name!r} are up "
+            f"{self._who(index)} needs {allocation.num_nodes} nodes, {of_these} of partition {name!r} are {how} "
             f"at present ({shown})"
         )
 

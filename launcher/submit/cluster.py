@@ -1,11 +1,12 @@
 """What the checks before a submission know of a cluster: a few questions, more where a trial names more.
 
-sinfo, scontrol show partition                          -> nodes, partitions
-scontrol show reservation                               -> reservations, if a trial asks for one
+scontrol show partition, sinfo                          -> partitions, nodes of those that the trial names
+scontrol show reservation                               -> reservations: a trial's own, and others' nodes
 scontrol show config, sacctmgr where there is accounting -> accounts, QOS and their limits
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from corral.launcher.slurm.accounts import Accounts, read_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.parse import Node
 from corral.scheduling.placement import NodeShape
+from corral.scheduling.slurm_formats import expand_host_list, parse_time_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,9 @@ class ClusterFacts:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Partitions that sinfo hides from this user, of those that a trial names, with the groups that may use them."""
     reservations: Mapping[str, Mapping[str, str]] | None = None
-    """Settings by name; None if nobody asked."""
+    """Settings by name; None if SLURM did not say."""
+    asked_at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
     accounts: Accounts = field(default_factory=Accounts)
     """What the user may charge and use, and the limits."""
 
@@ -37,7 +41,8 @@ class ClusterFacts:
 
     @property
     def default_partition(self) -> str | None:
-        return next((node.partition for node in self.nodes if node.is_default_partition), None)
+        of_nodes = next((node.partition for node in self.nodes if node.is_default_partition), None)
+        return default_of(self.partitions) or of_nodes
 
     @property
     def shown_partitions(self) -> str:
@@ -48,33 +53,69 @@ class ClusterFacts:
         """The nodes of a partition."""
         return [node for node in self.nodes if node.partition == partition]
 
+    def are_down(self, partitions: Sequence[str]) -> bool:
+        """Whether none of these starts jobs at present, though they take them."""
+        return all(self.settings(name).get("State") == "DOWN" for name in partitions)
+
     def begins_later(self, reservation: str) -> str:
         """When a reservation begins that is still to come; "" for all others."""
         settings = (self.reservations or {}).get(reservation, {})
         return settings.get("StartTime", "") if settings.get("State") == "INACTIVE" else ""
+
+    def reserved_for_others(self, options: Mapping[str, str]) -> dict[str, str]:
+        """Nodes of the reservations that a job with these options cannot use and may run into, with their names."""
+        own, limit = options.get("reservation", "").split(","), options.get("time_limit")
+        reserved: dict[str, str] = {}
+        for name, settings in (self.reservations or {}).items():
+            begin_s = _moment(settings.get("StartTime", "")) - self.asked_at
+            if name not in own and (limit is None or begin_s < parse_time_limit(limit)):
+                nodes = expand_host_list(settings.get("Nodes", "").replace("(null)", ""))
+                reserved |= dict.fromkeys(nodes, f"in reservation {name!r} until {settings.get('EndTime', '?')}")
+        return reserved
 
     def settings(self, partition: str) -> Mapping[str, str]:
         return self.partitions.get(partition, {})
 
 
 def read_cluster(
-    client: SlurmClient, *, wanted_partitions: Sequence[str], wants_reservation: bool, accounts_of: str | None
+    client: SlurmClient, *, wanted_partitions: Sequence[str], accounts_of: str | None, wants_all_nodes: bool = False
 ) -> ClusterFacts:
-    """Asks SLURM; what only some sites have may fail without harm. None has no accounts looked up.
+    """Asks SLURM; what only some sites have may fail without harm.
+
+    Args:
+        wanted_partitions: those that the trial may run in; "" is the default one.
+        accounts_of: whose accounts to look up; None has none looked up.
+        wants_all_nodes: those of partitions that it does not name, too, to say what would do instead.
 
     Raises:
         SlurmError: if nodes or partitions cannot be asked for.
     """
-    nodes, partitions = client.nodes(), client.partitions()
-    hidden = [name for name in wanted_partitions if name not in partitions]
+    partitions = client.partitions()
+    wanted = sorted({name or default_of(partitions) or "" for name in wanted_partitions})
+    hidden = [name for name in wanted if name and name not in partitions]
+    is_narrow = not wants_all_nodes and all(name in partitions for name in wanted)
+    nodes = client.nodes(",".join(wanted) if is_narrow else None)
     closed = _or_none(lambda: client.partitions(with_hidden=True)) if hidden else None
     return ClusterFacts(
         nodes=nodes,
         partitions=partitions,
         closed={name: closed[name].get("AllowGroups", "") for name in hidden if closed and name in closed},
-        reservations=_or_none(client.reservations) if wants_reservation else None,
+        reservations=_or_none(client.reservations),
         accounts=read_accounts(client, accounts_of) if accounts_of is not None else Accounts(),
     )
+
+
+def default_of(partitions: Mapping[str, Mapping[str, str]]) -> str | None:
+    """The partition of jobs that name none."""
+    return next((name for name, settings in partitions.items() if settings.get("Default") == "YES"), None)
+
+
+def _moment(text: str) -> float:
+    """Seconds since the epoch of a moment that SLURM writes; long ago if it is none."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return float("-inf")
 
 
 def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]] | None:

@@ -13,18 +13,19 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
+from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.complaints import Complaint
 from corral.launcher.slurm.refusals import explain_refusal
@@ -35,7 +36,7 @@ from corral.launcher.slurm.sbatch import (
     render_script,
     sbatch_options,
 )
-from corral.launcher.submit.asks import Ask, asks_of, check_values, shapes_for
+from corral.launcher.submit.asks import Ask, asks_of, check_values, partitions_asked, raise_problems, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
@@ -89,29 +90,59 @@ def check_on_slurm(
             return Preflight(layout=layout, checks=("cluster not checked (--no-checks)",), warnings=tuple(warnings))
         if plan.cluster.gpu_memory is not None:
             warnings += check_memory(plan, GpuBudget(gpu_memory_mb=plan.cluster.gpu_memory), source)
-        if facts is not None:
-            warnings += check_asks(asks, plan, facts, source)
-        layout = _plan(plan, asks, facts)
-        found = Capacity([], []) if facts is None else check_layout(layout, plan, facts, source)
-        warnings += found.waits_for_nodes
-        if facts is not None:
-            warnings += check_limits(layout, plan, facts, source)
+        raise_problems(ConfigError, list(_missing_images(asks, plan)), source)
+        try:
+            layout, found, doubts = _compare(plan, asks, facts, source)
+        except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
+            facts = _read(client, asks, [], has_checks=True, wants_all_nodes=True) or facts
+            layout, found, doubts = _compare(plan, asks, facts, source)
+        warnings += doubts
         known = {Complaint.NODES} if found.waits_for_nodes else set()
         if facts is not None and any(facts.begins_later(name) for ask in asks for name in ask.reservations):
             known.add(Complaint.TIME)
         started = _ask_slurm(plan, layout, directory, client, source, known=known)
         warnings += started.warnings
-        return Preflight(layout=layout, checks=(*found.checks, *started.checks), warnings=tuple(warnings))
+        # SLURM estimates as if a partition that is down were up.
+        is_down = facts is not None and facts.are_down(partitions_asked(layout.head.options, facts))
+        estimate = () if is_down else started.checks
+        return Preflight(layout=layout, checks=(*found.checks, *estimate), warnings=tuple(warnings))
     except ConfigError as error:
         raise error.located(source) from error
 
 
-def _read(client: SlurmClient, asks: Sequence[Ask], warnings: list[str], *, has_checks: bool) -> ClusterFacts | None:
+def _compare(
+    plan: RunPlan, asks: Sequence[Ask], facts: ClusterFacts | None, source: ConfigSource
+) -> tuple[Layout, Capacity, list[str]]:
+    """The layout, what its nodes are like, and warnings; an UnsatisfiableError for what the cluster never gives."""
+    if facts is None:
+        return _plan(plan, asks, None), Capacity([], []), []
+    warnings = check_asks(asks, plan, facts, source)
+    layout = _plan(plan, asks, facts)
+    found = check_layout(layout, plan, facts, source)
+    return layout, found, [*warnings, *found.waits_for_nodes, *check_limits(layout, plan, facts, source)]
+
+
+def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProblem]:
+    """Images of Apptainer that are files, and not there; it can also fetch one, by an address."""
+    for ask in asks:
+        image = ask.task.container_image or ""
+        if plan.cluster.container_runtime in PROGRAM_RUNTIMES and image.startswith("/") and not Path(image).exists():
+            yield ask.problem(
+                "container_image",
+                f"there is no image {image} on this machine",
+                hint="name one on a file system that the nodes see, too; if only they see it, add --no-checks",
+                shown=image,
+            )
+
+
+def _read(
+    client: SlurmClient, asks: Sequence[Ask], warnings: list[str], *, has_checks: bool, wants_all_nodes: bool = False
+) -> ClusterFacts | None:
     try:
         return read_cluster(
             client,
-            wanted_partitions=[name for ask in asks for name in ask.values.get("partition", "").split(",") if name],
-            wants_reservation=any(ask.reservations for ask in asks),
+            wanted_partitions=[name for ask in asks for name in ask.values.get("partition", "").split(",")],
+            wants_all_nodes=wants_all_nodes,
             accounts_of=user_name() if has_checks else None,
         )
     except SlurmUnreachableError:

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -188,6 +189,50 @@ def test_sites_that_hide_their_nodes_do_not_block_a_submission(
         _prepare(experiment, "launch.partition=nosuch")
 
 
+def test_sinfo_is_asked_for_the_partitions_that_are_named_and_for_all_only_to_say_what_would_do(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = tmp_path / "bin", tmp_path / "asked"
+    folder.mkdir()
+    (folder / "sinfo").write_text(f'#!/bin/sh\necho "$*" >>{asked}\nexec {shutil.which("sinfo")} "$@"\n')
+    (folder / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def partitions() -> list[str]:
+        lines = asked.read_text().splitlines()
+        asked.unlink()
+        return [line.partition("-p ")[2].partition(" ")[0] for line in lines]
+
+    _prepare(experiment, "launch.partition=spot")
+    assert partitions() == ["spot"]
+    _prepare(experiment, "launch.time_limit=1", "launch.signal_before_end_s=20", "launch.partition=short,spot")
+    assert partitions() == ["short,spot"]
+    _prepare(experiment)
+    assert partitions() == ["debug"]
+    with pytest.raises(ConfigError, match="MaxNodes 1 for a job|'debug' fits|'spot' fits|partition 'debug'"):
+        _prepare(experiment, "launch.partition=short", "launch.time_limit=1:00:00")
+    assert partitions() == ["short", ""]
+    _prepare(
+        experiment,
+        "launch.partition=short",
+        "launch.time_limit=1",
+        "launch.signal_before_end_s=20",
+        "launch.exclude=n2",
+    )
+    assert partitions() == ["short", ""]  # n2 is a node, though none of that partition
+
+
+@pytest.mark.parametrize(("image", "is_refused"), [("/no/such.sif", True), ("docker://alpine", False)])
+def test_an_image_that_is_not_there_is_refused(experiment: Path, image: str, is_refused: bool) -> None:
+    overrides = ("cluster.container_runtime=apptainer", f"groups.rollout_worker.scheduling.container_image={image}")
+    if not is_refused:
+        assert _prepare(experiment, *overrides).layout is not None
+        return
+    with pytest.raises(ConfigError, match=r"there is no image /no/such\.sif") as refused:
+        _prepare(experiment, *overrides)
+    assert refused.value.problems[0].path == ("groups", "rollout_worker", "scheduling", "container_image")
+
+
 def test_a_cluster_that_does_not_answer_is_no_fault_of_the_configuration(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +259,24 @@ def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path,
         cluster.run("scontrol", "delete", "reservation=workshop")
 
 
+def test_a_node_in_somebody_elses_reservation_is_waited_for(experiment: Path, cluster: Cluster) -> None:
+    """`sbatch --test-only` refuses what sbatch queues, in the sentence that it has for nodes that are too small."""
+    created = cluster.run(
+        "scontrol", "create", "reservation", "reservationname=workshop", "starttime=now", "duration=5", "nodes=n4",
+        "users=nobody",
+    )  # fmt: skip
+    assert created.returncode == 0, created.stderr
+    try:
+        submission = _prepare(experiment, "launch.nodelist=n4")
+        (told,) = [warning for warning in submission.warnings if "in reservation 'workshop' until" in warning]
+        assert "0 of n4" in told and not any("SLURM refuses" in warning for warning in submission.warnings)
+        queued = cluster.run("sbatch", "--parsable", "--nodelist=n4", "--time=60", "--wrap=true")
+        assert queued.returncode == 0, queued.stderr
+        cluster.run("scancel", queued.stdout.strip())
+    finally:
+        cluster.run("scontrol", "delete", "reservation=workshop")
+
+
 @pytest.mark.parametrize("state", ["drain", "down"])
 def test_nodes_that_are_away_are_a_warning_and_slurm_queues_the_trial(
     experiment: Path, cluster: Cluster, state: str
@@ -235,7 +298,9 @@ def test_a_partition_that_is_down_is_a_warning_and_one_that_takes_no_jobs_is_ref
 ) -> None:
     try:
         cluster.run("scontrol", "update", "partitionname=spot", "state=down")
-        assert "partition spot is DOWN" in "\n".join(_prepare(experiment, "launch.partition=spot").warnings)
+        waits = _prepare(experiment, "launch.partition=spot")
+        assert "partition spot is DOWN" in "\n".join(waits.warnings)
+        assert not any(check.startswith("est. start") for check in waits.checks), waits.checks
         cluster.run("scontrol", "update", "partitionname=spot", "state=drain")
         with pytest.raises(ConfigError, match=r"(?s)partition 'spot' is DRAIN: it takes no jobs.*debug, short"):
             _prepare(experiment, "launch.partition=spot")

@@ -308,7 +308,7 @@ TIME_CASES = (
         edit=("  time_limit: 1:00:00\n", "  partition: short\n"),
         words=(
             "that of partition 'short', 00:01:00, leaves no time",
-            "set launch.time_limit",
+            "here launch.time_limit may be at most '00:01:00', and launch.signal_before_end_s below 30",
             "scontrol show partition",
         ),
     ),

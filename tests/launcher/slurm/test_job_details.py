@@ -55,6 +55,11 @@ def test_the_exit_code_of_a_failed_job_says_more_than_its_state() -> None:
     assert "folder of the trial directory is missing" in found.note and "ExitCode=0:53" in found.findings[0]
 
 
+def test_a_node_without_the_interpreter_is_named_as_the_cause() -> None:
+    found = SlurmQueue(Slurm({"ExitCode": "127:0"})).look_closer(job_of(state="FAILED"), has_run=False)
+    assert "did not find its program" in found.note and "rl-doctor" in found.note
+
+
 def test_what_slurm_does_not_answer_leaves_the_job_as_squeue_shows_it() -> None:
     for state, reason in (("FAILED", "NonZeroExitCode"), ("PENDING", "ReqNodeNotAvail"), ("PENDING", "QOSMaxCpuLimit")):
         seen = job_of(state=state, reason=reason)

@@ -1,6 +1,7 @@
 """What sinfo and scontrol say, beside what trials ask for: tables of clusters that no test machine has."""
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -180,6 +181,37 @@ def test_nodes_in_any_state_are_nodes_and_too_few_of_them_a_warning(state: str) 
     is_down = state not in ("boot^", "resv")
     assert len(told) == is_down, warnings
     assert not is_down or f"needs 2 nodes, 1 of partition 'p' are up at present (1 idle, 1 {state})" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"nodelist": "n1"}, ""),
+        ({"nodelist": "n2"}, "0 of n2 of partition 'p' are up at present (1 down)"),
+        ({"nodelist": "n3"}, "0 of n3 of partition 'p' are up and in no reservation of others at present (1 in res"),
+        ({"nodelist": "n3", "reservation": "workshop"}, ""),
+        ({"nodelist": "n4"}, "(1 in reservation 'course' until 2030-01-01T02:00:00)"),
+        ({"nodelist": "n4", "time_limit": "30"}, ""),  # it ends before the course begins
+        ({"nodelist": "n4", "time_limit": "61"}, "in reservation 'course'"),
+        ({"exclude": "n1,n4"}, "0 of partition 'p' are up and in no reservation of others at present (1 down, 1 in "),
+    ],
+    ids=str,
+)
+def test_nodes_that_are_down_or_reserved_for_others_are_waited_for(launch: dict[str, str], words: str) -> None:
+    states = {"n1": "idle", "n2": "down", "n3": "idle", "n4": "idle"}
+    facts = _facts(
+        "".join(f"{name}|p*|8|8000|(null)|(null)|{state}|infinite\n" for name, state in states.items()),
+        partitions={"p": {"State": "UP", "MaxTime": "7-0"}},
+        reservations={
+            "workshop": {"Nodes": "n3", "StartTime": "2029-12-31T23:00:00", "EndTime": "2030-01-01T05:00:00"},
+            "course": {"Nodes": "n4", "StartTime": "2030-01-01T01:00:00", "EndTime": "2030-01-01T02:00:00"},
+            "licenses": {"Nodes": "(null)", "StartTime": "2029-12-31T23:00:00"},
+        },
+        asked_at=time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1)),
+    )
+    _, warnings = _check(_plan(launch=launch, task={"cpu": 1}, model_workers=1), facts)
+    waits = [warning for warning in warnings if " at present (" in warning]
+    assert len(waits) == bool(words) and words in "".join(waits), warnings
 
 
 def test_jobs_that_only_the_nodes_that_are_up_cannot_hold_together_are_a_warning() -> None:
