@@ -93,10 +93,17 @@ class RoleModel:
             weights: None for a model that no commit holds: it keeps its weights, once it has them. Those of a commit
                 are not read for a model with adapters: it is loaded from its own path, and `state` has the adapters.
             on_progress: called for every piece of optimizer state that was read.
+
+        Raises:
+            BadConfigurationError: if the backend cannot compute this model in its layout.
         """
         if self._engine is None:
             self._interfaces = self._make_interfaces()
-            self._engine = self._make_engine(weights or self.spec.model.path)
+            directory = weights or self.spec.model.path
+            try:
+                self._engine = self._make_engine(directory)
+            except ValueError as error:
+                raise BadConfigurationError(f"model {self.spec.model_name} of {directory}: {error}") from error
         if state is not None:
             numbers = self._engine.load_state(state, on_progress=on_progress)
             for name, interface in self._interfaces.items():

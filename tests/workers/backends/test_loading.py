@@ -22,6 +22,7 @@ from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.expert_files import StoredExperts
 from corral.workers.backends.fsdp.loading import load_model
+from corral.workers.backends.fsdp.over_ranks import load_over_ranks
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
@@ -135,7 +136,8 @@ def play_rank(context: ParallelContext, directory: Path) -> None:
     """Load, count, and give back what was loaded."""
     for name, lora, model in (("plain", None, "model"), ("lora", LORA, "model"), *((m, None, m) for m in MIXTURES)):
         with LargestTensor(None if name in MIXTURES else torch.float32) as largest:
-            engine = make_engine(directory / model, context, lora=lora)
+            load_over_ranks(directory / model, head_named("lm"), context, lora, seed=0, compute_dtype=torch.float32)
+        engine = make_engine(directory / model, context, lora=lora)
         weights = {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
         save_file(weights, directory / f"{name}-{context.rank}.safetensors")
         (directory / f"{name}-{context.rank}.numel").write_text(str(largest.numel))

@@ -29,6 +29,8 @@ from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
 from corral.workers.requests.messages import Inference, Initialize, Reallocate, SaveCheckpoint, TrainStep
+from tests.workers.backends.test_packing_proof import CHANGED
+from tests.workers.backends.test_packing_proof import save as save_kind
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,
@@ -407,6 +409,14 @@ def test_an_actor_without_its_settings_is_refused(folder: Path) -> None:
 def test_a_model_whose_mesh_does_not_have_the_rank_is_refused(folder: Path) -> None:
     with pytest.raises(BadConfigurationError, match="model ref/0, whose mesh does not have it"):
         Models(specification(folder), DataStore(), PLACES | {"ref/0": None}, seed=0)
+
+
+def test_a_kind_of_model_that_packed_rows_change_ends_the_worker_as_a_mistake_of_the_users(
+    folder: Path, tmp_path: Path
+) -> None:
+    save_kind("doge", tmp_path, **CHANGED["doge"])
+    with pytest.raises(BadConfigurationError, match="model actor/0 of .* 'doge' computes other numbers"):
+        initialize(models_of(folder, DataStore()), tmp_path)
 
 
 @pytest.mark.parametrize(("recompute", "expected"), [("none", 1), ("full", 2)])

@@ -23,6 +23,7 @@ from corral.workers.backends.files.share import Adapter
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning_rate
 from corral.workers.backends.fsdp.over_ranks import load_over_ranks
+from corral.workers.backends.fsdp.packing_proof import refuse_unless_packed_alike
 from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 from corral.workers.backends.hosted_state import HostedState
@@ -80,6 +81,9 @@ class FSDPEngine(MeshEngine):
                 scores: for a model without an optimizer, which takes over weights whole or not at all.
 
         The others are told in `MeshEngine`.
+
+        Raises:
+            ValueError: if the layout cannot hold this model, or packed rows change what it computes.
         """
         assert lora is None or optimizer is not None, "adapters that nothing trains"
         assert optimizer is None or not is_held_low, "an optimizer changes float32"
@@ -123,6 +127,9 @@ class FSDPEngine(MeshEngine):
                 self._model, optimizer, compute_dtype=compute_dtype, is_hosted=hosts_optimizer
             )
             self._hosted = self._optimizer.hosted
+        refuse_unless_packed_alike(
+            self._model, self._head, self._own_scores, context=context, compute_dtype=compute_dtype
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -158,7 +165,7 @@ class FSDPEngine(MeshEngine):
         own = self._own_scores(part.micro_batch, temperature)
         return self._head.joined(own, lambda scores, layout: part.join(scores, layout, group))
 
-    def _own_scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
+    def _own_scores(self, micro_batch: MicroBatch, temperature: float = 1.0) -> Any:
         with torch.autocast(
             self.context.device.type,
             dtype=self._compute_dtype,
