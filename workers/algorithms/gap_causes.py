@@ -19,6 +19,7 @@ and by some 1e-4 through tens of layers. A mistake moves it by more than that on
 _COARSE_NATS = 0.5
 """bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
 weights are as coarse, and so may keys and values, or experts, be that are a version older than the token."""
+_COARSE_MEAN_NATS = 0.1  # the mean in bfloat16 is 0.03 (measured), and less with weights that are rounded to 8 bits
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
 _LASTING_SHARE = 0.5  # of the tokens from the first one on: one token of many that stands out says nothing of a place
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
@@ -40,6 +41,11 @@ class TwoSides:
         if self.ppo.gap_alarm is not None:
             return self.ppo.gap_alarm
         return _EXACT_NATS if self.behaviour.is_exact and self.dtype == "float32" else _COARSE_NATS
+
+    @property
+    def mean_threshold(self) -> float:
+        """Nats that the average of many tokens may differ by for want of precision."""
+        return self.threshold if self.ppo.gap_alarm is not None else min(self.threshold, _COARSE_MEAN_NATS)
 
 
 def likely_causes(gap: LogprobGap, sides: TwoSides, *, version: int, agreed_until: int | None) -> list[str]:

@@ -1,18 +1,22 @@
-"""GapWatch: the generator's log-probabilities beside the trainer's own, in every train step.
+"""GapWatch: the generator's log-probabilities beside the trainer's own, in every train step, of any age.
 
     first mini-batch ──► FirstPass ──► the loss, as ever
                              └──► logprobs, entropy ──► GapWatch.look ──► gap/..., drift/... in metrics.jsonl
-                                                            └──► TrainNotice ──► log, events.jsonl, rl-status
+                                                            ├──► TrainNotice ──► log, events.jsonl, rl-status
+    some of its answers, scored again after the updates ──► GapWatch.measure ──► what tokens of this age may differ by
 
 The forward pass of a train step's first mini-batch computes what is wanted, under the weights that the step begins
 with, in every algorithm and at no cost; an inference call would be a second forward pass, and exists with the decoupled
 loss only. What later mini-batches compute belongs to newer weights already.
 
-Tokens of the version that the trainer holds are the gap: both sides have computed the same thing. Tokens of older ones
-are apart, as drift, since their difference is what was learned meanwhile.
+Tokens of the version that the trainer holds are the gap: both sides have computed the same thing, and each token
+counts. Those of older ones are apart by what was learned meanwhile, too: by about as much as the updates since have
+moved other answers, which is measured on a few (functional/drift.py). What their mean is apart beyond was not learned.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +25,26 @@ from torch import Tensor
 
 from corral.scheduling.keys import KeyLayout
 from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.functional.drift import Alarm, Comparison, Drift
 from corral.workers.algorithms.functional.logprob_gap import ComparedTokens, LogprobGap, comparable
 from corral.workers.algorithms.gap_causes import TwoSides, likely_causes
 from corral.workers.backends.base import LossFunction, LossOutput
 from corral.workers.backends.micro_batches import MicroBatch, scatter_to_answers
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.requests.messages import TrainNotice
 
 Floats = npt.NDArray[np.float32]
 
 TOPIC = "logprob_gap"
+_LEARNED: Final = 2.0
+"""Times what the updates have moved the answers that were scored again, as a root of the mean of squares, which is
+above the mean of sizes by itself: new answers may move more than those that were trained on."""
+_ONE_IN, _AT_MOST = 16, 64  # answers that are scored again, of those of a rank
+_NEIGHBOURS: Final = 4  # answers that are taken together: they may share their prompt
+_MOVED: Final = "moved/"  # and the version that the update began with, in a checkpoint
 
 
 class FirstPass:
@@ -72,8 +84,11 @@ class GapWatch:
     def __init__(self, sides: TwoSides) -> None:
         self._sides = sides
         self._agreed_until: int | None = None
-        self._is_alarmed: bool | None = None
-        """None before anything was compared."""
+        self._alarm = Alarm()
+        self._drift = Drift()
+        self._is_first = True
+        self._scored: tuple[SequenceSample, Floats] | None = None
+        """Answers of the present step that are to be scored again, and what was said of them before its updates."""
         self._notices: list[TrainNotice] = []
 
     def take_notices(self) -> list[TrainNotice]:
@@ -81,58 +96,117 @@ class GapWatch:
         taken, self._notices = self._notices, []
         return taken
 
+    def state_dict(self) -> Numbers:
+        """What tokens that are under way will be compared by."""
+        return {f"{_MOVED}{version}": moved for version, moved in self._drift.moved.items()}
+
+    def load_state_dict(self, state: Numbers) -> None:
+        """Go on from what `state_dict` said; other numbers are left alone."""
+        for key, moved in state.items():
+            if key.startswith(_MOVED) and isinstance(moved, float | int):
+                self._drift = self._drift.after(int(key.removeprefix(_MOVED)), moved)
+
     def look(
-        self, sample: SequenceSample, first: FirstPass, *, version: int, context: ParallelContext
+        self, sample: SequenceSample, first: FirstPass, *, of: SequenceSample, version: int, context: ParallelContext
     ) -> dict[str, float]:
         """Statistics of the global batch's first mini-batch; every rank calls it, also without samples.
 
         Args:
             sample: the mini-batch that the engine was given.
+            of: all that the step trains on.
             version: policy version of the weights that it was computed with.
         """
         if "versions" not in sample.data:
             return {}
         logprobs, entropy = first.scores_of(sample)
-        versions = np.asarray(sample.data["versions"])
+        versions = np.asarray(sample.data["versions"], dtype=np.int64)
         told = response_mask(sample) & comparable(sample.data["old_logprobs"], logprobs)
-        chosen = np.flatnonzero(told & (versions == version))
-        tokens = _compared(sample, logprobs, entropy, chosen)
-        threshold = self._sides.threshold
-        gap = LogprobGap.of(
-            context.sum_over_ranks(tokens.sums(threshold=threshold)),
-            context.max_over_ranks(tokens.maxima(threshold=threshold)),
-        )
-        drift = _drift(_compared(sample, logprobs, entropy, np.flatnonzero(told & (versions != version))), context)
-        if not gap.num_tokens:
-            return {"gap/tokens": 0.0} | drift
-        place = _place_of_largest(sample, tokens, chosen, gap, context)
-        self._note(gap, place, version=version, context=context)
-        return {
-            "gap/tokens": float(gap.num_tokens),
-            "gap/max": gap.largest,
-            "gap/mean": gap.mean,
-            "gap/kl": gap.kl,
-            "gap/unequal_fraction": gap.num_unequal / gap.num_tokens,
-            "gap/position": float(place.position),
-            "gap/alarm": float(gap.largest > threshold),
-        } | drift
+        older = np.flatnonzero(told & (versions != version))
+        drift = _drift(_compared(sample, logprobs, entropy, older), context)
+        allowed = self._sides.mean_threshold + _LEARNED * self._drift.since(versions[older], version=version)
+        is_known = np.isfinite(allowed)
+        looks = {
+            name: _Look.at(_compared(sample, logprobs, entropy, chosen), chosen, sample, bound, context)
+            for name, chosen, bound in (
+                ("present", np.flatnonzero(told & (versions == version)), self._sides.threshold),
+                ("older", older[is_known], allowed[is_known]),
+            )
+        }
+        present, since = looks["present"], looks["older"]
+        num_tokens = context.sum_over_ranks({"tokens": float(response_mask(of).sum())})["tokens"]
+        coverage = (present.gap.num_tokens + since.gap.num_tokens) / max(num_tokens, 1.0)
+        if drift or self._is_first:
+            self._scored = _some_answers(sample, logprobs)
+        self._is_first = False
+        self._note(present, since, version=version, coverage=coverage, context=context)
+        stats = {"gap/tokens": float(present.gap.num_tokens), "gap/coverage": coverage} | drift
+        if since.gap.num_tokens:
+            stats["drift/allowed"] = since.allowed
+        if self._alarm.is_raised is not None:
+            stats["gap/alarm"] = float(self._alarm.is_raised)
+        if present.gap.num_tokens:
+            stats |= {
+                "gap/max": present.gap.largest,
+                "gap/mean": present.gap.mean,
+                "gap/kl": present.gap.kl,
+                "gap/unequal_fraction": present.gap.num_unequal / present.gap.num_tokens,
+                "gap/position": float(present.place.position),
+            }
+        return stats
 
-    def _note(self, gap: LogprobGap, place: "_Place", *, version: int, context: ParallelContext) -> None:
-        is_beyond = gap.largest > self._sides.threshold
-        if is_beyond != self._is_alarmed:
-            where = context.text_from(place.dp_rank, place.uid)
-            causes = likely_causes(gap, self._sides, version=version, agreed_until=self._agreed_until)
+    def measure(
+        self,
+        logprobs_of: Callable[[SequenceSample], Floats],
+        *,
+        version: int,
+        has_moved: bool,
+        context: ParallelContext,
+    ) -> dict[str, float]:
+        """How far the step's updates have moved some of its answers; every rank calls it once it has made them.
+
+        Costs a forward pass over a sixteenth of the first mini-batch, and over no more than 64 answers of a rank, in
+        steps with tokens of older weights and in the first of an attempt; no pass where no update was made.
+        """
+        scored, self._scored = self._scored, None
+        if scored is None:
+            return {}
+        sample, before = scored
+        after = logprobs_of(sample) if has_moved else before
+        told = response_mask(sample) & comparable(before, after)
+        difference = (after - before)[told].astype(np.float64)
+        total = context.sum_over_ranks(
+            {"tokens": float(len(difference)), "squares": float(np.square(difference).sum())}
+        )
+        if not total["tokens"]:
+            return {}
+        moved = (total["squares"] / total["tokens"]) ** 0.5
+        self._drift = self._drift.after(version, moved)
+        return {"drift/moved": moved}
+
+    def _note(
+        self, present: "_Look", older: "_Look", *, version: int, coverage: float, context: ParallelContext
+    ) -> None:
+        """Tell what has changed; of two findings that of the present weights, which says more."""
+        is_one = present.comparison(is_one=True)
+        before, self._alarm = self._alarm, self._alarm.after([is_one, older.comparison(is_one=False)])
+        is_alarm = bool(self._alarm.is_raised)
+        if self._alarm.is_raised != before.is_raised:
+            is_older = not is_one.is_beyond if is_alarm else not is_one.num_tokens
+            told = older if is_older else present
+            where = context.text_from(told.place.dp_rank, told.place.uid)
+            causes = likely_causes(
+                told.gap, self._sides, version=version, agreed_until=None if is_older else self._agreed_until
+            )
             self._notices.append(
                 TrainNotice(
                     topic=TOPIC,
-                    is_alarm=is_beyond,
-                    text=_headline(gap, version=version, is_beyond=is_beyond),
-                    details=_details(gap, f"token {place.position} of {where}", threshold=self._sides.threshold),
-                    causes=causes if is_beyond else [],
+                    is_alarm=is_alarm,
+                    text=told.headline(version=version, is_beyond=is_alarm, is_older=is_older),
+                    details=told.details(where, coverage=coverage, is_older=is_older),
+                    causes=causes if is_alarm else [],
                 )
             )
-        self._is_alarmed = is_beyond
-        if not is_beyond:
+        if is_one.num_tokens and not is_alarm:
             self._agreed_until = version
 
 
@@ -145,6 +219,78 @@ class _Place:
     """Response tokens of its answer before it."""
     uid: str
     """Its answer; known on that rank only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """What some of the tokens of all ranks show, beside what they may differ by."""
+
+    gap: LogprobGap
+    place: _Place
+    allowed: float
+    """Nats: of the one that differs most, or the mean of what each of them may."""
+
+    @classmethod
+    def at(
+        cls,
+        tokens: ComparedTokens,
+        chosen: npt.NDArray[np.int64],
+        sample: SequenceSample,
+        allowed: float | npt.NDArray[np.float64],
+        context: ParallelContext,
+    ) -> "_Look":
+        """A sum and a maximum over the ranks."""
+        sums = tokens.sums(threshold=allowed) | {"allowed": float(np.broadcast_to(allowed, chosen.shape).sum())}
+        total = context.sum_over_ranks(sums)
+        gap = LogprobGap.of(total, context.max_over_ranks(tokens.maxima(threshold=allowed)))
+        return cls(
+            gap=gap,
+            place=_place_of_largest(sample, tokens, chosen, gap, context),
+            allowed=total["allowed"] / max(gap.num_tokens, 1),
+        )
+
+    def comparison(self, *, is_one: bool) -> Comparison:
+        """
+        Args:
+            is_one: whether a single token beyond what is allowed is too much, and not the mean alone.
+        """
+        found = self.gap.largest if is_one else self.gap.mean
+        return Comparison(
+            num_tokens=self.gap.num_tokens,
+            is_beyond=self.gap.num_tokens > 0 and found > self.allowed,
+            mean=self.gap.mean,
+            shows=0.0 if is_one else self.allowed,
+        )
+
+    def headline(self, *, version: int, is_beyond: bool, is_older: bool) -> str:
+        """The finding in a line."""
+        gap = self.gap
+        if is_older and is_beyond:
+            return (
+                f"generator and trainer differ by {gap.mean:.2g} nats on the average token of weights before version "
+                f"{version}"
+            )
+        if is_older:
+            return f"generator and trainer differ by no more than was learned until version {version}"
+        if is_beyond:
+            return f"generator and trainer differ by {gap.largest:.2g} nats at version {version}"
+        if not gap.num_unequal:
+            return f"generator and trainer agree at version {version}, bit for bit"
+        return f"generator and trainer agree at version {version} to {gap.largest:.2g} nats"
+
+    def details(self, where: str, *, coverage: float, is_older: bool) -> str:
+        """The numbers that it rests on."""
+        gap = self.gap
+        place = f", the largest at token {self.place.position} of {where}" if gap.num_unequal else ""
+        bound = (
+            f"and what was learned since explains {self.allowed:.2g}"
+            if is_older
+            else f"the alarm is at {self.allowed:g}"
+        )
+        return (
+            f"{gap.num_tokens} tokens, {gap.num_tokens - gap.num_unequal} of them equal bit for bit, mean difference "
+            f"{gap.mean:.2g} nats{place}; {bound}; {coverage:.0%} of the step's tokens were compared"
+        )
 
 
 def _compared(
@@ -197,17 +343,11 @@ def _drift(older: ComparedTokens, context: ParallelContext) -> dict[str, float]:
     return {"drift/mean": total["size"] / total["tokens"], "drift/kl": total["kl"] / total["tokens"]}
 
 
-def _headline(gap: LogprobGap, *, version: int, is_beyond: bool) -> str:
-    if is_beyond:
-        return f"generator and trainer differ by {gap.largest:.2g} nats at version {version}"
-    if not gap.num_unequal:
-        return f"generator and trainer agree at version {version}, bit for bit"
-    return f"generator and trainer agree at version {version} to {gap.largest:.2g} nats"
-
-
-def _details(gap: LogprobGap, place: str, *, threshold: float) -> str:
-    where = f", the largest at {place}" if gap.num_unequal else ""
-    return (
-        f"{gap.num_tokens} tokens, {gap.num_tokens - gap.num_unequal} of them equal bit for bit, mean difference "
-        f"{gap.mean:.2g} nats{where}; the alarm is at {threshold:g}"
-    )
+def _some_answers(sample: SequenceSample, logprobs: Floats) -> tuple[SequenceSample, Floats]:
+    """Answers from all over a sample, four or more if it has them, and their log-probabilities."""
+    slices = answer_slices(sample.answer_lengths("old_logprobs"))
+    count = -(-min(len(slices), _ONE_IN * _AT_MOST) // (_ONE_IN * _NEIGHBOURS))
+    starts = np.linspace(0, max(0, len(slices) - _NEIGHBOURS), count).astype(int).tolist()
+    chosen = sorted({start + place for start in starts for place in range(_NEIGHBOURS)} & set(range(len(slices))))
+    kept = [logprobs[slices[answer]] for answer in chosen]
+    return sample.select_answers(chosen), np.concatenate([logprobs[:0], *kept])

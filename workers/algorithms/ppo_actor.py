@@ -10,6 +10,7 @@ train_step   rewards ─► shaped rewards ─► advantages ┐
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +112,7 @@ class PPOActorInterface(ModelInterface):
         prepared = with_loss_weights(prepared, is_finite=facts.is_finite)
         stats: list[dict[str, float]] = []
         gap: dict[str, float] = {}
+        first_update = engine.step
         for mini_batch in deal_mini_batches(
             config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
         ):
@@ -124,7 +126,13 @@ class PPOActorInterface(ModelInterface):
                 )
             )
             if isinstance(loss, FirstPass):
-                gap = self._gap.look(mini_batch, loss, version=version, context=context)
+                gap = self._gap.look(mini_batch, loss, of=prepared, version=version, context=context)
+        gap |= self._gap.measure(
+            partial(compute_logprobs, engine, temperature=self._temperature),
+            version=version,
+            has_moved=engine.step > first_update,
+            context=context,
+        )
         merged = merge_stats(stats, loss_name="ppo/loss") | gap
         merged |= batch_stats(prepared, version=version, context=context)
         if (
@@ -142,9 +150,10 @@ class PPOActorInterface(ModelInterface):
         return self._gap.take_notices()
 
     def state_dict(self) -> Numbers:
-        return self._kl.state_dict()
+        return self._kl.state_dict() | self._gap.state_dict()
 
     def load_state_dict(self, state: Numbers) -> None:
+        self._gap.load_state_dict(state)
         self._kl = self._kl.with_state(state)
 
     def _is_near_center(self, means: Mapping[str, float]) -> bool:

@@ -1,5 +1,6 @@
 """The embedded engine generates, the training engine computes the same again: what the comparison finds, and says."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import BehaviourSpec
 from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.gap_watch import FirstPass
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.base import LossOutput
@@ -37,6 +39,7 @@ TEMPERATURE = 0.8
 SAMPLED = BehaviourSpec(sampling=SamplingConfig(temperature=TEMPERATURE))
 EXACT = 1e-3
 NUM_PROMPTS, GROUP_SIZE = 4, 4
+Step = tuple[dict[str, float], list[TrainNotice]]
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +188,110 @@ def test_a_generator_that_keeps_old_weights_is_an_alarm_at_its_first_token_of_th
     assert not notice.is_alarm and notice.text.startswith("generator and trainer agree at version 3")
 
 
-def test_tokens_of_older_weights_are_drift_and_no_gap(weights: Path) -> None:
+def test_tokens_of_older_weights_may_differ_by_what_was_learned(weights: Path) -> None:
     training, maker = Training(weights), Maker.of(weights)
     stats, _ = training.train(maker.answers(version=0), version=0)
-    assert not any(name.startswith("drift/") for name in stats)
+    assert "drift/mean" not in stats and stats["drift/moved"] > EXACT
     stats, notices = training.train(maker.answers(version=0), version=1)
     assert stats["gap/tokens"] == 0.0 and notices == [] and "gap/max" not in stats
-    assert stats["drift/mean"] > EXACT and stats["drift/kl"] > 0.0
+    assert EXACT < stats["drift/mean"] < stats["drift/allowed"] and stats["drift/kl"] > 0.0
+    assert stats["gap/coverage"] == 1.0 and stats["gap/alarm"] == 0.0
+
+
+def test_tokens_that_no_measured_update_is_known_of_are_not_compared(weights: Path) -> None:
+    training, maker = Training(weights), Maker.of(weights)
+    stats, notices = training.train(maker.answers(version=2), version=3)
+    assert stats["gap/coverage"] == 0.0 and notices == [] and "gap/alarm" not in stats
+    stats, _ = training.train(maker.answers(version=3), version=4)
+    assert stats["gap/coverage"] == 1.0
+
+
+def test_what_updates_moved_is_there_after_a_resume(weights: Path) -> None:
+    training, maker = Training(weights), Maker.of(weights)
+    training.train(maker.answers(version=0), version=0)
+    resumed = Training(weights)
+    resumed.actor.load_state_dict(training.actor.state_dict())
+    stats, _ = resumed.train(maker.answers(version=0), version=1)
+    assert stats["gap/coverage"] == 1.0 and stats["drift/allowed"] > EXACT
+
+
+def test_a_trial_without_tokens_of_older_weights_scores_answers_again_once(weights: Path) -> None:
+    training = Training(weights)
+    for version in range(3):
+        stats, _ = training.train(Maker(training.engine.model).answers(version=version), version=version)
+        assert ("drift/moved" in stats) is (version == 0)
+
+
+def test_what_updates_moved_is_that_of_all_of_them(weights: Path) -> None:
+    """All answers are scored again where there are four."""
+    training = Training(weights, n_minibatches=1, sample_reuse=3)
+    sample = Maker.of(weights).answers(version=0).select(["0:p0"])
+    before = training.actor.inference(training.engine, sample)["logprobs"]
+    stats, _ = training.train(sample, version=0)
+    after = training.actor.inference(training.engine, sample)["logprobs"]
+    apart = (after - before)[response_mask(sample)].astype(np.float64)
+    assert training.engine.step == 3
+    assert stats["drift/moved"] == pytest.approx(np.sqrt(np.square(apart).mean()), rel=1e-5)
+
+
+def foreign(sample: SequenceSample) -> SequenceSample:
+    """The same answers with the log-probabilities of another model."""
+    rng = np.random.default_rng(0)
+    recorded = np.asarray(sample.data["old_logprobs"])
+    return sample.with_key("old_logprobs", (recorded - rng.uniform(2.0, 6.0, recorded.shape)).astype(np.float32))
+
+
+def run(weights: Path, ages: Sequence[int], *, is_foreign: Callable[[int], bool], **settings: Any) -> list[Step]:
+    """A trial whose answers of each step were made by the weights of so many versions before."""
+    training, maker = Training(weights, **settings), Maker.of(weights)
+    versions: list[Any] = []
+    steps = []
+    for version, age in enumerate(ages):
+        versions.append({name: tensor.clone() for name, tensor in training.engine.model.state_dict().items()})
+        made = max(0, version - age)
+        maker.model.load_state_dict(versions[made])
+        sample = maker.answers(version=made)
+        steps.append(training.train(foreign(sample) if is_foreign(version) else sample, version=version))
+    return steps
+
+
+@pytest.mark.parametrize("eta", [1, 2, 4])
+@pytest.mark.parametrize("lr", [1e-3, 1e-2])
+def test_a_healthy_trial_never_alarms_however_old_its_answers_are(eta: int, lr: float, weights: Path) -> None:
+    steps = run(weights, [eta] * 10, is_foreign=lambda version: False, lr=lr)
+    assert [notice.is_alarm for _, notices in steps for notice in notices] == [False]  # the first finding
+    assert all(stats["gap/alarm"] == 0.0 for stats, _ in steps)
+    assert all(stats["gap/coverage"] == 1.0 for stats, _ in steps)
+
+
+def test_foreign_numbers_stay_an_alarm_though_no_token_of_the_present_weights_comes(weights: Path) -> None:
+    steps = run(weights, [1] * 8, is_foreign=lambda version: version >= 1, lr=1e-3)
+    assert [stats["gap/alarm"] for stats, _ in steps] == [0.0] + [1.0] * 7
+    _, (notice,) = steps[1]
+    assert notice.is_alarm and "on the average token of weights before version 1" in notice.text
+    assert "100% of the step's tokens were compared" in notice.details
+    assert any("other weights" in cause for cause in notice.causes)
+    assert not any(notices for _, notices in steps[2:])
+
+
+def test_an_alarm_ends_when_as_many_tokens_agree_as_raised_it(weights: Path) -> None:
+    """Four answers of the present weights agree after an alarm of 16: it stays until the other twelve do, too."""
+    training, maker = Training(weights, lr=1e-30), Maker.of(weights)
+    _, (notice,) = training.train(foreign(maker.answers(version=0)), version=0)
+    assert notice.is_alarm
+    for version in range(1, 4):
+        stats, notices = training.train(maker.answers(version=version).select(["0:p0"]), version=version)
+        assert stats["gap/max"] < EXACT and stats["gap/alarm"] == 1.0 and notices == []
+    stats, (notice,) = training.train(maker.answers(version=4).select(["0:p0"]), version=4)
+    assert stats["gap/alarm"] == 0.0 and not notice.is_alarm
+    assert notice.text.startswith("generator and trainer agree at version 4")
+
+
+def test_numbers_that_become_sound_end_the_alarm_by_tokens_of_older_weights(weights: Path) -> None:
+    steps = run(weights, [1] * 6, is_foreign=lambda version: version == 2, lr=1e-3)
+    assert [stats["gap/alarm"] for stats, _ in steps] == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    _, (notice,) = steps[3]
+    assert notice.text == "generator and trainer differ by no more than was learned until version 3"
 
 
 def test_truncated_sampling_is_no_gap(weights: Path) -> None:

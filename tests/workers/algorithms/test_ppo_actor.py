@@ -293,7 +293,7 @@ def test_the_kl_coefficient_is_adapted_once_per_step_and_goes_on_from_its_state(
     assert stats["ppo/kl_coef"] == 0.1
     assert stats["ppo/ref_kl_per_answer"] == pytest.approx(kl, rel=1e-5)
     expected = 0.1 * (1 + min(max(kl / 1.0 - 1, -0.2), 0.2) * 4 / 100)
-    assert actor.state_dict() == {"kl_coefficient": pytest.approx(expected, rel=1e-6)}
+    assert actor.state_dict()["kl_coefficient"] == pytest.approx(expected, rel=1e-6)
     resumed = PPOActorInterface(config)
     resumed.load_state_dict(actor.state_dict())
     assert resumed.train_step(engine, sample, version=1)["ppo/kl_coef"] == pytest.approx(expected, rel=1e-6)
@@ -307,4 +307,4 @@ def test_a_batch_that_is_not_finite_leaves_the_kl_coefficient_alone() -> None:
     sample = on_policy(engine, make_sample([[8, 12]]))
     sample.data["rewards"] = np.array([math.nan, 1.0], np.float32)
     actor.train_step(engine, sample, version=0)
-    assert actor.state_dict() == {"kl_coefficient": 0.1}
+    assert actor.state_dict()["kl_coefficient"] == 0.1

@@ -230,12 +230,17 @@ def test_gradients_are_added_up_after_each_micro_batch_or_once(scene: dict[str, 
         assert seen["sums"] == [num_micro_batches * num_sums, num_sums]
 
 
+def of_whole_batch(stats: dict[str, float]) -> dict[str, float]:
+    """Without what is measured on some answers of each rank."""
+    return {name: value for name, value in stats.items() if name not in ("drift/moved", "drift/allowed")}
+
+
 @pytest.mark.parametrize("other", ["small", "rank 0", "rank 1"])
 def test_the_statistics_do_not_depend_on_micro_batches_or_ranks(other: str, scene: dict[str, Any]) -> None:
     actual = scene["small"] if other == "small" else scene["pair"][int(other[-1])]
     for step, (expected_stats, stats) in enumerate(zip(scene["single"]["stats"], actual["stats"], strict=True)):
         assert expected_stats.keys() == stats.keys()
-        for name, value in expected_stats.items():
+        for name, value in of_whole_batch(expected_stats).items():
             assert stats[name] == pytest.approx(value, abs=1e-5 if step == 0 else 1e-4), (step, name)
     assert scene["single"]["stats"][0]["ppo/capped_fraction"] > 0.0
 
@@ -332,7 +337,7 @@ def test_ranks_compute_a_prompt_once_for_its_answers_unless_they_share_rows(scen
         assert {layout: of_it["shares"] for layout, of_it in seen["shared prompts"].items()} == SHARING_LAYOUTS
         for of_it in seen["shared prompts"].values():
             for stats, wanted in zip(of_it["stats"], expected, strict=True):
-                assert stats == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+                assert of_whole_batch(stats) == pytest.approx(of_whole_batch(wanted), rel=1e-5, abs=1e-5)
     for layout in SHARING_LAYOUTS:
         assert_close_weights(
             scene["directory"] / "each prompt", scene["directory"] / "shared prompts" / layout, atol=1e-5

@@ -55,8 +55,12 @@ class ComparedTokens:
         recorded, recomputed = torch.from_numpy(self.recorded), torch.from_numpy(self.recomputed)
         return np.asarray(approximate_kl(recorded, recomputed, estimator="k3").numpy(), dtype=np.float64)
 
-    def sums(self, *, threshold: float) -> dict[str, float]:
-        """What adds up over ranks."""
+    def sums(self, *, threshold: float | Floats) -> dict[str, float]:
+        """What adds up over ranks.
+
+        Args:
+            threshold: nats that tokens may differ by, all alike or [n] each by its own.
+        """
         difference = self.difference
         size, effect = np.abs(difference), self.recomputed + self.entropy
         is_beyond = size > threshold
@@ -76,7 +80,7 @@ class ComparedTokens:
             "effect_products": float((effect * difference).sum()),
         }
 
-    def maxima(self, *, threshold: float) -> dict[str, float]:
+    def maxima(self, *, threshold: float | Floats) -> dict[str, float]:
         """What the largest over ranks is of interest of; a minimum is the largest of its negative."""
         difference = self.difference
         size = np.abs(difference)
