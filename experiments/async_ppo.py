@@ -10,7 +10,7 @@ All five kinds of workers take part.
 from collections.abc import Iterator
 from typing import ClassVar
 
-from corral.experiments.checks.algorithm import check_concurrency, check_imports
+from corral.experiments.checks.algorithm import check_concurrency
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
     check_cache,
@@ -178,7 +178,6 @@ class AsyncPPOExperiment(PolicyExperiment):
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
-        yield from check_imports(self.rollout)
         if self.weights.transport == "lora" and self.actor.lora is None:
             yield ConfigProblem(
                 message="weights.transport: lora sends adapters, and the actor has none",

@@ -7,11 +7,11 @@ Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there a
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.data import check_batch, check_dataset, check_evaluation, dataset_warnings
@@ -33,10 +33,11 @@ from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.declared_keys import keys_of_graph
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
+from corral.experiments.inputs.users_code import Declared, users_paths
+from corral.experiments.inputs.users_process import ask_keys
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     BehaviourSpec,
@@ -52,6 +53,7 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.graph_keys import graph_keys
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
@@ -90,6 +92,8 @@ class Experiment(FrozenConfig):
     """How the trial is submitted to SLURM."""
     supervision: SupervisionConfig = SupervisionConfig()
     """Restart budgets and deadlines."""
+
+    _declared: dict[str, Declared] = PrivateAttr(default_factory=dict)
 
     generates: ClassVar[bool] = False
     """Whether there is a generation side: servers, a manager and rollout workers."""
@@ -226,6 +230,25 @@ class Experiment(FrozenConfig):
         num_rows, problems = check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits())
         yield from problems
         yield from self.find_own_problems(num_rows=num_rows)
+
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        """Names of what may be the user's own and says which keys it reads and makes, beside the graph's interfaces."""
+        return ()
+
+    def declared(self, names: Iterable[str], *, interfaces: Iterable[str] = ()) -> Mapping[str, Declared]:
+        """What each of them that is the user's own says of its keys; one process is asked, once.
+
+        Raises:
+            ConfigError: if one cannot be imported.
+        """
+        made = users_paths(interfaces)
+        asked = users_paths([*names, *made])
+        if missing := [path for path in asked if path not in self._declared]:
+            ppo = getattr(self, "ppo", None)
+            config = self.model_dump(mode="json")
+            self._declared.update(ask_keys(missing, interfaces=made, ppo=ppo, config=config))
+        return {path: self._declared[path] for path in asked}
 
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
@@ -390,12 +413,9 @@ class Experiment(FrozenConfig):
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
         held_out = self._read_held_out(graph)
-        declared_keys = keys_of_graph(
-            graph.calls,
-            graph.dataset_keys,
-            others=[name for role in roles if role.ppo is not None for name in (role.ppo.loss, role.ppo.advantage)],
-            given=self.model_keys,
-        )
+        declared = self.declared(self.own_code, interfaces=[call.implementation for call in graph.calls])
+        keys = {name: one.keys for name, one in declared.items()}
+        declared_keys = graph_keys(graph.calls, keys, graph.dataset_keys, given=self.model_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
             train_batch_size=self.train_batch_size,

@@ -12,9 +12,9 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from corral.experiments.checks.algorithm import check_import, check_ppo
+from corral.experiments.checks.algorithm import check_ppo
 from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_model, check_vocabulary
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
@@ -28,7 +28,6 @@ from corral.experiments.config.model import (
 from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.declared_keys import names_of_keys
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import ModelFacts, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
@@ -148,21 +147,34 @@ class PolicyExperiment(Experiment):
             made.append(self._train("critic", self.critic.interface, self._critic_keys()))
         return made
 
+    @property
+    def own_code(self) -> tuple[str, ...]:
+        return (self.ppo.loss, self.ppo.advantage)
+
+    def _names(
+        self, import_path: str, attribute: Literal["inputs", "outputs"], call_type: CallType | None = None
+    ) -> tuple[str, ...]:
+        """The keys that something of the user's own says it reads or makes; of what corral has, none."""
+        models = (self.actor, self.critic, self.reward_model)
+        interfaces = [model.interface for model in models if model is not None]
+        declared = self.declared(self.own_code, interfaces=interfaces).get(import_path)
+        return () if declared is None else declared.names(attribute, call_type)
+
     def _reward_call(self, interface: str) -> ModelFunctionCall:
         """With the keys that an interface of the user's own reads, and those that it makes beside rewards."""
-        own = [key for key in names_of_keys(interface, "outputs", CallType.INFERENCE) if key != "rewards"]
-        reads = names_of_keys(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
+        own = [key for key in self._names(interface, "outputs", CallType.INFERENCE) if key != "rewards"]
+        reads = self._names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
         return self._inference(
             "rew_inf", "reward", interface, reads, rewards=MODEL_REWARDS, **{key: key for key in own}
         )
 
     def _own_keys(self) -> tuple[str, ...]:
         """What a loss, an advantage or an interface of the user's own reads besides."""
-        made_on_the_way = names_of_keys(self.ppo.advantage, "outputs")
+        made_on_the_way = self._names(self.ppo.advantage, "outputs")
         read = [
-            *names_of_keys(self.ppo.advantage, "inputs"),
-            *(key for key in names_of_keys(self.ppo.loss, "inputs") if key not in made_on_the_way),
-            *names_of_keys(self.actor.interface, "inputs", CallType.TRAIN_STEP),
+            *self._names(self.ppo.advantage, "inputs"),
+            *(key for key in self._names(self.ppo.loss, "inputs") if key not in made_on_the_way),
+            *self._names(self.actor.interface, "inputs", CallType.TRAIN_STEP),
         ]
         return tuple(key for key in read if key != "rewards")
 
@@ -235,7 +247,7 @@ class PolicyExperiment(Experiment):
                 (mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1
             ),
         )
-        yield from self._import_problems()
+        yield from self._key_problems()
         yield from self._length_problems(facts)
         yield from self.check_training(facts, num_rows=num_rows)
 
@@ -247,20 +259,16 @@ class PolicyExperiment(Experiment):
             yield from problems
             yield from check_vocabulary(self.models[role], facts, actor, key=key)
 
-    def _import_problems(self) -> Iterator[ConfigProblem]:
-        """Interfaces, losses and advantages of the user's own that are not there, or read what nobody makes."""
-        interfaces = {"actor": self.actor, "critic": self.critic, "reward_model": self.reward_model}
-        for name, model in interfaces.items():
-            if model is not None and ":" in model.interface:
-                yield from check_import((name, "interface"), model.interface)
+    def _key_problems(self) -> Iterator[ConfigProblem]:
+        """Interfaces, losses and advantages of the user's own that read what nobody makes."""
         made = {*self.trajectory_keys, *(key for call in self.training_calls() for key in call.output_keys)}
-        made |= {"rewards", *names_of_keys(self.ppo.advantage, "outputs")}
+        made |= {"rewards", *self._names(self.ppo.advantage, "outputs")}
         for path, import_path, call_type in (
             (("actor", "interface"), self.actor.interface, CallType.TRAIN_STEP),
             (("ppo", "advantage"), self.ppo.advantage, None),
             (("ppo", "loss"), self.ppo.loss, None),
         ):
-            if missing := [key for key in names_of_keys(import_path, "inputs", call_type) if key not in made]:
+            if missing := [key for key in self._names(import_path, "inputs", call_type) if key not in made]:
                 yield ConfigProblem(
                     message=f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
                     hint="let a reward_model.interface or a call of your own make it: see docs/customize.md",

@@ -11,7 +11,6 @@ their own, which takes its weights over before each step: a share of the allocat
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from corral.experiments.checks.algorithm import check_imports
 from corral.experiments.checks.generation import check_embedded_model
 from corral.experiments.config.rollout import EngineConfig, GenerationConfig
 from corral.experiments.errors import ConfigProblem
@@ -110,4 +109,3 @@ class PPOExperiment(PolicyExperiment):
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_embedded_model(self.actor.path, remedy="take async_ppo, whose servers may be SGLang's")
-        yield from check_imports(self.rollout)

@@ -1,7 +1,7 @@
 """Keys of samples: what each is called, how many values it has for one answer, and of what type.
 
     Key("margin", "per_answer", "float32")      in a file of the user's own, or in BUILT_IN_KEYS
-        │ read as text at submission, never run: `corral.experiments.inputs.declared_keys`
+        │ asked at submission in a process of its own: `corral.experiments.inputs.users_process`
         ▼
     the plan ──► master: what moves, and how many bytes it is
              └─► model workers: memory for what comes, micro-batches, padding

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.inputs.declared_keys import names_of_keys, read_declared_keys
 from corral.experiments.registry import load_experiment
 from corral.scheduling.graph_keys import graph_keys
-from corral.scheduling.keys import Key
+from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.base import check_call, compute_logprobs
+from corral.workers.algorithms.call_trial import keys_of_interface
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
@@ -78,8 +78,9 @@ def test_a_loss_of_ones_own_reads_a_key_that_it_declares() -> None:
 
 
 def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advantage() -> None:
-    keys, problems = read_declared_keys("surprise:Surprise")
-    assert (keys, problems) == ([SURPRISE], [])
+    told = keys_of_interface("surprise:Surprise", None)
+    keys = [key for key in told.keys if key.name not in BUILT_IN_KEYS]
+    assert keys == [SURPRISE]
     call = ModelFunctionCall(
         name="surprise_inf",
         model_name=ModelName("ref"),
@@ -126,8 +127,12 @@ def test_an_experiment_of_ones_own_gives_its_key_to_the_advantage_that_reads_it(
 
 
 def test_a_reward_of_ones_own_adds_what_a_model_says_to_what_the_function_said() -> None:
-    assert names_of_keys("judge:Judge", "inputs", CallType.INFERENCE) == ("input_ids", "prompt_mask", "rewards")
-    assert names_of_keys("judge:Judge", "outputs", CallType.INFERENCE) == ("rewards", "fluency")
+    assert keys_of_interface("judge:Judge", None).names("inputs", CallType.INFERENCE) == (
+        "input_ids",
+        "prompt_mask",
+        "rewards",
+    )
+    assert keys_of_interface("judge:Judge", None).names("outputs", CallType.INFERENCE) == ("rewards", "fluency")
     engine = SmallEngine("lm", lr=0.05)
     sample = judged(engine)
     sample.data["rewards"] = np.array([1, 0, 0, 1, 1, 0], np.float32)

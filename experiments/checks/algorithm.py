@@ -1,12 +1,10 @@
-"""Checks of the algorithm and the code that it names: settings that contradict each other, imports that fail."""
+"""Checks of the algorithm: settings that contradict each other."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.config.rollout import GenerationConfig, RolloutConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, dotted
-from corral.experiments.inputs.import_paths import check_import_path
+from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.errors import ConfigProblem
 
 
 def check_ppo(
@@ -50,9 +48,6 @@ def check_ppo(
             path=("ppo", "n_minibatches"),
             shown=str(ppo.n_minibatches),
         )
-    for name, import_path in (("loss", ppo.loss), ("advantage", ppo.advantage)):
-        if ":" in import_path:
-            yield from check_import(("ppo", name), import_path)
 
 
 def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
@@ -69,17 +64,3 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
             path=("rollout", "max_concurrent_rollouts"),
             shown=str(rollout.max_concurrent_rollouts),
         )
-
-
-def check_imports(rollout: GenerationConfig) -> Iterator[ConfigProblem]:
-    """Agents and rewards that do not exist."""
-    if isinstance(rollout, RolloutConfig):
-        yield from check_import(("rollout", "agent"), rollout.agent, must_be_async=True)
-    yield from check_import(("rollout", "reward"), rollout.reward)
-
-
-def check_import(path: KeyPath, import_path: str, *, must_be_async: bool = False) -> Iterator[ConfigProblem]:
-    """What is wrong with the import path at this key."""
-    problem = check_import_path(import_path, must_be_async=must_be_async)
-    if problem is not None:
-        yield replace(problem, message=f"{dotted(path)}: {problem.message}", path=path, shown=import_path)

@@ -11,6 +11,9 @@ from corral.experiments.config.base import FrozenConfig
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
 
+SINGLE_TURN = "corral.workers.rollout.agents:single_turn"
+"""Import path of the agent that answers once."""
+
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -69,7 +72,7 @@ class RolloutConfig(GenerationConfig):
     """Tokens asked for in one request; the most that a lost generation server costs an answer."""
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
     """How the manager spreads requests over generation servers."""
-    agent: ImportPath = "corral.workers.rollout.agents:single_turn"
+    agent: ImportPath = SINGLE_TURN
     """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
     """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines

@@ -1,6 +1,6 @@
 """`package.module:Class` of the user's own that has to run at submission -> the class, or what is wrong with it.
 
-    experiment: my_pkg.mine:Mine ──check_import_path──► import, from the current directory too ──► a complete subclass
+    experiment: my_pkg.mine:Mine ──► import, from users_root() too ──► a complete subclass
     what its methods raise ──naming_users_line──► ConfigError with the file and the line
 
 Workers never import it: what it says is in the plan.
@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from corral.experiments.config.rollout import check_import_path_syntax
-from corral.experiments.errors import ConfigError, KeyPath, display_path, split_remedy
-from corral.experiments.inputs.import_paths import check_import_path
+from corral.experiments.errors import ConfigError, KeyPath, did_you_mean, display_path, split_remedy
+from corral.experiments.inputs.users_process import users_root
 
 
 def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
@@ -37,12 +37,14 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
         check_import_path_syntax(import_path)
     except ValueError as error:
         raise _refusal(str(error), import_path, path) from error
-    if problem := check_import_path(import_path):
-        raise ConfigError.of(problem.message, hint=problem.hint, path=path, shown=import_path)
     module_name, _, name = import_path.partition(":")
     module = _import(module_name, import_path, path)
-    found = getattr(module, name, None)
     where = display_path(Path(module.__file__ or module_name))
+    if not hasattr(module, name):
+        defined = sorted(word for word in vars(module) if not word.startswith("_"))
+        hint = did_you_mean(name, defined, f"it defines {', '.join(defined[:8]) or 'nothing'}")
+        raise ConfigError.of(f"{where} defines no {name!r}", hint=hint, path=path, shown=import_path)
+    found = getattr(module, name)
     if not isinstance(found, type) or not issubclass(found, base):
         what = "a class of another kind" if isinstance(found, type) else "no class"
         raise _refusal(
@@ -85,16 +87,28 @@ def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[N
 
 
 def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
-    here = str(Path.cwd())
-    sys.path.insert(0, here)  # as in workers, which start there
+    root = str(users_root())
+    sys.path.insert(0, root)
     try:
         return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            folder = f"the folder that holds {module_name.partition('.')[0]}"
+            raise ConfigError.of(
+                f"there is no module {module_name!r}",
+                hint=f"run rl-submit in {folder}, or install it into this environment",
+                path=path,
+                shown=import_path,
+            ) from error
+        raise _no_import(module_name, error, import_path, path) from error
     except (Exception, SystemExit) as error:
-        raise _refusal(
-            f"cannot import {module_name}: {_last_place(error)}{_message(error)}", import_path, path
-        ) from error
+        raise _no_import(module_name, error, import_path, path) from error
     finally:
-        sys.path.remove(here)
+        sys.path.remove(root)
+
+
+def _no_import(module_name: str, error: BaseException, import_path: str, path: KeyPath) -> ConfigError:
+    return _refusal(f"cannot import {module_name}: {_last_place(error)}{_message(error)}", import_path, path)
 
 
 def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:

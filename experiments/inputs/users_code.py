@@ -1,9 +1,9 @@
 """What rl-submit asks about a user's own code, and what the process that imports it answers: two files of JSON.
 
-launcher/user_code ── Question ──► python -m corral.workers.user_code ── Findings ──► ConfigError, or files to keep
+users_process ── Question ──► python -m corral.workers.user_code ── Findings ──► ConfigError, keys, or files to keep
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,13 @@ from pydantic import Field
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.rollout import EXACT_MATCH, SINGLE_TURN
+from corral.experiments.worker_specs import Head
 from corral.scheduling.keys import Key
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall
+
+SHIPPED = (EXACT_MATCH, SINGLE_TURN)
+"""Import paths of what experiments name of corral's own: there is nothing to look at."""
 
 
 class Question(FrozenConfig):
@@ -21,8 +27,12 @@ class Question(FrozenConfig):
     """Folders that modules are looked for in, before those of the environment."""
     import_paths: tuple[str, ...]
     """Everything that the plan names, each once."""
-    import_timeout_s: float = Field(gt=0.0)
+    import_timeout_s: float = Field(default=120.0, gt=0.0)  # torch from a cold file server takes a good part of it
     """Deadline of all imports together."""
+    interfaces: tuple[str, ...] | None = None
+    """Those of them that make an interface; None asks none of the paths which keys it reads and makes."""
+    ppo: PPOConfig | None = None
+    """What interfaces are made with."""
     reward: str | None = None
     """The function that is tried on `problem`; None tries none."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
@@ -32,18 +42,38 @@ class Question(FrozenConfig):
     """Texts that the reward is tried on; one that it can judge is enough."""
     agent: str | None = None
     """The function that has to be a coroutine function of an agent's form; None looks at none."""
-    train: "TrainQuestion | None" = None
-    """A train step of the actor with a loss or an advantage of the user's own; None tries none."""
+    calls: "tuple[CallQuestion, ...]" = ()
+    """Calls that run something of the user's own, each of which is tried."""
 
 
-class TrainQuestion(FrozenConfig):
-    """One train step of the actor on two prompts with two answers each."""
+class CallQuestion(FrozenConfig):
+    """One call on two prompts with two answers each."""
 
-    ppo: PPOConfig
-    keys: tuple[str, ...]
-    """What the graph gives the step, by the interface's names."""
+    import_path: str
+    """What of the call is the user's own."""
+    call: ModelFunctionCall
+    head: Head
+    ppo: PPOConfig | None
     declared: tuple[Key, ...]
     """Keys of the graph that are not built in."""
+
+
+class Declared(FrozenConfig):
+    """The keys that something of the user's own says it reads and makes."""
+
+    inputs: dict[str, tuple[Key, ...]] = {}
+    """By the type of the call; under "" those of a loss or an advantage."""
+    outputs: dict[str, tuple[Key, ...]] = {}
+
+    def names(self, attribute: Literal["inputs", "outputs"], call_type: CallType | None = None) -> tuple[str, ...]:
+        """Of the keys of one type of call, each once."""
+        keys = getattr(self, attribute).get(call_type.value if call_type is not None else "", ())
+        return tuple(dict.fromkeys(key.name for key in keys))
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All of them."""
+        return tuple(key for table in (self.inputs, self.outputs) for keys in table.values() for key in keys)
 
 
 class Problem(FrozenConfig):
@@ -52,8 +82,10 @@ class Problem(FrozenConfig):
     import_path: str
     message: str
     """With the file and the line, where there is one."""
-    kind: Literal["missing_module", "code"] = "code"
-    """`missing_module`: a module that the environment of this process does not have."""
+    hint: str = ""
+    kind: Literal["missing_module", "untried", "code"] = "code"
+    """`missing_module`: a module that the environment of this process does not have; `untried`: it asks for what only
+    a trial has, and nothing is known to be wrong."""
 
 
 class UsedFile(FrozenConfig):
@@ -69,6 +101,8 @@ class Findings(FrozenConfig):
     """What became of it."""
 
     problems: tuple[Problem, ...] = ()
+    declared: dict[str, Declared] = {}
+    """By import path."""
     files: tuple[UsedFile, ...] = ()
     """Modules, those beside them in their packages, and what was read while they ran."""
     not_kept: tuple[str, ...] = ()
@@ -77,11 +111,6 @@ class Findings(FrozenConfig):
     """Versions of the installed packages that the modules loaded, by name."""
 
 
-def is_users(import_path: str) -> bool:
-    """Whether an import path names code that is not corral's."""
-    return ":" in import_path and import_path.partition(".")[0] != "corral"
-
-
-def users_paths(import_paths: Sequence[str]) -> tuple[str, ...]:
-    """Those of the user's own, each once."""
-    return tuple(dict.fromkeys(path for path in import_paths if is_users(path)))
+def users_paths(names: Iterable[str]) -> tuple[str, ...]:
+    """Those that are import paths of something that has to be looked at, each once."""
+    return tuple(dict.fromkeys(name for name in names if ":" in name and name not in SHIPPED))

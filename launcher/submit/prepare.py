@@ -5,10 +5,8 @@ a trial that has ended --its plan, its log--> Submission of the next attempt, on
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located, shorten
 from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_with_source
@@ -138,7 +137,7 @@ def prepare(
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=(*experiment.find_warnings(), *code.warnings, *found.warnings),
+        warnings=(*experiment.find_warnings(), *_unread_outputs(plan), *code.warnings, *found.warnings),
         checks=found.checks,
         layout=found.layout,
         code=code,
@@ -176,7 +175,7 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
     plan = code.in_plan(plan)
     written: Mapping[str, Any] = {}
     if allocation is not None:
-        with _importing_from(directory.code_path):
+        with importing_from(directory.code_path):
             plan, written = reallocated(plan, directory, allocation)
         plan = code.in_plan(plan)
     found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
@@ -192,14 +191,15 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
     )
 
 
-@contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """An experiment of the user's own, and the keys that others declare, are those that the trial keeps."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+def _unread_outputs(plan: RunPlan) -> Iterator[str]:
+    """Calls that nobody needs: their work costs time in every step, and changes nothing."""
+    read = {key for call in plan.master.calls for key in call.input_keys}
+    for call in plan.master.calls:
+        if call.output_keys and read.isdisjoint(call.output_keys):
+            yield (
+                f"call {call.name} makes {', '.join(call.output_keys)}, and no call reads that; leave the call out, or "
+                "declare the key as an input of what shall read it (docs/customize.md)"
+            )
 
 
 def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:

@@ -971,21 +971,6 @@ FILE_CASES = (
     BrokenCase(
         name="row-is-a-list", files={"train.jsonl": "[1, 2]\n"}, words=("train.jsonl:1", "no JSON object"), line=17
     ),
-    BrokenCase(
-        name="missing-module",
-        overrides=("rollout.reward=no_such_package.rewards:score",),
-        words=("rollout.reward", "no module 'no_such_package.rewards'", "install"),
-    ),
-    BrokenCase(
-        name="missing-function",
-        overrides=("rollout.reward=corral.workers.rollout.rewards:exact_mach",),
-        words=("rollout.reward", "no 'exact_mach'", "did you mean 'exact_match'"),
-    ),
-    BrokenCase(
-        name="agent-is-not-async",
-        overrides=("rollout.agent=corral.workers.rollout.rewards:exact_match",),
-        words=("rollout.agent", "not an async function", "async def exact_match"),
-    ),
 )
 
 BROKEN_CASES = (*SYNTAX_CASES, *SCHEMA_CASES, *CONTRADICTION_CASES, *FILE_CASES)

@@ -1,98 +1,90 @@
-"""Keys of a user's file, read as text."""
+"""Keys that something of the user's own says it reads and makes: a process imports it and asks."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from corral.experiments.inputs.declared_keys import names_of_keys, read_declared_keys
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.errors import ConfigError
+from corral.experiments.inputs.users_code import Declared
+from corral.experiments.inputs.users_process import ask_keys
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType
 
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str) -> None:
-        (tmp_path / "mine.py").write_text(text)
-
-    return write
-
-
-def test_keys_are_read_wherever_they_stand_and_nothing_is_run(write) -> None:  # type: ignore[no-untyped-def]
-    write(
-        "raise SystemExit('this file was run')\n"
-        "import torch\n"
-        "from corral.scheduling import keys\n"
-        "MARGIN = Key('margin', 'per_answer', 'float32')\n"
-        "class Mine:\n"
-        "    outputs = {'inference': (MARGIN, keys.Key(name='weight', layout='per_token', dtype='bool'))}\n"
-    )
-    assert read_declared_keys("mine:Mine") == (
-        [Key("margin", "per_answer", "float32"), Key("weight", "per_token", "bool")],
-        [],
-    )
-
-
-@pytest.mark.parametrize(
-    ("declaration", "message"),
-    [
-        ("Key(NAME, 'per_answer', 'float32')", "each a plain string"),
-        ("Key('margin', 'per_answer')", "each a plain string"),
-        ("Key('margin', 'per_answer', 'float32', (2,))", "each a plain string"),
-        ("Key('margin', 'per_answer', 'float32', shape=(2,))", "each a plain string"),
-        ("Key('margin', 'per_prompt', 'float32')", "layouts are per_token"),
-    ],
-)
-def test_a_key_that_cannot_be_read_is_named_with_its_line(write, declaration: str, message: str) -> None:  # type: ignore[no-untyped-def]
-    write(f"NAME = 'margin'\n\nclass Mine:\n    inputs = ({declaration},)\n")
-    keys, (problem,) = read_declared_keys("mine:Mine")
-    assert keys == []
-    assert "mine.py:4: " in problem.message and message in problem.message
-    assert problem.hint == 'for example Key("margin", "per_answer", "float32")'
-
-
-def test_a_path_that_leads_nowhere_is_the_problem(write) -> None:  # type: ignore[no-untyped-def]
-    write("class Mine: pass\n")
-    keys, (problem,) = read_declared_keys("mine:Yours")
-    assert keys == [] and "defines no 'Yours'" in problem.message
-
-
-WRAPPED = """\
+MINE = """\
 from corral.scheduling.keys import Key, built_in
-raise SystemExit('this file was run')
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.advantage import AdvantageEstimator
+from corral.workers.algorithms.base import ModelInterface
+
 MARGIN = Key("margin", "per_answer", "float32")
-BOTH = (MARGIN, *built_in("values"))
-mine = AdvantageEstimator(_mine, inputs=BOTH + (Key("bonus", "per_answer", "float32"), MARGIN), outputs=(MARGIN,))
-class Mine(ModelInterface):
-    inputs = {CallType.INFERENCE: built_in("input_ids", "prompt_mask"), "train_step": [MARGIN]}
+KEYS = [*built_in("values"), *(Key(f"bonus_{number}", "per_token", "float32", (2,)) for number in range(2))]
+mine = AdvantageEstimator(lambda batch, config: {}, inputs=(MARGIN, *KEYS), outputs=(MARGIN,))
+
+
+class Base(ModelInterface):
+    def __init__(self, settings):
+        self._ppo = settings.require_ppo()
 
     @property
-    def outputs(self):
-        return {CallType.INFERENCE: (MARGIN, *built_in("rewards"))}
+    def inputs(self):
+        return {CallType.INFERENCE: built_in("input_ids", *(["values"] if self._ppo.eps_clip == 0.5 else []))}
+
+
+class Mine(Base):
+    outputs = {CallType.INFERENCE: (MARGIN, *built_in("rewards"))}
+
+
 def plain(scores, micro_batch, config): ...
 """
+Ask = Callable[..., dict[str, Declared]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    monkeypatch.chdir(tmp_path)
+
+    def ask(text: str, *names: str, interfaces: tuple[str, ...] = (), **ppo: float) -> dict[str, Declared]:
+        (tmp_path / "mine.py").write_text(text)
+        config = {"actor": {"interface": "mine:Mine"}, "ppo": {"advantage": "mine:mine"}}
+        return dict(ask_keys(names, interfaces=interfaces, ppo=PPOConfig(**ppo), config=config))  # type: ignore[arg-type]
+
+    return ask
+
+
+def test_keys_are_those_of_what_the_code_makes_however_it_is_written(ask: Ask) -> None:
+    told = ask(MINE, "mine:mine", "mine:plain", "mine:Mine", interfaces=("mine:Mine",), eps_clip=0.5)
+    bonus = ("bonus_0", "bonus_1")
+    assert told["mine:mine"].names("inputs") == ("margin", "values", *bonus)
+    assert told["mine:mine"].names("outputs") == ("margin",)
+    assert Key("bonus_1", "per_token", "float32", (2,)) in told["mine:mine"].keys
+    assert told["mine:plain"] == Declared(inputs={"": ()}, outputs={"": ()})
+    interface = told["mine:Mine"]
+    assert interface.names("inputs", CallType.INFERENCE) == ("input_ids", "values")  # as the settings have it
+    assert interface.names("outputs", CallType.INFERENCE) == ("margin", "rewards")
+    assert interface.names("inputs", CallType.TRAIN_STEP) == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "attribute", "call_type", "names"),
+    ("change", "name", "message"),
     [
-        ("mine", "inputs", None, ("margin", "values", "bonus")),
-        ("mine", "outputs", None, ("margin",)),
-        ("Mine", "inputs", CallType.INFERENCE, ("input_ids", "prompt_mask")),
-        ("Mine", "inputs", CallType.TRAIN_STEP, ("margin",)),
-        ("Mine", "inputs", CallType.EVALUATE, ()),
-        ("Mine", "outputs", CallType.INFERENCE, ("margin", "rewards")),
-        ("plain", "inputs", None, ()),
+        (
+            ("per_answer", "per_prompt"),
+            "mine:mine",
+            "ppo.advantage: cannot be imported: ValueError: .*per_prompt.*mine.py:6",
+        ),
+        (
+            ("settings.require_ppo()", "settings.ppo_settings"),
+            "mine:Mine",
+            "actor.interface: AttributeError: .*mine.py:13",
+        ),
+        (("(Base)", ""), "mine:Mine", "actor.interface: .*Mine"),
+        (("ModelInterface\n", "ModelInterfaces\n"), "mine:Mine", "cannot import name 'ModelInterfaces'"),
     ],
 )
-def test_what_is_read_and_made_is_known_by_name(write, name, attribute, call_type, names) -> None:  # type: ignore[no-untyped-def]
-    write(WRAPPED)
-    assert names_of_keys(f"mine:{name}", attribute, call_type) == names
-
-
-@pytest.mark.parametrize("inputs", ["(MARGIN,)", "KEYS", "tuple(KEYS)", "(Key(NAME, 'per_answer', 'float32'),)"])
-def test_inputs_that_cannot_be_read_are_named_with_their_line(write, inputs: str) -> None:  # type: ignore[no-untyped-def]
-    write(f"from yours import MARGIN, KEYS, NAME\n\nmine = PolicyLoss(_mine, inputs={inputs})\n")
-    with pytest.raises(ValueError, match="mine.py:3: inputs"):
-        names_of_keys("mine:mine", "inputs")
+def test_what_cannot_be_asked_is_refused_under_its_key_with_its_line(
+    ask: Ask, change: tuple[str, str], name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ask(MINE.replace(*change), name, interfaces=("mine:Mine",))

@@ -177,15 +177,24 @@ def test_only_the_first_model_is_published() -> None:
 ACTOR = """\
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
 
 
-class Actor:
-    inputs = {CallType.TRAIN_STEP: (*built_in("input_ids", "rewards"), Key("doubt", "per_answer", "float32"))}
+class Actor(PPOActorInterface):
+    def __init__(self, settings):
+        super().__init__(settings.require_ppo())
+
+    @property
+    def inputs(self):
+        table = super().inputs
+        doubt = Key("doubt", "per_answer", "float32")
+        return {**table, CallType.TRAIN_STEP: (*table[CallType.TRAIN_STEP], doubt)}
 """
 JUDGE = """\
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.policy_loss import PolicyLoss
 
 
@@ -193,9 +202,18 @@ def _loss(scores, micro_batch, config):
     return TokenLosses(-scores.logprobs * micro_batch.tensors["doubt"].mean(), {})
 
 
-class Judge:
+class Judge(ModelInterface):
     inputs = {CallType.INFERENCE: built_in("input_ids", "rewards")}
     outputs = {CallType.INFERENCE: (*built_in("rewards"), Key("doubt", "per_answer", "float32"))}
+
+    def __init__(self, settings):
+        pass
+
+    def inference(self, engine, sample):
+        doubt = -engine.forward(sample.select_keys(["input_ids"]))["logprobs"][: sum(sample.num_answers_per_sample())]
+        return {"rewards": sample.data["rewards"], "doubt": doubt}
+
+
 doubting = PolicyLoss(_loss, inputs=(Key("doubt", "per_answer", "float32"),))
 """
 
@@ -233,4 +251,6 @@ def test_an_interface_that_is_not_there_is_named_with_its_key(submit: Submit, tm
     options = [f"{key.partition('.')[0]}.path=model", f"{key}=users_mine:Nobody"]
     with pytest.raises(ConfigError) as raised:
         prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local")
-    assert f"{key}: users_mine.py defines no 'Nobody'" in [problem.message for problem in raised.value.problems]
+    (problem,) = raised.value.problems
+    assert problem.path == tuple(key.split(".")) and "users_mine.py has no callable 'Nobody'" in problem.message
+    assert problem.hint == "it has Mine, SFTExperiment"

@@ -2,11 +2,11 @@
 
     python -m corral.workers.user_code QUESTION FINDINGS
 
-    Question ──► import ──► agent's form ──► reward on one row ──► one train step ──► Findings
-                   └──────────────────────────────┴─────────────────────┴── too late: Findings with the line, exit
-
+    Question ──► import ──► declared keys ──► agent's form ──► reward on one row ──► each call once ──► Findings
+                   └───────────────────────────────────────────────┴────────────────────────┴── too late: Findings with
+                                                                                                 the line, exit
 Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. It is given no secret of
-a trial; torch is imported only where the user's modules do, or a train step is tried.
+a trial; torch is imported only where the user's modules do, or an interface is made.
 """
 
 import os
@@ -14,16 +14,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.users_code import Findings, Problem, Question
+from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
 from corral.experiments.trial.directory import atomic_write
 from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.files import UsedFiles
-from corral.workers.user_code.loading import load_callable
-from corral.workers.user_code.trials import UnfitError, check_agent, try_reward
+from corral.workers.user_code.loading import NoSuchNameError, load_callable
+from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, try_reward
 
 
 class _Look:
@@ -33,6 +34,7 @@ class _Look:
         self._question = question
         self._path = findings
         self._problems: list[Problem] = []
+        self._declared: dict[str, Declared] = {}
         self._used = UsedFiles(question.roots)
 
     def run(self) -> None:
@@ -40,6 +42,8 @@ class _Look:
         question = self._question
         with self._deadline("importing it", question.import_timeout_s, question.import_paths[0]):
             loaded = {path: found for path in question.import_paths if (found := self._load(path)) is not None}
+        for path, found in loaded.items() if question.interfaces is not None else ():
+            self._try(path, partial(self._note_keys, path, found))
         if question.agent in loaded:
             self._try(question.agent, lambda: check_agent(loaded[str(question.agent)]))
         if question.reward in loaded:
@@ -48,14 +52,18 @@ class _Look:
                     question.reward,
                     lambda: try_reward(loaded[str(question.reward)], question.problem, question.answers),
                 )
-        if question.train is not None and not self._problems:
-            train, named = question.train, question.train.ppo
-            own = named.loss if ":" in named.loss else named.advantage
-            with self._deadline("one train step with it", question.import_timeout_s, own):
-                # Not at the top: only who trains with something of his own waits for torch.
-                try_train_step = import_module("corral.workers.algorithms.loss_trial").try_train_step
-                self._try(own, lambda: try_train_step(train))
+        for call in question.calls if not self._problems else ():
+            with self._deadline("one call with it", question.import_timeout_s, call.import_path):
+                self._try(call.import_path, partial(_algorithms().try_call, call))
         self._write()
+
+    def _note_keys(self, import_path: str, found: Any) -> None:
+        """Of an interface as it is made, and of a loss or an advantage that is wrapped."""
+        if import_path in (self._question.interfaces or ()):
+            self._declared[import_path] = _algorithms().keys_of_interface(import_path, self._question.ppo)
+        else:
+            tables = ({"": tuple(getattr(found, name, ()))} for name in ("inputs", "outputs"))
+            self._declared[import_path] = Declared(**dict(zip(("inputs", "outputs"), tables, strict=True)))
 
     def _load(self, import_path: str) -> Any:
         try:
@@ -63,7 +71,8 @@ class _Look:
         except BaseException as error:  # SystemExit too: nothing that a module does ends the look
             is_missing = isinstance(error, ModuleNotFoundError) and not self._used.is_own(error.name or "")
             kind = "missing_module" if is_missing else "code"
-            self._note(import_path, f"cannot be imported: {describe_error(error)}", kind)
+            hint = error.hint if isinstance(error, NoSuchNameError) else ""
+            self._note(import_path, f"cannot be imported: {describe_error(error)}", kind, hint)
             return None
 
     def _try(self, import_path: str | None, call: Any) -> None:
@@ -71,11 +80,13 @@ class _Look:
             call()
         except UnfitError as error:
             self._note(str(import_path), str(error))
+        except UntriedError as error:
+            self._note(str(import_path), str(error), "untried")
         except BaseException as error:
             self._note(str(import_path), describe_error(error))
 
-    def _note(self, import_path: str, message: str, kind: Any = "code") -> None:
-        self._problems.append(Problem(import_path=import_path, message=message, kind=kind))
+    def _note(self, import_path: str, message: str, kind: Any = "code", hint: str = "") -> None:
+        self._problems.append(Problem(import_path=import_path, message=message, kind=kind, hint=hint))
 
     @contextmanager
     def _deadline(self, what: str, timeout_s: float, import_path: str) -> Iterator[None]:
@@ -100,11 +111,17 @@ class _Look:
     def _write(self) -> None:
         findings = Findings(
             problems=tuple(self._problems),
+            declared=self._declared,
             files=self._used.files(),
             not_kept=self._used.too_large(),
             packages=self._used.packages(),
         )
         atomic_write(self._path, findings.model_dump_json().encode())
+
+
+def _algorithms() -> Any:
+    """Not at the top: only who trains with something of his own waits for torch."""
+    return import_module("corral.workers.algorithms.call_trial")
 
 
 def main(argv: list[str]) -> None:

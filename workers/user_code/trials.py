@@ -15,6 +15,10 @@ class UnfitError(ValueError):
     """A function is not of the form that its place asks for."""
 
 
+class UntriedError(AttributeError):
+    """A function asks for what only a trial has, so that nothing more can be said of it before there is one."""
+
+
 def checked_reward(value: Any) -> float:
     """A value as a reward; ValueError if no training step could use it."""
     reward = float(value)

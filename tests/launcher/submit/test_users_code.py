@@ -1,5 +1,6 @@
 """A user's own code at submission: imported and tried in a process of its own, then kept with the trial."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
+from corral.launcher.commands.submit import main
 from corral.launcher.submit.prepare import Submission, prepare, prepare_resume
 from corral.launcher.submit.start import create
 from corral.launcher.trial.find import read_facts
@@ -32,38 +34,98 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     return submit
 
 
+LOSS = """\
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+
+
+def score(scores, micro_batch, config):
+    return TokenLosses(-scores.logprobs * micro_batch.tensors["{key}"], {{}})
+"""
+
+
+BROKEN = {
+    "a reward's missing import": ("rollout.reward", "import nowhere_to_be_found\n" + GOOD, "own.py:1"),
+    "a reward's arity": (
+        "rollout.reward",
+        "def score(problem):\n    return 1.0\n",
+        "own.py:1: score(problem) cannot be",
+    ),
+    "an async reward": (
+        "rollout.reward",
+        "\nasync def score(problem, answer):\n    return 1.0\n",
+        "own.py:2: score is an async function",
+    ),
+    "a reward of None": ("rollout.reward", "def score(problem, answer):\n    pass\n", "own.py:1: score returned None"),
+    "a reward that raises": (
+        "rollout.reward",
+        "def score(problem, answer):\n    return problem['solution']\n",
+        "KeyError: 'solution' (own.py:2)",
+    ),
+    "a reward that hangs": (
+        "rollout.reward",
+        "def score(problem, answer):\n    while True:\n        pass\n",
+        "took more than 2 s, in own.py:",
+    ),
+    "a reward of another name": ("rollout.reward", GOOD.replace("score", "scored"), "own.py has no callable 'score'"),
+    "no agent": (
+        "rollout.agent",
+        "async def score(problem, prompt_ids):\n    return None\n",
+        "own.py:1: score(problem, prompt_ids) cannot be called",
+    ),
+    "an agent that is not async": (
+        "rollout.agent",
+        "def score(problem, prompt_ids, sample_group, judge):\n    return None\n",
+        "own.py:1: score is not an async function",
+    ),
+    "a loss of a key that no call gives": (
+        "ppo.loss",
+        LOSS.format(key="advantage"),
+        "KeyError: 'advantage' (own.py:5)",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("import nowhere_to_be_found\n" + GOOD, "own_reward.py:1"),
-        ("def score(problem):\n    return 1.0\n", "own_reward.py:1: score(problem) cannot be called with"),
-        ("\nasync def score(problem, answer):\n    return 1.0\n", "own_reward.py:2: score is an async function"),
-        ("def score(problem, answer):\n    pass\n", "own_reward.py:1: score returned None"),
-        ("def score(problem, answer):\n    return problem['solution']\n", "KeyError: 'solution' (own_reward.py:2)"),
-        ("def score(problem, answer):\n    while True:\n        pass\n", "took more than 2 s, in own_reward.py:"),
-    ],
-    ids=["missing import", "wrong arity", "async", "None", "raises", "hangs"],
+    "dry_run", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["started", "dry run"]
 )
-def test_a_broken_reward_is_refused_with_its_line_and_nothing_is_written(
-    submit: Submit, tmp_path: Path, module: str, message: str
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_code_is_refused_with_exit_2_its_line_and_its_key_and_nothing_is_written(
+    case: str,
+    dry_run: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
-        submit("rollout.reward=own_reward:score", own_reward=module)
-    (problem,) = raised.value.problems
-    assert message in problem.message
-    assert problem.path == ("rollout", "reward") and problem.shown == "own_reward:score"
+    key, module, message = BROKEN[case]
+    write_inputs(tmp_path)
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    (tmp_path / "own.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    options = [f"cluster.fileroot={tmp_path / 'trials'}", "rollout.reward_timeout_s=2", f"{key}=own:score"]
+    arguments = [part for option in options for part in ("-s", option)]
+    monkeypatch.setattr(sys, "argv", ["rl-submit", "ppo.yaml", "--local", *dry_run, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in said and f"-s {key}=own:score" in said, said
     assert not (tmp_path / "trials").exists()
+
+
+def test_a_module_that_is_not_there_is_said_with_where_it_is_looked_for(submit: Submit) -> None:
+    with pytest.raises(ConfigError, match="rollout.reward: .*No module named 'nowhere_at_all'") as raised:
+        submit("rollout.reward=nowhere_at_all.rewards:score")
+    assert "run rl-submit in the folder that holds the module" in raised.value.problems[0].hint
+    with pytest.raises(ConfigError, match="exact_mach") as raised:
+        submit("rollout.reward=corral.workers.rollout.rewards:exact_mach")
+    assert raised.value.problems[0].hint == "did you mean 'exact_match'?"
 
 
 def test_a_reward_that_judges_one_of_several_texts_is_taken(submit: Submit) -> None:
     submit(
         "rollout.reward=own_reward:score", own_reward="def score(problem, answer):\n    return float(len(answer[0]))\n"
     )
-
-
-def test_an_agent_that_is_no_agent_is_refused(submit: Submit) -> None:
-    with pytest.raises(ConfigError, match=r"own_agent.py:1: play\(problem, prompt_ids\) cannot be called"):
-        submit("rollout.agent=own_agent:play", own_agent="async def play(problem, prompt_ids):\n    return None\n")
 
 
 def test_code_and_what_it_imports_and_reads_beside_itself_is_kept_and_is_what_a_resume_uses(
@@ -101,21 +163,69 @@ def test_code_and_what_it_imports_and_reads_beside_itself_is_kept_and_is_what_a_
     assert prepare_resume(facts).plan.code["own_reward.py"] != submission.plan.code["own_reward.py"]
 
 
-LOSS = """\
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+INTERFACE = """\
+import numpy as np
+
+from corral.scheduling.keys import Key, built_in
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.base import ModelInterface
 
 
-def loss(scores, micro_batch, config):
-    return TokenLosses(-scores.logprobs * micro_batch.tensors["{key}"], {{}})
+class Judge(ModelInterface):
+    inputs = {{CallType.INFERENCE: built_in("input_ids")}}
+    outputs = {{CallType.INFERENCE: built_in("rewards")}}
+
+    def __init__(self, settings):
+        pass
+
+    def inference(self, engine, sample):
+        {body}
+"""
+JUDGED = ("reward_model.path=model", "reward_model.interface=own_judge:Judge")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'rewards': engine.forward(sample)['score']}", "KeyError: 'score' (own_judge.py:16)"),
+        ("return {'reward': engine.forward(sample)['scores']}", "inference made reward, and not rewards"),
+        ("return {'rewards': np.zeros(3, np.float32)}", "rewards"),
+        ("return {'rewards': sample.data['values']}", "KeyError: 'values' (own_judge.py:16)"),
+    ],
+)
+def test_an_interface_is_tried_on_made_up_answers(submit: Submit, body: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        submit(*JUDGED, own_judge=INTERFACE.format(body=body))
+    (problem,) = raised.value.problems
+    assert message in problem.message and problem.path == ("reward_model", "interface")
+
+
+def test_an_interface_that_needs_a_real_model_is_taken_and_it_is_said(submit: Submit) -> None:
+    assert not submit(
+        *JUDGED, own_judge=INTERFACE.format(body="return {'rewards': engine.forward(sample)['scores']}")
+    ).warnings
+    submission = submit(*JUDGED, own_judge=INTERFACE.format(body="return {'rewards': engine.model(sample)}"))
+    (warning,) = submission.warnings
+    assert warning.startswith("own_judge:Judge was not tried to the end: it asks its engine for 'model'")
+
+
+UNREAD = """\
+from corral.experiments.async_ppo import AsyncPPOExperiment
+
+
+class Mine(AsyncPPOExperiment):
+    def training_calls(self):
+        unread = self.inference_call(
+            "old_inf", "actor", "ppo_actor", input_keys=("input_ids", "prompt_mask"), outputs={"logprobs": "older"}
+        )
+        return [unread, *super().training_calls()]
 """
 
 
-def test_a_loss_that_reads_a_key_which_no_call_gives_is_refused_with_its_line(submit: Submit) -> None:
-    submit("ppo.loss=own_loss:loss", own_loss=LOSS.format(key="advantages"))
-    with pytest.raises(ConfigError) as raised:
-        submit("ppo.loss=own_loss:loss", own_loss=LOSS.format(key="advantage"))
-    (problem,) = raised.value.problems
-    assert "KeyError: 'advantage' (own_loss.py:5)" in problem.message and problem.path == ("ppo", "loss")
+def test_a_call_whose_output_nobody_reads_is_warned_about(submit: Submit) -> None:
+    submission = submit("experiment=unread_mine:Mine", unread_mine=UNREAD)
+    (warning,) = submission.warnings
+    assert warning.startswith("call old_inf makes older, and no call reads that; leave the call out")
 
 
 def test_a_trial_without_code_of_ones_own_keeps_none(submit: Submit) -> None:

@@ -1,0 +1,142 @@
+"""The process that a user's own code is imported in at submission, and what it says of the keys.
+
+    Question ──► python -m corral.workers.user_code, in users_root() ──► Findings ──► problems under the file's keys
+                                                                            └──► Declared: the plan, the calls
+
+It is this command's Python, as that of workers is which are in no container. Its imports may take torch, so nothing of
+it happens in this process; an experiment of one's own, which has to answer here, is the one exception.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted
+from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
+from corral.experiments.trial.directory import read_tail
+
+_GRACE_S = 10.0
+_SAYS_SO_AFTER_S = 1.0
+_root: ContextVar[Path | None] = ContextVar("users_root", default=None)
+
+
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """Modules of the user's own are those in this folder, and not those in the current one."""
+    token = _root.set(folder)
+    try:
+        yield
+    finally:
+        _root.reset(token)
+
+
+def users_root() -> Path:
+    """The folder that modules are looked for in first.
+
+    Raises:
+        ConfigError: if it is the current one, and that is not there any more.
+    """
+    try:
+        return _root.get() or Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError.of(
+            "the current folder has been removed, and your own modules are looked for in it", hint="cd to another one"
+        ) from None
+
+
+def ask(question: Question) -> Findings:
+    """The answer of a process that is ended, with all that it started, when its time is up.
+
+    Raises:
+        ConfigError: if it ends without one.
+    """
+    with tempfile.TemporaryDirectory(prefix="corral-code-") as folder:
+        asked, answered, said = (Path(folder) / name for name in ("question.json", "findings.json", "said"))
+        asked.write_bytes(question.model_dump_json().encode())
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "corral.workers.user_code", str(asked), str(answered)],
+                cwd=users_root(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _wait(process, question)
+        finally:
+            _end(process)
+        try:
+            return Findings.model_validate_json(answered.read_bytes())
+        except FileNotFoundError:
+            words = read_tail(said, 2000).decode(errors="replace").strip() or "it said nothing"
+            raise ConfigError.of(
+                f"the process that looks at {', '.join(question.import_paths)} ended with {process.returncode} before "
+                f"it could say what it found: {words}",
+                hint="import it in a Python of this environment; --no-checks tries no function of it",
+            ) from None
+
+
+def ask_keys(
+    import_paths: Sequence[str], *, interfaces: Sequence[str], ppo: PPOConfig | None, config: Mapping[str, Any]
+) -> Mapping[str, Declared]:
+    """What each of them says it reads and makes.
+
+    Args:
+        interfaces: those of them that make an interface, which is made to be asked.
+        config: the experiment file as data, where the paths stand.
+
+    Raises:
+        ConfigError: naming file and line of what cannot be imported, or declares a key that there cannot be.
+    """
+    findings = ask(
+        Question(roots=(users_root(),), import_paths=tuple(import_paths), interfaces=tuple(interfaces), ppo=ppo)
+    )
+    if findings.problems:
+        raise ConfigError([as_problem(config, problem) for problem in findings.problems])
+    return findings.declared
+
+
+def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
+    """What is wrong with a user's code, under the key that names it."""
+    path = next(_keys_with(config, problem.import_path), ())
+    what = dotted(path) or "a call of the graph"
+    hint = problem.hint or "mend it there and submit again; --no-checks imports it and tries no function of it"
+    if problem.kind == "missing_module":
+        hint = "install it into this environment, or run rl-submit in the folder that holds the module"
+    return ConfigProblem(message=f"{what}: {problem.message}", hint=hint, path=path, shown=problem.import_path)
+
+
+def _keys_with(content: Any, value: str, path: KeyPath = ()) -> Iterator[KeyPath]:
+    if content == value:
+        yield path
+    elif isinstance(content, Mapping):
+        for key, below in content.items():
+            yield from _keys_with(below, value, (*path, key))
+
+
+def _wait(process: "subprocess.Popen[bytes]", question: Question) -> None:
+    try:
+        process.wait(_SAYS_SO_AFTER_S)
+        return
+    except subprocess.TimeoutExpired:
+        print(f"looking at {', '.join(question.import_paths)} ...", file=sys.stderr, flush=True)
+    try:
+        process.wait(2 * question.import_timeout_s + question.reward_timeout_s + _GRACE_S)
+    except subprocess.TimeoutExpired:
+        return  # it holds the interpreter's lock, or its thread would have said where it hangs
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Its group is its own while it is not reaped; afterwards the id may be anybody's."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,81 @@
+"""Whole trials that go on with other ranks, twice: every step's loss is that of a trial that nobody stopped."""
+
+import json
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from corral.experiments.plan import RunPlan
+from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
+from tests.integration.trial_helpers import Trial
+
+WITH_REWARDS = ("ppo", "grpo")
+STEPS = {"sft": 60, "dpo": 60, "ppo": 9, "grpo": 9}  # those without rewards cannot be slowed down
+ALLOCATIONS = {
+    "sft": ("fsdp:d1", "fsdp:d2", "fsdp:t2"),
+    "dpo": ("actor=fsdp:d1,ref=fsdp:d1", "fsdp:d2", "actor=fsdp:d2,ref=fsdp:d1"),
+    "ppo": ("fsdp:d1", "fsdp:d2", "actor,ref=fsdp:d1,critic=fsdp:d1"),
+    "grpo": ("hf:d1+fsdp:d1", "hf:d2+fsdp:d2", "hf:d1+fsdp:d1"),
+}
+LOSSES = {
+    "sft": ("sft/loss",),
+    "dpo": ("dpo/loss",),
+    "ppo": ("ppo/loss", "critic/loss", "rewards/mean"),
+    "grpo": ("ppo/loss", "rewards/mean"),
+}
+ELASTIC = {"groups.rollout_worker.count": 2, "groups.rollout_worker.elastic": "{count: 1}"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "workers"),
+    [
+        ("sft", {}),
+        pytest.param("dpo", {}, marks=pytest.mark.slow),
+        pytest.param("ppo", {}, marks=pytest.mark.slow),
+        pytest.param("grpo", {}, marks=pytest.mark.slow),
+        pytest.param("grpo", ELASTIC, marks=pytest.mark.slow, id="grpo-elastic"),
+    ],
+)
+def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
+    start_trial: Callable[..., Trial], recipe: str, workers: Mapping[str, object]
+) -> None:
+    first, *later = ALLOCATIONS[recipe]
+    settings = {
+        "allocation": first,
+        "control.max_steps": STEPS[recipe],
+        "control.commit_every_steps": 3,
+        # What answers are made of depends on nothing but the step only at eta 0.
+        **({"rollout.max_head_offpolicyness": 0} if recipe == "grpo" else {}),
+        **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every_steps": 1}),
+        **workers,
+    }
+    rows = {"num_rows": 80, "num_passes": (STEPS[recipe] + 9) // 10, "overrides": settings}
+    straight = start_trial(recipe, **rows)
+    straight.wait_for_end()
+
+    moved = start_trial(recipe, **rows, pause_s=0.02 if recipe in WITH_REWARDS else 0.0)
+    before = rollout_workers(moved)
+    for allocation in later:
+        moved.wait_for_steps(1)
+        assert "STOPPED" in moved.run("rl-stop")
+        moved.run_resume("-s", f"allocation={allocation}")
+        assert json.loads(moved.directory.plan_path.read_bytes())["config"]["allocation"] == allocation
+        assert rollout_workers(moved) == before
+    if recipe in WITH_REWARDS:
+        moved.full_speed()
+    moved.wait_for_end()
+    check_nothing_is_left(moved)
+    assert moved.train_steps() == straight.train_steps() == list(range(1, STEPS[recipe] + 1))
+    for name in LOSSES[recipe]:
+        assert values(moved, name) == pytest.approx(values(straight, name), rel=1e-4, abs=1e-6), name
+    if STEPS[recipe] % 10 == 0:
+        check_every_sample_was_consumed_once(moved)
+
+
+def values(trial: Trial, name: str) -> list[float]:
+    return [line[name] for line in trial.metrics() if "time/train_s" in line]
+
+
+def rollout_workers(trial: Trial) -> list[object]:
+    plan = RunPlan.from_json(trial.directory.plan_path.read_bytes())
+    return [worker for worker in plan.workers if worker.kind == "rollout_worker"]
