@@ -2,7 +2,9 @@
 
 experiment.yaml --load_experiment--> Experiment --make_run_plan--> RunPlan --plan.json--> supervisor, workers, rl-status
 
-Nobody re-runs user code to find out its configuration: each worker finds its complete, typed specification here.
+Nobody re-runs user code to find out its configuration: each worker finds its complete, typed specification here. What
+workers of a kind have in common stands in plan.json once, with their numbers beside it: every process of a trial reads
+the whole file, which therefore grows with the kinds of workers and not with how many there are.
 """
 
 import hashlib
@@ -22,8 +24,9 @@ from corral.experiments.worker_specs import (
     WorkerSpec,
 )
 from corral.scheduling.scheduling import ExperimentScheduling
+from corral.scheduling.worker_numbers import NUMBERS, fold_numbers, unfold_numbers
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -43,7 +46,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[3] = SCHEMA_VERSION
+    schema_version: Literal[4] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""
@@ -63,7 +66,7 @@ class RunPlan(FrozenConfig):
 
     def to_json(self) -> bytes:
         """The text of plan.json, with the digest of everything else in it."""
-        content = self.model_dump(mode="json")
+        content = self._content()
         return json.dumps({"digest": _digest(content), **content}, indent=1).encode()
 
     @classmethod
@@ -89,12 +92,40 @@ class RunPlan(FrozenConfig):
                 f"this one reads form {SCHEMA_VERSION}); go on with that version, or submit a new trial that starts "
                 "from this one's exports"
             )
-        return cls.model_validate(content)
+        groups = content["workers"]
+        numbers = [unfold_numbers(group.pop(NUMBERS)) for group in groups]
+        plan = cls.model_validate({**content, "workers": [{**group, "index": 0} for group in groups]})
+        kinds = {worker.kind: place for place, worker in reversed(list(enumerate(plan.workers)))}
+        workers = [
+            worker.model_copy(update={"index": index})
+            for worker, indices in zip(plan.workers, numbers, strict=True)
+            for index in indices
+        ]
+        return plan.model_copy(
+            update={"workers": sorted(workers, key=lambda worker: (kinds[worker.kind], worker.index))}
+        )
+
+    def _content(self) -> dict[str, Any]:
+        """The plan as data, each specification once for all workers that have it."""
+        groups: list[tuple[WorkerSpec, list[int]]] = []
+        for worker in self.workers:
+            shared = worker.model_copy(update={"index": 0})
+            numbers = next((numbers for spec, numbers in groups if spec == shared), None)
+            if numbers is None:
+                groups.append((shared, numbers := []))
+            numbers.append(worker.index)
+        return {
+            **self.model_dump(mode="json", exclude={"workers"}),
+            "workers": [
+                {NUMBERS: fold_numbers(numbers), **spec.model_dump(mode="json", exclude={"index"})}
+                for spec, numbers in groups
+            ],
+        }
 
     @property
     def digest(self) -> str:
         """SHA-256 of the plan, hexadecimal."""
-        return _digest(self.model_dump(mode="json"))
+        return _digest(self._content())
 
     @property
     def master(self) -> MasterWorkerSpec:

@@ -25,7 +25,7 @@ from corral.scheduling.model_function_call import (
     parse_model_name,
     shard_ids,
 )
-from corral.scheduling.worker_information import fold_numbers
+from corral.scheduling.worker_numbers import fold_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The worker graph's vocabulary: the kinds of workers, what one of them is called, and how a trial stands."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal, get_args
 
@@ -28,17 +28,6 @@ def parse_worker_id(text: str) -> tuple[WorkerKind, int]:
     if match is None or kind is None:
         raise ValueError(f"worker id {text!r} must be KIND/INDEX with KIND one of {', '.join(WORKER_KINDS)}")
     return kind, int(match["index"])
-
-
-def fold_numbers(numbers: Iterable[int]) -> str:
-    """Numbers of workers, in the order given: (0, 1, 2, 5) is "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class WorkerInformation(FrozenModel):

@@ -30,6 +30,7 @@ RANKS: dict[str, list[set[str]]] = {
             "redistribution",
             "slurm_formats",
             "staleness",
+            "worker_numbers",
         },
         {"cadence", "job_options", "memory", "packing", "worker_information"},
         {"mesh", "scheduling"},

@@ -21,7 +21,6 @@ from typing import Any
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
-from corral.experiments.trial.directory import read_tail
 
 _GRACE_S = 10.0
 _SAYS_SO_AFTER_S = 1.0
@@ -77,7 +76,7 @@ def ask(question: Question) -> Findings:
         try:
             return Findings.model_validate_json(answered.read_bytes())
         except FileNotFoundError:
-            words = read_tail(said, 2000).decode(errors="replace").strip() or "it said nothing"
+            words = said.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
             raise ConfigError.of(
                 f"the process that looks at {', '.join(question.import_paths)} ended with {process.returncode} before "
                 f"it could say what it found: {words}",

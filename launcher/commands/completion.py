@@ -10,6 +10,8 @@ from pathlib import Path
 
 import typer
 
+from corral.scheduling.worker_numbers import planned_workers
+
 _EXTRA_LOGS = ("redis", "supervisor")
 
 
@@ -50,7 +52,7 @@ def _workers(ctx: typer.Context) -> list[str]:
         if wanted in (path.name, f"{path.parent.name}/{path.name}", str(path)):
             try:
                 plan = json.loads((path / "plan.json").read_bytes())
-                return [f"{worker['kind']}/{worker['index']}" for worker in plan["workers"]]
+                return planned_workers(plan["workers"])
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return []

@@ -9,7 +9,8 @@ plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partitio
 from collections.abc import Iterator, Sequence
 
 from corral.launcher.layout.layout import Allocation, Layout, Step
-from corral.scheduling.worker_information import fold_numbers, parse_worker_id
+from corral.scheduling.worker_information import parse_worker_id
+from corral.scheduling.worker_numbers import fold_numbers
 
 _MAX_NODES_SHOWN = 8
 

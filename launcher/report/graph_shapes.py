@@ -19,7 +19,7 @@ from typing import Literal
 from corral.launcher.report.layered import Item, Layers
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.step_plan import StepPlan
-from corral.scheduling.worker_information import fold_numbers
+from corral.scheduling.worker_numbers import fold_numbers
 
 Point = tuple[float, float]
 

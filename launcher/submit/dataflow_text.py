@@ -13,7 +13,7 @@ from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.step_plan import Route, StepPlan, describe_shards
-from corral.scheduling.worker_information import fold_numbers
+from corral.scheduling.worker_numbers import fold_numbers
 
 
 def render_dataflow(plan: RunPlan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.step_plan import StepPlan
-from corral.scheduling.worker_information import fold_numbers
+from corral.scheduling.worker_numbers import fold_numbers
 
 _SAMPLES, _PUBLISHED = "samples", "published"
 

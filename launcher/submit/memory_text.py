@@ -18,7 +18,7 @@ from rich.text import Text
 from corral.launcher.submit.memory_plan import GpuUse
 from corral.scheduling.memory.gpu import CONTEXT_BYTES, FRAGMENTATION, GIB, PARTS, Part, Peak, usable_bytes
 from corral.scheduling.memory.server import ANSWER
-from corral.scheduling.worker_information import fold_numbers
+from corral.scheduling.worker_numbers import fold_numbers
 
 _HEADINGS: dict[Part, str] = {
     "parameters": "params",

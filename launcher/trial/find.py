@@ -12,6 +12,7 @@ import msgspec
 
 from corral.experiments.errors import did_you_mean
 from corral.experiments.trial.directory import TrialDirectory, validate_name
+from corral.scheduling.worker_numbers import planned_workers
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 
@@ -129,7 +130,7 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             uuid=plan["trial"]["uuid"],
             mode=plan["mode"],
             total_steps=_total_steps(plan),
-            workers=tuple(f"{worker['kind']}/{worker['index']}" for worker in plan["workers"]),
+            workers=tuple(planned_workers(plan["workers"])),
             lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),

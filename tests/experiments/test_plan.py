@@ -51,6 +51,29 @@ def test_plan_survives_the_round_trip_through_json(folder: Path, name: str) -> N
     assert read.to_json() == plan.to_json()
 
 
+def test_a_plan_grows_with_the_kinds_of_workers_and_not_with_their_number(folder: Path) -> None:
+    plan = _plan(folder / "ppo.yaml", "allocation=hf:d2+fsdp:t2", "groups.rollout_worker.count=3")
+
+    def grown(times: int) -> RunPlan:
+        """The same with more of each kind, of which every other training rank takes samples, as with t2."""
+        groups = [[worker for worker in plan.workers if worker.kind == kind] for kind in plan.scheduling.keys()]
+        return plan.model_copy(
+            update={
+                "workers": [
+                    group[number % len(group)].model_copy(update={"index": number})
+                    for group in groups
+                    for number in range(len(group) * (times if group[0].kind != "master_worker" else 1))
+                ]
+            }
+        )
+
+    large = grown(300)
+    assert RunPlan.from_json(large.to_json()) == large
+    assert len(large.workers) > 2000
+    added = 300 * len("0,2,")  # a number for each rank that takes samples, and for each that does not
+    assert len(large.to_json()) - len(plan.to_json()) < 3 * added
+
+
 def test_the_plan_says_the_shape_of_each_role(folder: Path) -> None:
     config = json.loads((folder / "model" / "config.json").read_text())
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
@@ -142,7 +165,7 @@ def test_edited_plan_is_refused(folder: Path, old: bytes, new: bytes) -> None:
 def test_a_plan_of_another_version_is_refused_with_a_way_out(folder: Path) -> None:
     plan = _plan(folder / "sft.yaml")
     text = plan.model_copy(update={"schema_version": 1}).to_json()
-    with pytest.raises(ValueError, match="plans of form 1, this one reads form 3.*submit a new trial"):
+    with pytest.raises(ValueError, match="plans of form 1, this one reads form 4.*submit a new trial"):
         RunPlan.from_json(text)
 
 

@@ -58,11 +58,11 @@ def try_call(question: CallQuestion) -> None:
     check_call(interface, call)
     sample = _sample(question)
     if call.call_type is CallType.TRAIN_STEP:
-        interface.train_step(engine, sample, version=1)  # type: ignore[arg-type]
+        interface.train_step(engine, sample, version=1)
     elif call.call_type is CallType.EVALUATE:
-        interface.evaluate(engine, sample)  # type: ignore[arg-type]
+        interface.evaluate(engine, sample)
     else:
-        made = interface.inference(engine, sample)  # type: ignore[arg-type]
+        made = interface.inference(engine, sample)
         own_name = {graph_name: own for own, graph_name in call.output_key_remap.items()}
         declared = {key.name: key for key in interface.outputs[CallType.INFERENCE]}
         for name in (own_name.get(key, key) for key in call.output_keys):
