@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
@@ -77,21 +77,17 @@ def submit(
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
     with user_errors():
-        if wait and follow:
-            raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
-        if no_checks and local:
-            raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
+        _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
         cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
         if resume is not None:
-            unfit = {
+            unfit: dict[str, object] = {
+                str(experiment): experiment,
                 "-n": trial,
                 "--profile": profile,
                 "--layout": layout,
-                "--sbatch-arg": sbatch_arg,
-                "--local": local,
             }
-            others = [name for name, value in {str(experiment): experiment, **unfit}.items() if value]
-            prepare = partial(_prepared_resume, resume, fileroot, override or [], others=others)
+            unfit |= {"--sbatch-arg": sbatch_arg, "--local": local}
+            prepare = partial(_prepared_resume, resume, fileroot, override or [], unfit=unfit)
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
         else:
@@ -118,6 +114,14 @@ def submit(
             if resume is None:
                 submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
             _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
+
+
+def _check_together(*, wait: bool, follow: bool, no_checks: bool, local: bool) -> None:
+    """typer.BadParameter for options of which one makes the other pointless."""
+    if wait and follow:
+        raise typer.BadParameter("--follow waits too; choose one of --wait and --follow")
+    if no_checks and local:
+        raise typer.BadParameter("--no-checks is about a cluster; with --local there is none")
 
 
 def _check_working_folder() -> None:
@@ -206,13 +210,14 @@ def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _prepared_resume(
-    name: str, fileroot: Path | None, overrides: Sequence[str], *, others: Sequence[str], has_checks: bool
+    name: str, fileroot: Path | None, overrides: Sequence[str], *, unfit: Mapping[str, object], has_checks: bool
 ) -> "Submission":
     from corral.launcher.submit.prepare import AlreadyCompleteError, prepare_resume
     from corral.launcher.trial.find import default_fileroot, find_trial
 
     keys = [override.partition("=")[0] for override in overrides]
-    others = [*others, *(f"-s {key}" for key in keys if key != "allocation"), *(["-s twice"] if len(keys) > 1 else [])]
+    others = [name for name, value in unfit.items() if value]
+    others += [*(f"-s {key}" for key in keys if key != "allocation"), *(["-s twice"] if len(keys) > 1 else [])]
     if others:
         raise typer.BadParameter(
             f"--resume continues a trial where and as it was planned; leave out {', '.join(others)}: of all "

@@ -173,11 +173,10 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     """
     folder = request.result.parent
     record_path(folder, request.step).unlink(missing_ok=True)
-    command = EvaluationCommand(_command(write_request(directory, request)))
+    gpus = min(resources.gpus, len(visible_gpus()))  # whoever says "here" takes what there is
+    command = EvaluationCommand(_command(write_request(directory, request), gpus=gpus))
     executor = submitit.AutoExecutor(folder=_private(jobs_folder(folder)), cluster="local")
-    executor.update_parameters(
-        timeout_min=resources.minutes, gpus_per_node=min(resources.gpus, len(visible_gpus())), tasks_per_node=1
-    )
+    executor.update_parameters(timeout_min=resources.minutes, gpus_per_node=gpus, tasks_per_node=1)
     job: submitit.Job[None] = executor.submit(command)
     deadline = time.monotonic() + resources.minutes * 60
     try:
@@ -194,8 +193,8 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     return EvaluationStatus(step=request.step, state="FAILED", note=cause_of(job))
 
 
-def _command(request: Path) -> list[str]:
-    return [sys.executable, "-u", "-m", "corral.workers.evaluation", str(request)]
+def _command(request: Path, *, gpus: int) -> list[str]:
+    return [sys.executable, "-u", "-m", "corral.workers.evaluation", str(request), "--gpus", str(gpus)]
 
 
 def evaluation_command(request: Path, resources: EvaluationResources, directory: TrialDirectory) -> tuple[str, ...]:
@@ -207,7 +206,7 @@ def evaluation_command(request: Path, resources: EvaluationResources, directory:
     if resources.scheduling.container_image is not None and resources.cluster.container_runtime == "pyxis":
         hint = "evaluate on a node by hand with --local, inside a container of your own"
         raise ConfigError.of("pyxis would put submitit itself into the container, where it is not installed", hint=hint)
-    command = _command(request)
+    command = _command(request, gpus=resources.gpus)
     return contain(
         command, {}, scheduling=resources.scheduling, cluster=resources.cluster, directory=directory.path
     ).command

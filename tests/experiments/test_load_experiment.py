@@ -107,19 +107,6 @@ def test_group_scheduling_keeps_the_defaults_of_its_kind(folder: Path) -> None:
     assert (scheduling.cpu, scheduling.mem) == (3, 20 * 1024)
 
 
-def test_reward_of_the_current_directory_is_found_without_running_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = folder / "my_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (package / "rewards.py").write_text("raise RuntimeError('imported')\ndef score(problem, answer):\n    return 1.0\n")
-    monkeypatch.chdir(folder)
-    assert _ppo(folder, "rollout.reward=my_package.rewards:score").rollout.reward == "my_package.rewards:score"
-    with pytest.raises(ConfigError, match="defines no 'scor'"):
-        _ppo(folder, "rollout.reward=my_package.rewards:scor")
-
-
 @pytest.mark.parametrize(
     "definition",
     [

@@ -1,6 +1,6 @@
 """One evaluation, as a job of its own: a version of a trial's weights answers held-out problems.
 
-    python -m corral.workers.evaluation {trial}/eval/step-00000012.request.json
+    python -m corral.workers.evaluation {trial}/eval/step-00000012.request.json --gpus 1
 
 request --read--> weights + problems --a batch at a time--> sums --write--> progress ... --> result, then clean up
 
@@ -34,6 +34,7 @@ from corral.experiments.trial.evaluation import (
 )
 from corral.workers.engine.engine import DTYPES, load_model
 from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
+from corral.workers.lifecycle.worker import WrongDevicesError
 from corral.workers.user_code.kept import use_kept_code
 
 logger = logging.getLogger(__name__)
@@ -41,17 +42,26 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def evaluate(request: EvaluationRequest) -> EvaluationResult:
+def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
     """Does what is asked for, from where an earlier start of the job got to.
 
+    Guarantee: what was to be answered on a GPU is never answered on a CPU.
+
+    Args:
+        gpus: those that the job was given, 0 or 1; where nobody counts GPUs, a node shows more.
+
     Raises:
+        WrongDevicesError: if it sees none of them.
         ValueError: if the problems are not those that were asked for, or the model cannot answer them.
     """
     if request.code is not None:
         use_kept_code(request.code, request.code_digests)
+    if gpus > torch.cuda.device_count():
+        visible = torch.cuda.device_count()
+        raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
     progress = _read_progress(request)
     problems = HeldOutProblems(request.evaluation, request.weights, reward=request.reward)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if gpus else "cpu"
     model, _ = load_model(request.weights, dtype=DTYPES[request.dtype], device=device)
     logger.info("evaluating step %d on %s, problem %d of %d", request.step, device, progress.num_done, len(problems))
     while progress.num_done < len(problems):
@@ -137,16 +147,22 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m corral.workers.evaluation", description="One evaluation of a trial."
     )
     parser.add_argument("request", type=Path, help="what to evaluate: step-*.request.json")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job was given")
     arguments = parser.parse_args(argv)
     _leave_signals_to_parent()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s: %(message)s")
     try:
         request = EvaluationRequest.model_validate_json(arguments.request.read_bytes())
         if read_result(request.result) is None:
-            atomic_write(request.result, evaluate(request).model_dump_json(indent=1).encode() + b"\n")
+            atomic_write(
+                request.result, evaluate(request, gpus=arguments.gpus).model_dump_json(indent=1).encode() + b"\n"
+            )
     except ValueError as error:
         logger.error("%s", error)
         return WorkerExit.BAD_CONFIGURATION
+    except WrongDevicesError as error:
+        logger.error("%s", error)
+        return WorkerExit.WRONG_DEVICES
     _clean_up(request)
     return WorkerExit.DONE
 

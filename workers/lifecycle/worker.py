@@ -73,6 +73,16 @@ class TrainingNotFiniteError(RuntimeError):
 class WrongDevicesError(RuntimeError):
     """This process sees other GPUs than the plan gives it; on the CPU it would compute the same, for weeks."""
 
+    @classmethod
+    def of(cls, who: str, *, kind: str, planned: int, visible: int) -> "WrongDevicesError":
+        """With what this host shows, and where to look; `kind` is the group whose GPUs they are."""
+        return cls(
+            f"the plan gives {who} {planned} GPU{'s' if planned > 1 else ''}, and it sees {visible} on "
+            f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); look there "
+            f"at nvidia-smi and at what its container shows, or set gpu: 0 in groups.{kind}.scheduling to compute on "
+            "the CPU"
+        )
+
 
 class StopRequested(Exception):  # noqa: N818 - a wish, not an error
     """SIGTERM arrived, or the control channel asked the worker to leave."""
@@ -139,12 +149,7 @@ class WorkerContext:
         kind, index = parse_worker_id(self.worker_id)
         planned = self.plan.scheduling[kind].scheduling_of(index).gpu
         if planned and visible != planned:
-            raise WrongDevicesError(
-                f"the plan gives {self.worker_id} {planned} GPU{'s' if planned > 1 else ''}, and it sees {visible} on "
-                f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); "
-                f"look there at nvidia-smi and at what its container shows, or set gpu: 0 in "
-                f"groups.{self.kind}.scheduling to compute on the CPU"
-            )
+            raise WrongDevicesError.of(self.worker_id, kind=self.kind, planned=planned, visible=visible)
         return planned
 
     def lease(self, key: str, value: str, *, owner: str = "") -> Lease:

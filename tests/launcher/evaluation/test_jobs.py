@@ -14,6 +14,7 @@ import pytest
 
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import progress_path, read_result, result_path
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
@@ -172,6 +173,19 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
     assert not progress_path(result_path(directory.evaluations_path, 1)).exists()
 
 
+def test_an_evaluation_that_sees_no_gpu_of_those_it_was_given_answers_nothing(tmp_path: Path, model: Path) -> None:
+    directory = make_evaluable_trial(tmp_path, model, commits=(1,))
+    request = request_in_batches(directory, batch_size=4)
+    launch, cluster, scheduling = LaunchConfig(), ClusterConfig(), Scheduling(cpu=1, mem=1, gpu=4)
+    asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=cluster, minutes=7)
+    command = evaluation_command(request, asked, directory)
+    environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == WorkerExit.WRONG_DEVICES
+    assert "the plan gives the evaluation 1 GPU, and it sees 0" in done.stderr and "set gpu: 0" in done.stderr
+    assert not result_path(directory.evaluations_path, 1).exists()
+
+
 def request_in_batches(directory: TrialDirectory, *, batch_size: int) -> Path:
     plan = read_plan(directory)
     evaluation = make_evaluation_config(plan, None, max_new_tokens=None)
@@ -274,12 +288,7 @@ def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -
         return evaluation_command(tmp_path / "r.json", asked, directory)
 
     assert contained("apptainer")[:2] == ("apptainer", "exec")
-    assert contained("apptainer")[-5:] == (
-        "python3.11",
-        "-u",
-        "-m",
-        "corral.workers.evaluation",
-        str(tmp_path / "r.json"),
-    )
+    evaluation = ("python3.11", "-u", "-m", "corral.workers.evaluation", str(tmp_path / "r.json"), "--gpus", "0")
+    assert contained("apptainer")[-7:] == evaluation
     with pytest.raises(ConfigError, match="pyxis"):
         contained("pyxis")
