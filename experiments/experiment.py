@@ -8,13 +8,20 @@ Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there a
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from corral.experiments.checks.allocation import check_allocation
-from corral.experiments.checks.data import check_batch, check_dataset, check_evaluation, dataset_warnings
+from corral.experiments.checks.data import (
+    CheckedDataset,
+    check_batch,
+    check_dataset,
+    check_evaluation,
+    dataset_warnings,
+)
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.base import FrozenConfig
@@ -59,6 +66,7 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
+from corral.scheduling.worker_numbers import fold_numbers, unfold_numbers
 
 Name = Annotated[str, AfterValidator(validate_name)]
 
@@ -227,9 +235,13 @@ class Experiment(FrozenConfig):
             yield from group_problems
             if not group_problems:
                 yield from check_placement(self.scheduling_setup(), self.cluster)
-        num_rows, problems = check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits())
-        yield from problems
-        yield from self.find_own_problems(num_rows=num_rows)
+        yield from self.checked_dataset.problems
+        yield from self.find_own_problems(num_rows=self.checked_dataset.num_rows)
+
+    @cached_property
+    def checked_dataset(self) -> CheckedDataset:
+        """What is in the dataset that is learned from."""
+        return check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits())
 
     @property
     def own_code(self) -> tuple[str, ...]:
@@ -253,6 +265,10 @@ class Experiment(FrozenConfig):
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
         yield from dataset_warnings(self.dataset, self.evaluation, kind=self.row_kind)
+        if count := len(self.checked_dataset.too_long):
+            in_all = count + (self.checked_dataset.num_rows or 0)
+            first = self.checked_dataset.excess
+            yield f"{count} of {in_all} rows of the dataset are left out, since they are too long; the first: {first}"
         key, task = "groups.model_worker.scheduling.mem", self.scheduling_setup()["model_worker"].scheduling
         if warning := copy_warning(self._copied_mb, key=key, asked_mb=task.mem):
             yield warning
@@ -457,15 +473,21 @@ class Experiment(FrozenConfig):
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""
-        return self._read_rows(self.dataset)
+        return self._read_rows(self.dataset, too_long=fold_numbers(self.checked_dataset.too_long))
 
     def _read_held_out(self, graph: DataflowGraph) -> DatasetSpec | None:
         """Facts of the rows that calls evaluate on."""
         reads_rows = any(call.input_keys for call in graph.evaluate_calls)
         return self._read_rows(self.evaluation.dataset) if self.evaluation is not None and reads_rows else None
 
-    def _read_rows(self, dataset: DatasetConfig) -> DatasetSpec:
-        reader = DatasetReader(config=dataset, kind=self.row_kind)
+    def _read_rows(self, dataset: DatasetConfig, *, too_long: str = "") -> DatasetSpec:
+        reader = DatasetReader(config=dataset, kind=self.row_kind, left_out=frozenset(unfold_numbers(too_long)))
         reader.read_to_end()
         reader.raise_problems()
-        return DatasetSpec(config=dataset, row_kind=self.row_kind, num_rows=reader.num_rows, sha256=reader.sha256)
+        return DatasetSpec(
+            config=dataset,
+            row_kind=self.row_kind,
+            num_rows=reader.num_rows,
+            too_long=too_long,
+            sha256=reader.sha256,
+        )

@@ -39,7 +39,9 @@ class DatasetSpec(FrozenConfig):
     row_kind: RowKind
     """What a sample is made of."""
     num_rows: int = Field(ge=1)
-    """Rows in the file."""
+    """Rows in the file that are used."""
+    too_long: str = ""
+    """Lines of the others, from 1, as in 3-5,9: they are longer than a prompt or a row may be, and left out."""
     sha256: str
     """Digest of the file; workers refuse a file that has changed."""
 

@@ -23,7 +23,7 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 def unfold_numbers(text: str) -> list[int]:
     """What `fold_numbers` wrote, read again: "0-2,5" is [0, 1, 2, 5]."""
-    runs = [[int(number) for number in run.split("-")] for run in text.split(",")]
+    runs = [[int(number) for number in run.split("-")] for run in text.split(",") if run]
     return [number for run in runs for number in range(run[0], run[-1] + 1)]
 
 

@@ -1,7 +1,7 @@
 """Checks of rows, batches and models: what the files hold, and whether lengths and vocabularies go together."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
@@ -14,31 +14,43 @@ from corral.scheduling.mesh import Mesh
 
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
-_MAX_LONG_ROWS = 3  # more of the same kind would only scroll the first ones away
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedDataset:
+    """What was found in a dataset."""
+
+    num_rows: int | None
+    """Rows that can be used; None if it is broken."""
+    problems: list[ConfigProblem]
+    too_long: tuple[int, ...] = ()
+    """Lines, from 1, of rows that are longer than they may be."""
+    excess: str = ""
+    """Where the first of them is, and by what it is too long."""
 
 
-def check_dataset(
-    config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits
-) -> tuple[int | None, list[ConfigProblem]]:
-    """Rows of a dataset (None if it is broken), and what is wrong with it."""
+def check_dataset(config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits) -> CheckedDataset:
+    """Rows of a dataset, and what is wrong with it, which single rows that are too long are not."""
     reader = DatasetReader(config=config, kind=kind)
-    too_long: list[ConfigProblem] = []
+    problems: list[ConfigProblem] = []
+    too_long: list[int] = []
+    first = ""
     try:
         for row in reader:
             if excess := limits.find_excess(row.prompt, row.answers):
-                place = f"{display_path(config.path)}:{row.line}"
-                hint = f"shorten or remove the row, or raise {dotted(path)}.max_prompt_tokens and what has to hold it"
-                too_long.append(ConfigProblem(message=f"{place}: {excess}", hint=hint))
-                if len(too_long) >= _MAX_LONG_ROWS:
-                    break
+                first = first or f"{display_path(config.path)}:{row.line}: {excess}"
+                too_long.append(row.line)
     except ValueError as error:
         message, hint = split_remedy(str(error))
-        too_long.append(ConfigProblem(message=message, hint=hint))
+        problems.append(ConfigProblem(message=message, hint=hint))
+    num_rows = reader.num_rows - len(too_long)
+    if too_long and not num_rows:
+        hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
+        problems.append(ConfigProblem(message=f"every row is too long; the first: {first}", hint=hint))
     where = (*path, "path")
-    problems = [
-        replace(problem, path=where, shown=display_path(config.path)) for problem in (*reader.problems, *too_long)
-    ]
-    return (None if problems else reader.num_rows), problems
+    problems = [replace(one, path=where, shown=display_path(config.path)) for one in (*reader.problems, *problems)]
+    return CheckedDataset(
+        num_rows=None if problems else num_rows, problems=problems, too_long=tuple(too_long), excess=first
+    )
 
 
 def check_batch(
@@ -116,7 +128,17 @@ def check_evaluation(
         answers: whether the model answers the prompts.
     """
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
-    yield from check_dataset(evaluation.dataset, ("evaluation", "dataset"), kind=kind, limits=limits)[1]
+    path = ("evaluation", "dataset")
+    found = check_dataset(evaluation.dataset, path, kind=kind, limits=limits)
+    yield from found.problems
+    if found.too_long and not found.problems:
+        # An accuracy is one of all problems, or cannot be compared with that of somebody else.
+        yield ConfigProblem(
+            message=f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
+            hint="shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
+            path=(*path, "path"),
+            shown=display_path(evaluation.dataset.path),
+        )
     if facts is not None and answers:
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,

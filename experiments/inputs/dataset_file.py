@@ -1,11 +1,12 @@
 """A jsonl dataset: file -> checked rows, one at a time, and the facts that a plan keeps of it (rows, SHA-256).
 
-Rows are checked at submission, where a bad file can be refused while someone is looking.
+Rows are checked at submission, where a bad file can be refused while someone is looking. An answer that is a number is
+the text of that number.
 """
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,15 @@ from corral.experiments.inputs.regular_file import open_regular
 _MAX_ID_LENGTH = 128
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
 _DECODER = msgspec.json.Decoder()
+_OTHER_FORMATS = {
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\xff\xff\xff\xff": "Arrow",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip archive",
+}
+"""By their first bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,8 @@ class DatasetReader:
 
     config: DatasetConfig
     kind: RowKind
+    left_out: Set[int] = frozenset()
+    """Lines, from 1, whose rows are passed over."""
     num_rows: int = 0
     problems: list[ConfigProblem] = field(default_factory=list)
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -62,11 +74,14 @@ class DatasetReader:
         try:
             with open_regular(self.config.path) as stream:
                 for number, line in enumerate(stream, start=1):
+                    if number == 1 and (named := _other_format(line)):
+                        self._note_format(named)
+                        return
                     self._digest.update(line)
                     row = self._row(line, number) if line.strip() else None
                     if len(self.problems) >= _MAX_PROBLEMS:
                         return
-                    if row is not None:
+                    if row is not None and number not in self.left_out:
                         self.num_rows += 1
                         yield row
         except OSError as error:
@@ -124,11 +139,11 @@ class DatasetReader:
             if answer is None:
                 self._note_missing(number, fields, key, what, answer)
                 return None
-            if not isinstance(answer, str):
+            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
                 hint = f'write it as text: "{show_value(answer)}"'
-                self._note(number, f"{key!r} must be text, got {show_value(answer)}", hint)
+                self._note(number, f"{key!r} must be text or a number, got {show_value(answer)}", hint)
                 return None
-            answers.append(answer)
+            answers.append(str(answer))
         if self.kind == "preferences" and answers[0] == answers[1]:
             hint = "remove the row: it says of no answer that it is the better one"
             self._note(number, f"the chosen answer is the rejected one: {show_value(answers[0])}", hint)
@@ -169,8 +184,26 @@ class DatasetReader:
         place = f"{display_path(self.config.path)}:{number}"
         self.problems.append(ConfigProblem(message=f"{place}: {message}", hint=hint))
 
+    def _note_format(self, named: str) -> None:
+        name = display_path(self.config.path)
+        self.problems.append(
+            ConfigProblem(
+                message=f"dataset {name} is {named}; rows are read from JSON lines, one object a line",
+                hint="convert it once: datasets.load_dataset(...) or pandas.read_...(...), then .to_json(FILE, "
+                'orient="records", lines=True)',
+            )
+        )
+
     def _note_unreadable(self, error: OSError) -> None:
         reason = (error.strerror or str(error)).lower()
         message = f"cannot read dataset {display_path(self.config.path)}: {reason}"
         hint = "check the path; in an experiment file it is relative to that file's folder"
         self.problems.append(ConfigProblem(message=message, hint=hint))
+
+
+def _other_format(first_line: bytes) -> str | None:
+    """What a file is that people have rows in, and that is no JSON lines."""
+    for beginning, named in _OTHER_FORMATS.items():
+        if first_line.startswith(beginning):
+            return named
+    return "a JSON array" if first_line.strip() == b"[" else None

@@ -27,7 +27,7 @@ DryRun = Annotated[
     typer.Option(
         "--dry-run",
         help="Check and show the plan, or print the batch script (=script) or the dataflow graph as a Mermaid chart "
-        "(=graph); write nothing.",
+        "(=graph), which asks no cluster; write nothing.",
     ),
 ]
 Shape = Annotated[
@@ -102,6 +102,7 @@ def submit(
                 trial_name=trial,
                 mode="local" if local else queue_here().mode,
                 shape=cluster_shape,
+                has_place=dry_run != "graph",
                 profile=profile,
                 sbatch_arguments=_checked_arguments(sbatch_arg or []),
             )
@@ -238,7 +239,8 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.launcher.status.text import fold
     from corral.launcher.submit.plan_text import THIS_MACHINE, render_plan
 
-    nodes = render_layout(submission.layout) if submission.layout else THIS_MACHINE
+    here = THIS_MACHINE if submission.plan.mode == "local" else ("nodes      not planned",)
+    nodes = render_layout(submission.layout) if submission.layout else here
     width = terminal_width(out)
     print(fold(render_plan(submission.plan, nodes=nodes), width), file=out)
     if memory := _memory(submission, width):

@@ -89,6 +89,7 @@ def prepare(
     sbatch_arguments: Sequence[str] = (),
     has_checks: bool = True,
     shape: ClusterShape | None = None,
+    has_place: bool = True,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
 
@@ -99,6 +100,7 @@ def prepare(
         sbatch_arguments: added to `launch.extra_sbatch_arguments`.
         has_checks: whether the cluster is compared with the trial.
         shape: a cluster to plan for that need not be there, for a trial that is only looked at.
+        has_place: whether it is planned where it would run; without, neither a cluster nor this machine is asked.
 
     Raises:
         ConfigError: with every mistake that was found.
@@ -109,7 +111,7 @@ def prepare(
         overrides,
         profiles=find_profiles(profile),
         sbatch_arguments=sbatch_arguments,
-        is_to_run=shape is None,
+        is_to_run=shape is None and has_place,
     )
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
@@ -132,6 +134,8 @@ def prepare(
         plan = code.in_plan(plan)
     if shape is not None:
         found = check_on_shape(plan, shape, source=loaded.source)
+    elif not has_place:
+        found = Preflight(layout=None, checks=("no cluster asked",), warnings=())
     else:
         found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
     return Submission(

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corral.experiments.errors import ConfigError, display_path
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.inputs.users_code import CallQuestion, Findings, Question, users_paths
 from corral.experiments.inputs.users_process import as_problem, ask, importing_from, users_root
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec, RolloutWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
+from corral.scheduling.worker_numbers import unfold_numbers
 
 _MAX_BYTES = 32 * 2**20
 _MAX_FILES = 5000
@@ -115,7 +116,7 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
     if not tries:
         return Question(roots=(users_root(),), import_paths=paths)
     reward, dataset, agent = _judged(plan)
-    row = next(iter(DatasetReader(config=dataset.config, kind=dataset.row_kind)), None) if dataset else None
+    row = _first_row(dataset) if dataset else None
     return Question(
         roots=(users_root(),),
         import_paths=paths,
@@ -126,6 +127,11 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         agent=agent if agent in paths else None,
         calls=tuple(_call_questions(plan)),
     )
+
+
+def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
+    left_out = frozenset(unfold_numbers(dataset.too_long))
+    return next(iter(DatasetReader(config=dataset.config, kind=dataset.row_kind, left_out=left_out)), None)
 
 
 def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, str | None]:

@@ -891,9 +891,15 @@ FILE_CASES = (
         name="prompt-too-long",
         files={
             "model/tokenizer.json": tokenizer_json(),
-            "train.jsonl": rows(39) + _row(id="long", prompt="1+" * 8 + "1=", answer="9"),
+            "train.jsonl": _row(id="long", prompt="1+" * 8 + "1=", answer="9"),
         },
-        words=("train.jsonl:40", "prompt has 18 tokens", "max_prompt_tokens 16", "raise dataset.max_prompt_tokens"),
+        words=(
+            "every row is too long",
+            "train.jsonl:1",
+            "prompt has 18 tokens",
+            "max_prompt_tokens 16",
+            "raise dataset.max_prompt_tokens",
+        ),
         line=17,
     ),
     BrokenCase(
@@ -902,10 +908,22 @@ FILE_CASES = (
         overrides=("model.max_tokens_per_micro_batch=20",),
         files={
             "model/tokenizer.json": tokenizer_json(),
-            "train.jsonl": rows(39) + _row(id="long", prompt="1+1=", answer="2" * 16),
+            "train.jsonl": _row(id="long", prompt="1+1=", answer="2" * 16),
         },
-        words=("train.jsonl:40", "4 + 17 tokens", "max_tokens_per_micro_batch 20"),
+        words=("train.jsonl:1", "4 + 17 tokens", "max_tokens_per_micro_batch 20"),
         line=8,
+    ),
+    BrokenCase(
+        name="parquet",
+        files={"train.jsonl": "PAR1\x15\x04\n\n\n"},
+        words=("train.jsonl is Parquet", "JSON lines", "lines=True"),
+        line=17,
+    ),
+    BrokenCase(
+        name="json-array",
+        files={"train.jsonl": '[\n{"prompt": "1+1=", "answer": "2"}\n]\n'},
+        words=("train.jsonl is a JSON array", "JSON lines", "lines=True"),
+        line=17,
     ),
     BrokenCase(
         name="held-out-prompt-too-long",
@@ -913,7 +931,12 @@ FILE_CASES = (
             "model/tokenizer.json": tokenizer_json(),
             "heldout.jsonl": _row(prompt="1+" * 8 + "1=", answer="9"),
         },
-        words=("heldout.jsonl:1", "prompt has 18 tokens", "evaluation.dataset.max_prompt_tokens"),
+        words=(
+            "every row is too long",
+            "heldout.jsonl:1",
+            "prompt has 18 tokens",
+            "evaluation.dataset.max_prompt_tokens",
+        ),
         line=24,
     ),
     BrokenCase(
@@ -945,9 +968,9 @@ FILE_CASES = (
         line=24,
     ),
     BrokenCase(
-        name="number-as-answer",
-        files={"train.jsonl": _row(prompt="1+1=", answer=2)},
-        words=("train.jsonl:1", "'answer' must be text", '"2"'),
+        name="list-as-answer",
+        files={"train.jsonl": _row(prompt="1+1=", answer=[2])},
+        words=("train.jsonl:1", "'answer' must be text or a number", "[2]"),
         line=17,
     ),
     BrokenCase(

@@ -77,25 +77,40 @@ def test_a_reference_of_dpo_may_have_ranks_of_its_own(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"chosen": None}, ["pairs.jsonl:2: 'chosen' is no chosen", "write it as text"]),
-        ({"rejected": 7}, ["pairs.jsonl:2: 'rejected' must be text, got 7"]),
+        ({"rejected": [7]}, ["pairs.jsonl:2: 'rejected' must be text or a number, got [7]"]),
         ({"chosen": "5", "rejected": "5"}, ["pairs.jsonl:2: the chosen answer is the rejected one: 5"]),
-        ({"prompt": "1" * 9}, ["pairs.jsonl:2: the prompt has 9 tokens, more than max_prompt_tokens 8"]),
+    ],
+)
+@pytest.mark.parametrize("text", [REWARD_MODEL, DPO])
+def test_a_row_that_is_no_preference_is_named(
+    tmp_path: Path, text: str, row: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, rows=[pair(1), pair(2, **row), *(pair(number) for number in range(3, 12))])
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "excess"),
+    [
+        ({"prompt": "1" * 9}, "the prompt has 9 tokens, more than max_prompt_tokens 8"),
         (
             {"chosen": "1" * 8},  # 4 + 8 + 1 and 4 + 2 + 1 tokens
-            ["pairs.jsonl:2: prompt and answer have 4 + 9 and 4 + 2 tokens, more than max_tokens_per_micro_batch 18"],
+            "prompt and answer have 4 + 9 and 4 + 2 tokens, more than max_tokens_per_micro_batch 18",
         ),
     ],
 )
 @pytest.mark.parametrize("text", [REWARD_MODEL, DPO])
-def test_a_row_that_is_no_preference_or_too_long_is_named(
-    tmp_path: Path, text: str, row: dict[str, object], words: list[str]
+def test_a_preference_that_is_too_long_is_left_out(
+    tmp_path: Path, text: str, row: dict[str, object], excess: str
 ) -> None:
     role = "reward" if text == REWARD_MODEL else "actor"
-    with pytest.raises(ConfigError) as error:
-        rows = [pair(1), pair(2, **row), *(pair(number) for number in range(3, 12))]
-        load(tmp_path, text, f"{role}.max_tokens_per_micro_batch=18", rows=rows)
-    for word in words:
-        assert word in str(error.value)
+    rows = [pair(1), pair(2, **row), *(pair(number) for number in range(3, 12))]
+    experiment = load(tmp_path, text, f"{role}.max_tokens_per_micro_batch=18", "evaluation=null", rows=rows)
+    (warning,) = experiment.find_warnings()
+    assert warning.startswith("1 of 11 rows of the dataset are left out") and f"pairs.jsonl:2: {excess}" in warning
+    assert experiment.read_dataset().num_rows == 10
 
 
 def test_rows_of_another_kind_are_refused_with_the_key_that_names_the_field(tmp_path: Path) -> None:

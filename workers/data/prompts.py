@@ -9,17 +9,18 @@ from collections.abc import Iterable, Iterator
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.worker_specs import DatasetSpec
+from corral.scheduling.worker_numbers import unfold_numbers
 
 RowsById = dict[str, DatasetRow]
 
 
 def load_planned_rows(spec: DatasetSpec) -> RowsById:
-    """The rows of a dataset that was checked at submission, in file order.
+    """The rows of a dataset that was checked at submission, in file order, but for those that were too long then.
 
     Raises:
         ValueError: if the file has changed since.
     """
-    rows, reader = _read(spec.config, spec.row_kind)
+    rows, reader = _read(spec.config, spec.row_kind, too_long=spec.too_long)
     if reader.sha256 != spec.sha256:
         raise ValueError(
             f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {reader.sha256}, "
@@ -33,8 +34,8 @@ def load_held_out_rows(config: DatasetConfig, kind: RowKind = "prompts") -> Rows
     return _read(config, kind)[0]
 
 
-def _read(config: DatasetConfig, kind: RowKind) -> tuple[RowsById, DatasetReader]:
-    reader = DatasetReader(config=config, kind=kind)
+def _read(config: DatasetConfig, kind: RowKind, *, too_long: str = "") -> tuple[RowsById, DatasetReader]:
+    reader = DatasetReader(config=config, kind=kind, left_out=frozenset(unfold_numbers(too_long)))
     rows = {row.row_id: row for row in reader}
     reader.raise_problems()
     return rows, reader
