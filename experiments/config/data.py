@@ -16,14 +16,14 @@ HELD_OUT_ANSWERS = "held_out_answers"
 
 
 class DatasetConfig(FrozenConfig):
-    """A jsonl file; every row is checked before anything is submitted."""
+    """A jsonl file; every row is checked before anything is submitted, and those that are too long are left out."""
 
     path: Path
     """File with one JSON object a line."""
     prompt_key: str = Field(default="prompt", min_length=1)
     """Field that holds the prompt, a non-empty string."""
     answer_key: str = Field(default="answer", min_length=1)
-    """Field that holds the reference answer, a string."""
+    """Field that holds the reference answer, a string or a number, which is taken as its text."""
     chosen_key: str = Field(default="chosen", min_length=1)
     """Field that holds the preferred answer of a pair, a string."""
     rejected_key: str = Field(default="rejected", min_length=1)
@@ -31,7 +31,8 @@ class DatasetConfig(FrozenConfig):
     id_key: str = Field(default="id", min_length=1)
     """Field that identifies the row; a row without it is known by its line number, counted from 0."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt in tokens; a longer one is refused at submission, and one that an agent makes is dropped."""
+    """Longest prompt in tokens. Rows that are longer are left out, and counted at submission; a held-out row that is
+    longer is refused, and a prompt that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 
