@@ -111,7 +111,7 @@ def describe_extra_job(extra_job: ExtraJob) -> str:
 def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
     life = evidence.lives[worker]
     record = _own((evidence.records or {}).get(worker), evidence, life)
-    memory = record or (_own(evidence.last_seen.get(worker), evidence, life) if not life.exit else None)
+    memory = record or _own(evidence.last_seen.get(worker), evidence, life)
     seen_at = memory.beat if memory is not None else life.ended_at
     last_seen_s = max(0.0, evidence.trial_now - seen_at) if seen_at is not None else None
     state = _worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s)
@@ -142,7 +142,12 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
 
 
 def _own(record: WorkerRecord | None, evidence: Evidence, life: WorkerLife) -> WorkerRecord | None:
-    """The record, if it is of this attempt and of the process that was started last."""
+    """The record, if it is of this attempt and of the process that was started last, and that has not ended since.
+
+    A lease outlives its holder by its ttl: the end that the supervisor has seen counts, and not what is leased still.
+    """
+    if life.exit:
+        return None
     if record is None or evidence.attempt is None:
         return record
     if record.attempt != evidence.attempt.attempt:

@@ -87,7 +87,10 @@ def check_no_token_was_too_old(trial: Trial, *, eta: int) -> int:
         for tag in record["versions"]:
             made_by = int(tag.partition(".")[2])
             assert trained_from - eta <= made_by <= trained_from, record
-            assert tag == history.tag(epoch=record["epoch"], step=made_by), (record, "made by weights taken back")
+            assert tag == history.tag(epoch=record["trainer_epoch"], step=made_by), (
+                record,
+                "made by weights taken back",
+            )
             ages.append(trained_from - made_by)
     assert {record["uid"] for record in records} == set(trial.uids)
     return max(ages)

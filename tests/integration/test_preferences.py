@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
 from tests.integration.trial_helpers import Trial
 
@@ -20,6 +22,7 @@ def test_a_reward_model_comes_to_tell_right_answers_from_wrong_ones(start_trial:
     # Before the first step a new score layer says 0 of everything; then after every pass over the rows.
     assert (values(trial, "eval/accuracy")[0], values(trial, "eval/margin")[0]) == (0.5, 0.0)
     assert len(values(trial, "eval/loss")) == 1 + 6
+    assert values(trial, "data/epoch")[-1] == 6.0 and values(trial, "data/epoch")[0] == pytest.approx(8 / 44)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
 
 

@@ -288,6 +288,8 @@ class DurableState:
     def _add_step(self, step: int, stats: dict[str, float], batch: Sequence[str]) -> None:
         parts = self._parts
         parts.writer.check()  # the files are the present epoch's
+        consumed = parts.ledger.trained_count + parts.ledger.dropped_count
+        stats["data/epoch"] = consumed / parts.spec.num_prompts
         stats["data/samples_trained"] = float(parts.ledger.trained_count)
         stats["data/samples_dropped"] = float(parts.ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(parts.buffer.samples) - len(batch))

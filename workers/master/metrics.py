@@ -1,14 +1,15 @@
 """metrics.jsonl and trajectories.jsonl: one line per train step or evaluation, one per sample trained on.
 
-    {"time": 1700000000.5, "step": 12, "epoch": 1, "ppo/loss": 0.01, "time/train_s": 0.8}
-    {"step": 12, "epoch": 1, "uid": "0:problem-17", "order": 93, "versions": ["1.10", "1.11"]}
+    {"time": 1700000000.5, "step": 12, "trainer_epoch": 1, "ppo/loss": 0.01, "time/train_s": 0.8}
+    {"step": 12, "trainer_epoch": 1, "uid": "0:problem-17", "order": 93, "versions": ["1.10", "1.11"]}
 
     train step ──add──► lines ──seal──► fsync, sizes ──in the manifest of──► commit
                           ▲                                                    │ recovery
                           └──────── cut back to the commit's sizes ◄───────────┘
 
 Lines of a step are written before the commit that covers it, and a new epoch cuts off what no commit covers. So the
-files hold the steps of the present lineage, each once: nothing is missing, and what was taken back is gone.
+files hold the steps of the present lineage, each once: nothing is missing, and what was taken back is gone. A trainer
+epoch is a start of the ranks that train; passes over the data are counted as `data/epoch`.
 """
 
 import json
@@ -50,7 +51,7 @@ class StepLines:
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; numbers that are not finite are written as null, which JSON has."""
         finite = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
-        _append(self._metrics_path, [{"time": time.time(), "step": step, "epoch": self._epoch, **finite}])
+        _append(self._metrics_path, [{"time": time.time(), "step": step, "trainer_epoch": self._epoch, **finite}])
 
     def add_samples(self, step: int, samples: Iterable[BufferedSample]) -> None:
         """Add which versions made the tokens that train step `step` (from version step - 1 to step) consumed."""
@@ -59,7 +60,7 @@ class StepLines:
             [
                 {
                     "step": step,
-                    "epoch": self._epoch,
+                    "trainer_epoch": self._epoch,
                     "uid": sample.uid,
                     "order": sample.order,
                     "versions": [str(version) for version in sorted(sample.versions)],

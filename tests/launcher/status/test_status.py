@@ -155,6 +155,15 @@ def test_the_evidence_decides_the_word(changes: dict[str, Any], state: str, word
     assert words in note
 
 
+def test_a_worker_that_has_ended_is_not_ready_though_its_lease_lasts() -> None:
+    ended = dataclasses.replace(STARTED, exit="signal 9", ended_at=NOW - 1.0)
+    gone = {name: ended for name in WORKERS if name.startswith("rollout_worker/")}
+    status = describe(dataclasses.replace(HEALTHY, lives=HEALTHY.lives | gone))
+    (row,) = [row for row in status.groups if row.group == "rollout_worker"]
+    assert (row.ready, row.total) == (0, 2)
+    assert status.state == "DEGRADED" and "restarting on n1 after signal 9" in status.note
+
+
 def test_tables_show_trials_and_workers_without_obeying_what_they_quote() -> None:
     status = describe(dataclasses.replace(HEALTHY, ended={"state": "FAILED", "cause": "a\x1b[2J\nb", "time": NOW}))
     table = render_trials([status])
