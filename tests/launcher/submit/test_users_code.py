@@ -187,10 +187,18 @@ JUDGED = ("reward_model.path=model", "reward_model.interface=own_judge:Judge")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return {'rewards': engine.forward(sample)['score']}", "KeyError: 'score' (own_judge.py:16)"),
+        pytest.param(
+            "return {'rewards': engine.forward(sample)['score']}",
+            "KeyError: 'score' (own_judge.py:16)",
+            marks=pytest.mark.slow,
+        ),
         ("return {'reward': engine.forward(sample)['scores']}", "inference made reward, and not rewards"),
         ("return {'rewards': np.zeros(3, np.float32)}", "rewards"),
-        ("return {'rewards': sample.data['values']}", "KeyError: 'values' (own_judge.py:16)"),
+        pytest.param(
+            "return {'rewards': sample.data['values']}",
+            "KeyError: 'values' (own_judge.py:16)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_interface_is_tried_on_made_up_answers(submit: Submit, body: str, message: str) -> None:
@@ -201,9 +209,6 @@ def test_an_interface_is_tried_on_made_up_answers(submit: Submit, body: str, mes
 
 
 def test_an_interface_that_needs_a_real_model_is_taken_and_it_is_said(submit: Submit) -> None:
-    assert not submit(
-        *JUDGED, own_judge=INTERFACE.format(body="return {'rewards': engine.forward(sample)['scores']}")
-    ).warnings
     submission = submit(*JUDGED, own_judge=INTERFACE.format(body="return {'rewards': engine.model(sample)}"))
     (warning,) = submission.warnings
     assert warning.startswith("own_judge:Judge was not tried to the end: it asks its engine for 'model'")
