@@ -17,6 +17,7 @@ from corral.experiments.config.model import OptimizerConfig
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.files.weights import as_stored
+from corral.workers.backends.fsdp import optimizers
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.optimizers import orthogonalized
 from corral.workers.backends.micro_batches import MicroBatch
@@ -155,12 +156,21 @@ def test_without_a_gradient_weights_decay_and_vectors_only_if_asked(
 
 def play_rank(world: ParallelContext, model_directory: Path, directory: Path) -> None:
     engine = make_engine(model_directory, world, **MUON)
+    seen: list[tuple[int, ...]] = []
+    orthogonalize = optimizers.orthogonalized
+
+    def orthogonalized_and_seen(matrix: Tensor, *, steps: int) -> Tensor:
+        seen.append(tuple(matrix.shape))
+        return orthogonalize(matrix, steps=steps)
+
+    optimizers.orthogonalized = orthogonalized_and_seen
     for step in range(NUM_STEPS):
         engine.train_batch(sample_of(step, world), loss_fn=likelihood)
         engine.state_shard().write(directory / f"state-{step}")
     engine.save_weights(directory / "two-ranks")
     cuts = {name: str(p.placements) for name, p in engine.model.named_parameters() if isinstance(p, DTensor)}
     (directory / f"cuts-{world.rank}.json").write_text(json.dumps(cuts))
+    (directory / f"seen-{world.rank}.json").write_text(json.dumps(seen))
 
 
 @pytest.mark.parametrize(("num_experts", "cut"), [(0, 0), (4, 0), (3, 1)])
@@ -173,6 +183,12 @@ def test_muon_makes_the_same_weights_on_one_rank_and_on_two_and_resumes_on_eithe
     play(play_rank, model_directory, tmp_path, world_size=2, directory=tmp_path)
     cuts = json.loads((tmp_path / "cuts-0.json").read_text())
     assert {at for name, at in cuts.items() if ".experts." in name} <= {f"(Shard(dim={cut}),)"}
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    single = [[shape for shape in of_rank if len(shape) == 2] for of_rank in seen]  # matrices that are no expert's
+    layers = [f".layers.{layer}." for layer in range(3)]
+    names = [n for n, t in read_weights(model_directory).items() if t.ndim == 2 and any(layer in n for layer in layers)]
+    alone = [name for name in names if ".experts." not in name]
+    assert sum(map(len, single)) == NUM_STEPS * len(alone) and abs(len(single[0]) - len(single[1])) <= NUM_STEPS
     two_ranks = read_weights(tmp_path / "two-ranks")
     whole, resumed = make_engine(model_directory, **MUON), make_engine(model_directory, **MUON)
     resumed.load_state(tmp_path / "state-1")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.workers.backends.fsdp.dealt_matrices import can_be_dealt, compute_dealt, rounds_of
 from corral.workers.backends.fsdp.experts import expert_matrices
 from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.sharding import cut_like, layers_of, local
@@ -125,41 +126,52 @@ class AdamWAndMuon(torch.optim.AdamW):
     def _step_groups(self, groups: list[dict[str, Any]]) -> Any:
         for group in groups:
             if group["num_matrices"]:
-                for parameter in group["params"]:
-                    self._orthogonal_step(parameter, group)
+                self._orthogonal_step([p for p in group["params"] if p.grad is not None], group)
         every, self.param_groups = self.param_groups, groups
         try:
             return super().step()
         finally:
             self.param_groups = every
 
-    def _orthogonal_step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _orthogonal_step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for some in rounds_of(parameters):
+            updates = [self._update(parameter) for parameter in some]
+            if can_be_dealt(updates[0]):
+                directions = compute_dealt(updates, self._direction)
+            else:
+                directions = [self._part(updates[0], group["num_matrices"])]
+            for parameter, direction in zip(some, directions, strict=True):
+                own = local(parameter)
+                own.mul_(1.0 - group["lr"] * group["weight_decay"])
+                own.add_(direction.to(own.dtype), alpha=-group["lr"])
+                parameter.grad = None  # AdamW updates what still has one
+
+    def _update(self, parameter: nn.Parameter) -> Any:
+        """What is to be orthogonalized, in the type of the products; cut as the parameter is."""
         gradient = parameter.grad
-        if gradient is None:
-            return
+        assert gradient is not None
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum: Tensor = state["momentum_buffer"]
         momentum.lerp_(gradient, 1.0 - self._muon.momentum)
         update = gradient.lerp(momentum, self._muon.momentum) if self._muon.nesterov else momentum
-        own = local(parameter)
-        own.mul_(1.0 - group["lr"] * group["weight_decay"])
-        own.add_(self._direction(update.detach(), group["num_matrices"]).to(own.dtype), alpha=-group["lr"])
-        parameter.grad = None  # AdamW updates what still has one
+        return update.detach().to(self._compute_dtype)
 
-    def _direction(self, update: Tensor, num_matrices: int) -> Tensor:
-        """This rank's part of what a step adds, for a learning rate of -1."""
-        # Whole experts are a rank's own affair. Any other matrix each rank orthogonalizes whole: it cannot be done by
-        # rows, and all get the same numbers this way.
+    def _part(self, update: Tensor, num_matrices: int) -> Tensor:
+        """This rank's part of the direction of an update that is not dealt out: whole experts are its own affair."""
         are_own = update.ndim == 3 and isinstance(update, DTensor) and update.placements == (Shard(0),)
         whole = local(update) if are_own or not isinstance(update, DTensor) else update.full_tensor()
-        matrices = whole.to(self._compute_dtype)
+        matrices = whole
         if whole.ndim == 3:
-            matrices = matrices.reshape(-1, whole.shape[1] // num_matrices, whole.shape[2])
-        direction = orthogonalized(matrices, steps=self._muon.newton_schulz_steps).reshape(whole.shape)
-        scaled = direction * (_ADAMW_UPDATE * math.sqrt(max(matrices.shape[-2:])))
-        return scaled if are_own else local(cut_like(scaled, update))
+            matrices = whole.reshape(-1, whole.shape[1] // num_matrices, whole.shape[2])
+        direction = self._direction(matrices).reshape(whole.shape)
+        return direction if are_own else local(cut_like(direction, update))
+
+    def _direction(self, matrices: Tensor) -> Tensor:
+        """[..., rows, columns] of updates -> what a step with a learning rate of -1 adds."""
+        scale = _ADAMW_UPDATE * math.sqrt(max(matrices.shape[-2:]))
+        return orthogonalized(matrices, steps=self._muon.newton_schulz_steps) * scale
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
