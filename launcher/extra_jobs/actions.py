@@ -28,7 +28,9 @@ class JobSighting:
     """The attempt that asked for it."""
     job: Job
     never: str = ""
-    """Why it cannot start while the trial holds its other jobs; "" where waiting may cure it."""
+    """Why it cannot start beside the jobs that the trial needs; "" where waiting may cure it."""
+    is_crowded_out: bool = False
+    """Whether it cannot start beside those of the trial's elastic workers, which it can do without."""
 
 
 @dataclass(frozen=True, slots=True)

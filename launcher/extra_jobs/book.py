@@ -168,10 +168,11 @@ class ExtraJobBook:
                 jobs_by_name[seen.name][seen.job.job_id] = seen.job
         for name, jobs in jobs_by_name.items():
             actions += self._take_in(self._extra_jobs[name], jobs, now)
-        never_by_job = {seen.job.job_id: seen.never for seen in sightings}
+        by_job = {seen.job.job_id: seen for seen in sightings}
         for extra_job in self._extra_jobs.values():
-            if extra_job.job_id:
-                extra_job.never = never_by_job.get(extra_job.job_id, "")
+            if (last := by_job.get(extra_job.job_id)) is not None:
+                extra_job.never = last.never
+                actions += self._make_room(extra_job, now) if last.is_crowded_out else []
         return actions + self._guard(now)
 
     def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[ExtraJobAction]:
@@ -194,6 +195,16 @@ class ExtraJobBook:
         self._cancelled.add(extra_job.job_id)
         extra_job.job_id = ""
         return actions + self._announce()
+
+    def _make_room(self, crowded_out: _ExtraJob, now: float) -> list[ExtraJobAction]:
+        """Elastic workers leave for a job that the trial needs, and come back behind it."""
+        actions: list[ExtraJobAction] = []
+        for extra_job in self._extra_jobs.values():
+            if extra_job.state is ExtraJobState.RUNNING and not extra_job.spec.is_required:
+                self._cancelled.add(extra_job.job_id)
+                actions.append(CancelJob(extra_job.job_id))
+                actions += self._gone(extra_job, f"it made room for {crowded_out.spec.name}", now)
+        return actions
 
     def _take_in(self, extra_job: _ExtraJob, jobs: dict[str, Job], now: float) -> list[ExtraJobAction]:
         actions: list[ExtraJobAction] = []

@@ -186,20 +186,22 @@ class ExtraJobs:
     def _sightings(self) -> list[JobSighting]:
         seen = [JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()]
         gang = [one for one in seen if one.name in self._gang and one.attempt == self.attempt and one.job.is_staying]
-        # What the trial needs at once; it needs none of its elastic workers.
-        held = [*(allocation.steps_job_id for allocation in self.own.values()), *(one.job.job_id for one in gang)]
+        needed = [*(allocation.steps_job_id for allocation in self.own.values()), *(one.job.job_id for one in gang)]
+        elastic = [one.job.job_id for one in seen if one.name not in self._gang and one.job.phase is JobPhase.RUNNING]
         return [
-            replace(one, never=self._why_never(one.job, held))
+            self._with_doubts(one, [other for other in needed if other != one.job.job_id], elastic)
             if one in gang and one.job.phase is JobPhase.WAITING
             else one
             for one in seen
         ]
 
-    def _why_never(self, job: Job, held: Sequence[str]) -> str:
+    def _with_doubts(self, one: JobSighting, needed: Sequence[str], elastic: Sequence[str]) -> JobSighting:
         try:
-            return self.cluster.why_never(job, beside=[other for other in held if other != job.job_id])
+            never = self.cluster.why_never(one.job, beside=needed)
+            is_crowded_out = not never and bool(elastic and self.cluster.why_never(one.job, beside=[*needed, *elastic]))
         except ClusterError:
-            return ""  # the next look asks again
+            return one  # the next look asks again
+        return replace(one, never=never, is_crowded_out=is_crowded_out)
 
     def _submit(self, name: str) -> Answer:
         try:

@@ -28,6 +28,7 @@ QOS: dict[str, tuple[str, ...]] = {
     "group-cpus": ("GrpTRES=cpu=4",),
     "one-job": ("MaxSubmitJobsPerUser=1",),
     "one-running": ("MaxJobsPerUser=1",),
+    "three-running": ("MaxJobsPerUser=3",),
     "deny": ("MaxTRESPerUser=cpu=4", "Flags=DenyOnLimit"),
 }
 """Limits by qos, beside SLURM's own `normal`, which has none."""

@@ -11,6 +11,7 @@ from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import prepare, start
 from corral.launcher.trial.find import read_facts
+from corral.scheduling.scheduling import ElasticTasks, TasksGroup
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
@@ -186,3 +187,28 @@ def test_a_trial_whose_own_jobs_hold_one_of_them_back_ends_and_says_by_which_lim
     assert status.state == "FAILED" and all(word in status.note for word in words), (status, trial.events())
     assert not trial.events("gang_given_back") and not trial.events("worker_started", worker="master_worker/0")
     wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "the end of all of its jobs")
+
+
+def test_elastic_workers_leave_their_place_among_limited_jobs_to_one_that_the_trial_needs(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial(
+        {"master_worker/0": ["master"]}, model_workers=1, servers=2, launch={"layout": "jobs", "qos": "three-running"}
+    )
+    groups = trial.plan.scheduling
+    one = groups.generation_server.scheduling
+    servers = TasksGroup(count=1, scheduling=one, elastic=ElasticTasks(count=1, scheduling=one))
+    trial.replan(scheduling=groups.model_copy(update={"generation_server": servers}))
+    trial.submit()
+    elastic, group = "generation_server/1", "generation_server"
+    running = trial.wait_for("extra_job_running", allocation=group)
+    waiting = trial.wait_for("extra_job_submitted", allocation=elastic)[0]["job_id"]
+    wait_until(
+        lambda: "QOSMaxJobsPerUserLimit" in cluster.run("squeue", "-h", "-j", waiting, "-o", "%r").stdout, "its limit"
+    )
+    cluster.run("scontrol", "requeue", running[0]["job_id"])
+    trial.wait_for("extra_job_running", allocation=elastic)
+    gone = trial.wait_for("extra_job_gone", allocation=elastic)
+    assert gone[0]["cause"] == "it made room for generation_server", gone
+    trial.wait_for("extra_job_running", allocation=group, count=2)
+    trial.wait_for("worker_started", worker="generation_server/0", count=2)

@@ -241,6 +241,21 @@ def test_a_job_of_the_gang_that_the_trial_itself_holds_back_is_given_up_after_th
     assert isinstance(end, NodesNeverCome) and end.name == SERVERS.name and "allows 2 jobs" in end.cause
 
 
+def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back() -> None:
+    jobs = book_of(SERVERS, ELASTIC)
+    jobs.seen([], 0.0)
+    jobs.tick(0.0)
+    for spec, job_id in ((SERVERS, "1"), (ELASTIC, "2")):
+        jobs.submitted(spec.name, job_id, 0.0)
+    waits = sighting(SERVERS, "1", "PENDING", reason="QOSMaxJobsPerUserLimit")
+    jobs.seen([waits, sighting(ELASTIC, "2", "RUNNING")], 1.0)
+    actions = jobs.seen([replace(waits, is_crowded_out=True), sighting(ELASTIC, "2", "RUNNING")], 2.0)
+    assert without_news(actions) == [CancelJob("2"), NodesLost(ELASTIC.name, f"it made room for {SERVERS.name}")]
+    both = [sighting(SERVERS, "1", "RUNNING"), sighting(ELASTIC, "2", "COMPLETING")]
+    assert without_news(jobs.seen(both, 3.0)) == [NodesGranted(SERVERS.name)]
+    assert jobs.tick(7.0) == [AskForJob(ELASTIC.name)]
+
+
 @pytest.mark.parametrize(("is_word", "is_given_up"), [(True, True), (False, False)])
 def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
