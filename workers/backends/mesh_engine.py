@@ -288,8 +288,12 @@ class MeshEngine(ABC):
             )
 
     def _seed_of_step(self) -> int:
-        """63 bits of its own for every step."""
-        return int(np.random.SeedSequence([self._seed, self.step]).generate_state(1, np.uint64)[0] >> 1)
+        """63 bits of its own for every step and share of the batch: ranks that compute on other data draw otherwise.
+
+        Those that share layers or rows draw alike, as each of them draws for all.
+        """
+        entropy = np.random.SeedSequence([self._seed, self.step, self.context.dp_rank])
+        return int(entropy.generate_state(1, np.uint64)[0] >> 1)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

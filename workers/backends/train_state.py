@@ -12,7 +12,7 @@ AdamW keeps two moments and a step, Muon a momentum.
     engine ──► StateShard ──copied──► StateShard ──write──► files        a later step changes the first, never the copy
     engine ◄── fill ── the parts that this rank holds now ◄── files      and those of no other rank
 
-There is no random state to keep: every step seeds itself from (seed, step).
+There is no random state to keep: every step seeds itself from (seed, step, data-parallel rank).
 """
 
 import json

@@ -52,6 +52,7 @@ LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
 UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])
 LORA = LoraConfig(rank=4, alpha=10.0)
 SOME = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "mlp.down_proj"))
+DROPPING = LORA.model_copy(update={"dropout": 0.5})
 PREFIX = "base_model.model."
 
 
@@ -108,6 +109,9 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     low = make_engine(model_directory, LORA, context=context, compute_dtype=torch.bfloat16)
     train(low, 0, UIDS_BY_RANK[context.rank])
     low.state_shard().write(directory / "low")
+    dropping = make_engine(model_directory, DROPPING, context=context)
+    dropped = train(dropping, 0, UIDS_BY_RANK[0])  # both ranks have the same answers
+    (directory / f"dropping-{context.rank}.json").write_text(json.dumps(dropped))
     of_layers = share_layers(context, model_directory, directory / "t2")
     (directory / f"rank-{context.rank}.json").write_text(json.dumps([stats, of_layers]))
 
@@ -158,6 +162,15 @@ def train(engine: FSDPEngine, step: int, uids: Sequence[str] | None = None) -> d
 def negative_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
     losses = torch.where(micro_batch.tensors["loss_mask"], sft_loss(scores.logprobs).losses, 0.0)
     return LossOutput(losses.sum(), {})
+
+
+def test_ranks_that_compute_on_other_data_drop_other_inputs_of_adapters(model_directory: Path, two_ranks: Seen) -> None:
+    """If they dropped the same of the same answers, the mean of their gradients would be the gradient of one."""
+    alone = train(make_engine(model_directory, DROPPING), 0, UIDS_BY_RANK[0])
+    first, second = (json.loads((two_ranks.directory / f"dropping-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["train/grad_norm"] != pytest.approx(alone["train/grad_norm"], rel=1e-3)
+    assert first["train/tokens"] == 2 * alone["train/tokens"]
 
 
 def read_adapter(version: Path) -> dict[str, Tensor]:
