@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import read_config
@@ -35,13 +35,6 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
             message=f"the megatron backend does not compute a model with {refused} as transformers does "
             f"({role}, {name})",
             hint="use the fsdp backend",
-        )
-    if isinstance(model, ReferenceModelConfig) and model.ema is not None:
-        yield ConfigProblem(
-            message="a reference that follows the policy (ema) is held by the fsdp backend only: megatron keeps "
-            "what is not trained in bfloat16, in which so small a step is none",
-            hint="put ref on fsdp in the allocation (ref=fsdp:d1), or leave ema out",
-            path=(role, "ema"),
         )
     if isinstance(model, TrainedModelConfig):
         yield from _of_training(role, model)

@@ -24,7 +24,7 @@ from corral.scheduling.memory.gpu import CallOnGpu, ModelOnGpu, Peak, peak_of
 from corral.scheduling.memory.megatron import MegatronModel
 from corral.scheduling.memory.server import ANSWER, server_on_gpu
 from corral.scheduling.mesh import Mesh
-from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook, PushWeightsHook
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.worker_information import WorkerKind
 
@@ -82,7 +82,7 @@ class TrainingMemory:
     def of(cls, plan: RunPlan) -> "TrainingMemory":
         workers = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
         roles = {role.model_name: role for worker in workers for role in worker.roles}
-        return cls(plan=plan, roles=roles, models={name: _model_of(role) for name, role in roles.items()})
+        return cls(plan=plan, roles=roles, models=_models_of(plan, roles))
 
     def has_experts(self, names: Iterable[ModelName]) -> bool:
         """Whether experts of one of these models could be spread over ranks."""
@@ -118,8 +118,7 @@ class TrainingMemory:
         )
 
     def _with(self, roles: Mapping[ModelName, ModelRoleSpec]) -> "TrainingMemory":
-        models = {name: _model_of(role) for name, role in roles.items()}
-        return TrainingMemory(plan=self.plan, roles=roles, models=models)
+        return TrainingMemory(plan=self.plan, roles=roles, models=_models_of(self.plan, roles))
 
     def could_host_optimizer(self, names: Iterable[ModelName]) -> bool:
         """Whether the state of the optimizer of one of these models could lie in host memory, and does not."""
@@ -222,7 +221,16 @@ def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:
     return CallOnGpu(name=call.name, model=str(call.model_name), offloads=offloads)
 
 
-def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
+def _models_of(
+    plan: RunPlan, roles: Mapping[ModelName, ModelRoleSpec]
+) -> dict[ModelName, RoleModel | MegatronModel | None]:
+    calls = (call for worker in plan.workers if isinstance(worker, ModelWorkerSpec) for call in worker.calls)
+    hooks = (hook for call in calls for hook in call.post_hooks if isinstance(hook, PushWeightsHook))
+    followers = {hook.target for hook in hooks if hook.eta < 1.0}
+    return {name: _model_of(role, follows=name in followers) for name, role in roles.items()}
+
+
+def _model_of(role: ModelRoleSpec, *, follows: bool) -> RoleModel | MegatronModel | None:
     sizes = decoder_sizes(role.model.path)
     if sizes is None:
         return None
@@ -231,6 +239,7 @@ def _model_of(role: ModelRoleSpec) -> RoleModel | MegatronModel | None:
             sizes,
             output="vocabulary" if role.head == "lm" else "score",
             is_trained=role.optimizer is not None,
+            follows=follows,
             adapters=_adapters(role, sizes),
             compute_bytes=NUMBER_BYTES[role.model.dtype],
             recompute=role.recompute,

@@ -56,18 +56,21 @@ class MegatronModel:
         *,
         output: Output = "vocabulary",
         is_trained: bool,
+        follows: bool = False,
         adapters: Adapters | None = None,
         compute_bytes: int = FLOAT32_BYTES,
         recompute: Recompute = "none",
     ) -> None:
         """
         Args:
+            follows: whether it is a moving average of another model, which is float32 beside weights of a lower type.
             adapters: what is trained in place of the weights; a score layer is trained beside them.
             compute_bytes: of a number in matrix products: 4 or 2.
         """
         self.sizes = sizes
         self._output = output
         self._is_trained = is_trained
+        self._has_averages = follows and compute_bytes < FLOAT32_BYTES
         self._compute_bytes = compute_bytes
         self._recompute = recompute
         self._has_adapters = adapters is not None
@@ -100,6 +103,8 @@ class MegatronModel:
             share = -(-stage.shared // sharing) + -(-stage.experts // (sharing // dims.ep))
             parts["gradients"] = FLOAT32_BYTES * stage.total
             parts["optimizer"] = (2 * FLOAT32_BYTES + master) * share
+        elif self._has_averages:
+            parts["parameters"] += FLOAT32_BYTES * stage.total
         return parts
 
     def _stage(self, dims: ParallelDims) -> "_Stage":

@@ -645,12 +645,6 @@ CONTRADICTION_CASES = (
         words=("p2 has a stage with the layers 1 to 1, none of which has an adapter", "or lower p"),
     ),
     BrokenCase(
-        name="a-reference-that-follows-the-policy-with-megatron",
-        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
-        overrides=("ref.path=model", "ref.ema=0.1", "ppo.kl.coef=0.1"),
-        words=("a reference that follows the policy (ema) is held by the fsdp backend only", "ref=fsdp:d1"),
-    ),
-    BrokenCase(
         name="optimizer-state-in-host-memory-with-megatron",
         edit=("hf:d1+fsdp:d1", "hf:d1+megatron:d1"),
         overrides=("actor.offload=optimizer",),

@@ -61,6 +61,16 @@ MIXTURE = replace(SIZES, num_experts=8, experts_per_token=2, expert_size=32, spa
 EXPERTS = 8 * 8 * 3 * 32 * 64  # of all layers: gate, up and down projection of each
 
 
+def test_a_moving_average_is_float32_beside_weights_of_a_lower_type() -> None:
+    def parameters(*, follows: bool, compute_bytes: int) -> int:
+        model = MegatronModel(SIZES, is_trained=False, follows=follows, compute_bytes=compute_bytes)
+        return model.on_gpu("ref", ParallelDims.parse("t2"), []).held["parameters"]
+
+    low = parameters(follows=False, compute_bytes=2)
+    assert parameters(follows=True, compute_bytes=2) == 3 * low
+    assert parameters(follows=True, compute_bytes=4) == parameters(follows=False, compute_bytes=4) == 2 * low
+
+
 def test_experts_are_shared_by_expert_and_tensor_parallel_ranks_and_their_optimizer_by_the_others() -> None:
     one, spread, cut = (held(text, sizes=MIXTURE) for text in ("d4", "d4e4", "d2t2e2"))
     shared = one["parameters"] // 4 - EXPERTS

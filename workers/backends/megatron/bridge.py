@@ -110,6 +110,7 @@ class Bridge:
         if self.num_experts:  # mbridge's mixtures know no layers without experts; these are named as in dense models
             self._bridge._MLP_MAPPING = Qwen2Bridge._MLP_MAPPING | self._bridge._MLP_MAPPING
         self.config: TransformerConfig = self._bridge.config
+        self._bridge.dtype = None  # to which it would round what a moving average is given
         self.model_arguments: dict[str, Any] = self._bridge._get_gptmodel_args()
 
     def names(self, model: nn.Module) -> dict[str, nn.Parameter]:

@@ -36,7 +36,7 @@ from corral.workers.backends.megatron.lora import Adapters
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
 from corral.workers.backends.megatron.pipeline import Pipeline
-from corral.workers.backends.megatron.state import OptimizerState
+from corral.workers.backends.megatron.state import AverageState, OptimizerState
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
@@ -196,9 +196,10 @@ class MegatronEngine(MeshEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _state(self) -> OptimizerState:
-        optimizer, _ = self._require_optimizer()
-        return OptimizerState(self._trained, self._bridge, optimizer)
+    def _state(self) -> AverageState:
+        if self._optimizer is None:
+            return AverageState(self._weights, self._bridge)
+        return OptimizerState(self._trained, self._bridge, self._optimizer)
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self._compute_dtype)) for name, tensor in self._merged())
@@ -220,9 +221,11 @@ class MegatronEngine(MeshEngine):
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
     ) -> None:
         """A collective: each rank gives the others its share of the weights, once it has read it."""
-        optimizer, _ = self._require_optimizer()
         self._state.read(directory, header, first_file=self._first_file(header), on_progress=on_progress)
-        optimizer.take_shares()
+        if self._optimizer is None:
+            self._weights.round_averages()
+        else:
+            self._optimizer.take_shares()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -236,12 +239,13 @@ class MegatronEngine(MeshEngine):
         """See `TrainEngine.import_weights`."""
         self._require_trained_weights()
         self.onload()
-        self._weights.take_over(unstack_experts(weights, self._bridge.expert_names), eta=eta)
+        given = unstack_experts(weights, self._bridge.expert_names)
+        self._weights.take_over(given, eta=eta, keeps_averages=self._optimizer is None)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
 
     def _own_tensors(self) -> list[Tensor]:
-        tensors: list[Tensor] = list(self._trainee.parameters())
+        tensors: list[Tensor] = [*self._trainee.parameters(), *self._weights.beside_parameters()]
         if self._optimizer is not None:
             tensors += self._optimizer.get_parameters()
             buffers = [*self._trainee.buffers, *self._trainee.expert_parallel_buffers]

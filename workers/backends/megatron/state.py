@@ -1,5 +1,7 @@
 """What a rank of the megatron backend keeps of a training state: master weights and moments, as parts of the model.
 
+Of a model that follows another one by a moving average it is float32 weights, which are not in its files.
+
     optimizer's share of a parameter, flat ──places.py──► boxes of q_proj, k_proj, ... ──► a file    (train_state.py)
     optimizer's share of a parameter       ◄── filled, box by box ◄── files of any layout and backend
 
@@ -39,22 +41,26 @@ _MOMENTS: Final = sorted(ADAMW - {_STEP})
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank's optimizer keeps of one parameter."""
+    """What this rank keeps of one parameter."""
 
     start: int
     """Its first value within the rank's part of the parameter, flattened."""
     tensors: Mapping[str, Tensor]
-    """Flat: `parameter`, `exp_avg`, `exp_avg_sq`."""
-    step: Tensor
-    """How many steps it has made: a scalar."""
+    """Flat: `parameter`, and of one that is trained `exp_avg`, `exp_avg_sq`."""
+    step: Tensor | None = None
+    """How many steps it has made: a scalar; None where there is no optimizer."""
 
 
-class OptimizerState:
-    """The shares of one rank, and where they lie in the whole model."""
+class AverageState:
+    """The averages of a model that follows another one: its ranks that have the same write a share each, and read all.
 
-    def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer) -> None:
+    What an optimizer keeps, and how it deals parameters out, is said by `OptimizerState`.
+    """
+
+    _moments: tuple[str, ...] = ()
+
+    def __init__(self, weights: StageWeights, bridge: Bridge) -> None:
         self._weights = weights
-        self._optimizer = optimizer
         whole = {part.name: part.shape for part in weights.parts}
         self._places = Places(bridge, weights.parameters, whole)
         self._expert_names = bridge.expert_names
@@ -62,15 +68,16 @@ class OptimizerState:
     def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
         """This rank's parts of every parameter and its moments; no rank waits for another one."""
         if rank == 0:
-            sizes = self._sizes()
-            step = next((float(share.step) for _, share in self._shares()), float(header.step))  # all step together
+            sizes, kinds = self._sizes(), (PARAMETER, *self._moments)
+            step = next((share.step for _, share in self._written() if share.step is not None), None)
+            steps = float(header.step if step is None else step)  # all step together
             header = replace(
                 header,
-                sizes={f"{kind}.{name}": list(size) for name, size in sizes.items() for kind in (PARAMETER, *_MOMENTS)},
-                scalars={f"{_STEP}.{name}": step for name in sizes},
+                sizes={f"{kind}.{name}": list(size) for name, size in sizes.items() for kind in kinds},
+                scalars={f"{_STEP}.{name}": steps for name in sizes} if self._moments else {},
             )
         own = (
-            part for name, share in self._shares() if self._weights.counts(name) for part in self._parts(name, share)
+            part for name, share in self._written() if self._weights.counts(name) for part in self._parts(name, share)
         )
         return state_shard(own, header, rank=rank)
 
@@ -83,21 +90,34 @@ class OptimizerState:
         first_file: int = 0,
         on_progress: Callable[[], None] = no_progress,
     ) -> None:
-        """Fill this rank's shares, whoever has written them; moments that nobody has made yet are zero.
+        """Fill what this rank holds, whoever has written it; moments that nobody has made yet are zero.
 
         Raises:
             ValueError: if the state is of another model or optimizer, or a part of it is missing.
         """
-        check_contents(directory, header, self._sizes(), lambda _: ADAMW)
+        check_contents(directory, header, self._sizes(), (lambda _: ADAMW) if self._moments else None)
         wanted = []
-        for name, share in self._shares():
-            share.step.fill_(self._stored_step(header, name))
+        for name, share in self._held():
+            if share.step is not None:
+                share.step.fill_(self._stored_step(header, name))
             for part in self._parts(name, share):
                 if part.name in header.sizes:
                     wanted.append(part)
                 else:
                     part.values.zero_()
         fill(directory, wanted, num_files=header.num_ranks, first_file=first_file, on_progress=on_progress)
+
+    def _held(self) -> Iterator[tuple[str, Share]]:
+        """What is read, by name."""
+        for name, average in self._weights.averages.items():
+            yield name, Share(0, {PARAMETER: average.flatten()})
+
+    def _written(self) -> Iterator[tuple[str, Share]]:
+        """What is written, by name: of what several ranks hold each has a share."""
+        for name, share in self._held():
+            flat, group = share.tensors[PARAMETER], self._weights.replicas(name)
+            first, end = (flat.numel() * place // group.size() for place in (group.rank(), group.rank() + 1))
+            yield name, Share(first, {PARAMETER: flat[first:end]})
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         """Of the whole model's tensors, as modules of transformers have them."""
@@ -107,13 +127,6 @@ class OptimizerState:
             ends = (first + size for first, size in zip(start, (1,) * (len(start) - len(shape)) + shape, strict=True))
             sizes[name] = tuple(map(max, ends, sizes.get(name, start)))
         return sizes
-
-    def _shares(self) -> Iterator[tuple[str, Share]]:
-        """By name; a parameter that other data-parallel ranks keep has none."""
-        for name, parameter in self._weights.parameters.items():
-            for optimizer in self._optimizer.chained_optimizers:
-                if parameter in optimizer.model_param_gbuf_map:
-                    yield name, _share(parameter, optimizer)
 
     def _parts(self, name: str, share: Share) -> Iterator[Part]:
         length = share.tensors[PARAMETER].numel()
@@ -131,6 +144,26 @@ class OptimizerState:
                 "continue on the fsdp backend"
             )
         return next(iter(steps.values()))
+
+
+class OptimizerState(AverageState):
+    """The shares that one rank's optimizer has of master weights and moments."""
+
+    _moments = tuple(_MOMENTS)
+
+    def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer) -> None:
+        super().__init__(weights, bridge)
+        self._optimizer = optimizer
+
+    def _held(self) -> Iterator[tuple[str, Share]]:
+        """By name; a parameter that other data-parallel ranks keep has none."""
+        for name, parameter in self._weights.parameters.items():
+            for optimizer in self._optimizer.chained_optimizers:
+                if parameter in optimizer.model_param_gbuf_map:
+                    yield name, _share(parameter, optimizer)
+
+    def _written(self) -> Iterator[tuple[str, Share]]:
+        return self._held()
 
 
 def _share(parameter: nn.Parameter, optimizer: Any) -> Share:

@@ -56,7 +56,35 @@ class StageWeights:
         self._bridge = bridge
         self.parts: list[Part] = self._agree()
         self._part_by_name = {part.name: part for part in self.parts}
+        self._averages: dict[str, Tensor] = {}
         self._copies = {part.name for part in self.parts if part.stage != groups.pp.rank()}
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """This rank's parameters in float32, as a moving average moves them: in bfloat16 so small a step is none.
+
+        They are made of the parameters when they are first asked for. From then on the parameters are these, rounded;
+        those of float32 are the parameters themselves.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != torch.float32 and name not in self._averages:
+                self._averages[name] = parameter.detach().float()
+        return {name: self._averages.get(name, parameter.data) for name, parameter in self.parameters.items()}
+
+    def round_averages(self) -> None:
+        """Let the parameters be what their averages are."""
+        for name, average in self._averages.items():
+            self.parameters[name].data.copy_(average)
+
+    def beside_parameters(self) -> list[Tensor]:
+        """The averages that take memory of their own."""
+        return list(self._averages.values())
+
+    def replicas(self, name: str) -> dist.ProcessGroup:
+        """The ranks that have the same of a parameter."""
+        ((_, expert_rank), *_) = self._bridge.counterparts(name)
+        group: dist.ProcessGroup = self.groups.dp_cp if expert_rank is None else self.groups.expt_dp
+        return group
 
     def counts(self, name: str) -> bool:
         """Whether a parameter of this stage is not a copy of an earlier one's."""
@@ -87,11 +115,14 @@ class StageWeights:
         return self._on_every_rank(self._part_by_name[name])
 
     @torch.no_grad()
-    def take_over(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
+    def take_over(
+        self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0, keeps_averages: bool = False
+    ) -> None:
         """Move every parameter towards what is given: own = eta * given + (1 - eta) * own; no collective.
 
         Args:
             weights: every tensor of the whole model once, in any order, type and place.
+            keeps_averages: whether own is that of `averages`, and not rounded in between.
 
         Raises:
             ValueError: if they are not exactly those of the model.
@@ -113,23 +144,24 @@ class StageWeights:
             pieces[stored] = tensor.detach()
             wanted = self._bridge.stored_names(name)
             if len(pieces) == len(wanted):
-                self._write(name, [waiting[name][piece] for piece in wanted], eta)
+                self._write(name, [waiting[name][piece] for piece in wanted], eta, keeps_averages)
                 del waiting[name]
         if missing:
             raise ValueError(f"{len(missing)} of {len(home)} weights were not given, such as {min(missing)!r}")
 
-    def _write(self, name: str, pieces: list[Tensor], eta: float) -> None:
+    def _write(self, name: str, pieces: list[Tensor], eta: float, keeps_averages: bool) -> None:
         parameter = self.parameters[name]
         given = self._bridge.own_part(name, self._bridge.from_stored(name, pieces), parameter)
         if given.shape != parameter.shape:
             raise ValueError(
                 f"weight {name!r} has shape {tuple(given.shape)}, the model's has {tuple(parameter.shape)}"
             )
-        own = parameter.data
-        if eta == 1.0:
-            own.copy_(given)
-        else:
-            own.lerp_(given.to(own), eta)
+        if keeps_averages and (eta < 1.0 or name in self._averages):
+            average = self.averages[name]
+            given = average.lerp_(given.to(average), eta)
+        elif eta < 1.0:
+            given = parameter.data.float().lerp_(given.to(parameter.device, torch.float32), eta)
+        parameter.data.copy_(given)
 
     def _on_every_rank(self, part: Part) -> Tensor:
         """A whole parameter, given by the ranks that have it: within their stage first, then to the other stages."""
