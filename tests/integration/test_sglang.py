@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -42,6 +43,10 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     trial.wait_for_steps(1, timeout_s=_START_S)
     [scheduler] = schedulers(trial)
     os.kill(scheduler, signal.SIGKILL)
+    note = trial.wait_for(
+        lambda: "SGLang" in (said := trial.status()["note"]) and said, "rl-status to say what it ended of"
+    )
+    assert re.search(r"generation_server/0 restarting.*\(restart 1\): SGLang (ended|at)", note)
     trial.wait_for(lambda: schedulers(trial) not in ([], [scheduler]), "SGLang to be started again", timeout_s=_START_S)
     trial.wait_for_steps(1, timeout_s=_START_S)
     rows = trial.wait_until_running()

@@ -32,6 +32,7 @@ supervisor gives a worker ten."""
 STOP_GRACE_S = 1.0  # nothing in the server is durable, and what it leaves on the host is removed here
 _ERROR = re.compile(r"^(?:\[[^]]*\] )?(?:ERROR: +)?(?P<what>(?:[\w.]*(?:Error|Exception)|\[Errno \d+\]).*\S)")
 """The last line of a traceback, or what uvicorn says of an address; what SGLang says of a child's end comes later."""
+_IS_UP = "The server is fired up and ready to roll!"  # a call of its own, which comes too early, fails before that
 _CRASHED = re.compile(r"(?P<what>[\w ]*crashed with exit code -?\d+)")
 _KILL_TIMEOUT_S = 30.0  # a process that waits for a dead disk or GPU dies when that answers
 
@@ -73,7 +74,7 @@ class SglangProcess:
         self.pid = self._process.pid
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.first_error = ""
-        """The first line of its log that names one; empty while there is none."""
+        """The first line of its log, since it was up, that names one; empty while there is none."""
         self._scrub = scrub
         self._grace_s = grace_s
         self._log_path = log_path
@@ -87,7 +88,9 @@ class SglangProcess:
             for line in lines:
                 clean = self._scrub(line)
                 self._last_lines.append(clean.rstrip())
-                if not self.first_error and (found := _ERROR.match(clean) or _CRASHED.search(clean)):
+                if _IS_UP in clean:
+                    self.first_error = ""  # it is up in spite of it
+                elif not self.first_error and (found := _ERROR.match(clean) or _CRASHED.search(clean)):
                     self.first_error = found["what"].strip()
                 log.write(clean)
 

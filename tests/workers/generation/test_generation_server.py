@@ -202,6 +202,7 @@ def test_what_a_server_leaves_goes_with_it_and_its_first_error_is_told(tmp_path:
 import os, pathlib, signal, tempfile
 folder = tempfile.mkdtemp()
 pathlib.Path({str(left)!r}).write_text("x")
+print("requests.exceptions.ConnectionError: too early\\nThe server is fired up and ready to roll!")
 print("Traceback (most recent call last):\\n  File x\\n[2026-01-01 10:00:00 TP0] Scheduler hit an exception: ...")
 print("torch.OutOfMemoryError: no room")
 print("[2026-01-01 10:00:00] RuntimeError: another one", flush=True)
