@@ -22,7 +22,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.trial_helpers import WORKERS, Trial
+from tests.integration.trial_helpers import Trial
 
 _START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
 
@@ -46,12 +46,12 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     note = trial.wait_for(
         lambda: "SGLang" in (said := trial.status()["note"]) and said, "rl-status to say what it ended of"
     )
-    assert re.search(r"generation_server/0 restarting.*\(restart 1\): SGLang (ended|at)", note)
+    assert re.search(r"generation_server/0 restarting.*\(restart \d\): SGLang (ended|at)", note)
     trial.wait_for(lambda: schedulers(trial) not in ([], [scheduler]), "SGLang to be started again", timeout_s=_START_S)
     trial.wait_for_steps(1, timeout_s=_START_S)
     rows = trial.wait_until_running()
     restarts = {worker: row["restarts"] for worker, row in rows.items()}
-    assert restarts == dict.fromkeys(WORKERS, 0) | {"generation_server/0": 1}
+    assert restarts.pop("generation_server/0") >= 1 and not any(restarts.values())
     assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
     trial.full_speed()
     trial.wait_for_end()
