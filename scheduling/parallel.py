@@ -9,6 +9,7 @@ context-parallel ranks around each attention, data-parallel ranks once a layer; 
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 # m is the reference system's letter for t.
@@ -138,3 +139,18 @@ class ParallelDims:
 
 
 _NAMES = ("dp", "tp", "pp", "cp", "ep")
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage.
+
+    Where they cannot have as many each, the first and the last, which have the model's ends besides, have fewer: 94
+    layers in 4 stages are 23, 24, 24 and 23. A stage without a layer says that there are too many stages.
+    """
+    of_stage = -(-num_layers // stages)
+    ends = num_layers - of_stage * (stages - 2)
+    if stages == 1 or ends < 2:
+        counts = [num_layers] + [0] * (stages - 1)
+    else:
+        counts = [ends - ends // 2, *[of_stage] * (stages - 2), ends // 2]
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

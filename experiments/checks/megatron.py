@@ -15,7 +15,7 @@ from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.inputs.model_kinds import megatron_refusals
 from corral.experiments.inputs.parameters import adapted_layers
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import ParallelDims, stage_layers
 
 _ALLOCATION = ("allocation",)
 _PACKAGES = ("megatron.core", "mbridge")
@@ -70,12 +70,11 @@ def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> It
         )
         return
     adapted = [name for name, _ in adapted_layers(model.lora, tensor_shapes(sizes))]
-    of_stage = sizes.num_layers // dims.pp
-    stages = {int(name.split(".")[2]) // of_stage for name in adapted} if adapted and of_stage else set(range(dims.pp))
-    if idle := sorted(set(range(dims.pp)) - stages):
-        first = idle[0] * of_stage
+    with_adapter = {int(name.split(".")[2]) for name in adapted}
+    stages = [layers for layers in stage_layers(sizes.num_layers, dims.pp) if layers]
+    if with_adapter and (idle := [layers for layers in stages if with_adapter.isdisjoint(layers)]):
         yield ConfigProblem(
-            message=f"p{dims.pp} has a stage with the layers {first} to {first + of_stage - 1}, none of which has an "
+            message=f"p{dims.pp} has a stage with the layers {idle[0][0]} to {idle[0][-1]}, none of which has an "
             "adapter: it would train nothing",
             hint="name a layer of each stage in lora.targets, or lower p",
             path=(role, "lora", "targets"),
@@ -97,7 +96,6 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
         ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
         *(("t", dims.tp, f"columns of {what}", columns) for what, columns in _inner_sizes(sizes)),
-        ("p", dims.pp, "layers", sizes.num_layers),
         ("c", dims.cp, f"attention heads{left_by_t}", sizes.num_heads // dims.tp),
         ("e", dims.ep, "experts", sizes.num_experts),
     )
@@ -108,6 +106,12 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
                 message=f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
                 hint=f"{letter} may be {', '.join(nearest)}",
             )
+    if not all(stage_layers(sizes.num_layers, dims.pp)):
+        able = [str(p) for p in range(1, 2 * dims.pp + 1) if all(stage_layers(sizes.num_layers, p))]
+        yield ConfigProblem(
+            message=f"p{dims.pp} leaves a stage without one of the {sizes.num_layers} layers of {name} ({role})",
+            hint=f"p may be {', '.join(able)}",
+        )
 
 
 def _inner_sizes(sizes: DecoderSizes) -> Iterator[tuple[str, int]]:

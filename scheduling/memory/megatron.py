@@ -34,7 +34,7 @@ from corral.scheduling.memory.megatron_layers import (
     kept_bytes_per_token,
     layer_bytes_per_token,
 )
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import ParallelDims, stage_layers
 
 _Place = Literal["layer", "expert", "embedding", "output", "last norm"]
 """Of a parameter within the model."""
@@ -113,7 +113,7 @@ class MegatronModel:
 
     def _parameters_of(self, stage: int, dims: ParallelDims) -> "_Stage":
         sizes = self.sizes
-        layers = range(stage * sizes.num_layers // dims.pp, (stage + 1) * sizes.num_layers // dims.pp)
+        layers = stage_layers(sizes.num_layers, dims.pp)[stage]
         own: Counter[_Place] = Counter()
         for is_sparse, times in Counter(layer in sizes.sparse_layers for layer in layers).items():
             for place, numbers in _own_numbers(self._layers[is_sparse], dims).items():
@@ -129,10 +129,10 @@ class MegatronModel:
 
     def _most_adapters(self, dims: ParallelDims) -> int:
         """Numbers of the adapters of the stage with most."""
-        own: Counter[int] = Counter()
-        for layer, rows, columns in self._adapted(dims):
-            own[layer * dims.pp // self.sizes.num_layers] += rows + columns
-        return self._rank * max(own.values(), default=0)
+        stages = stage_layers(self.sizes.num_layers, dims.pp)
+        adapted = list(self._adapted(dims))
+        own = [sum(rows + columns for layer, rows, columns in adapted if layer in layers) for layers in stages]
+        return self._rank * max(own)
 
     def _adapted(self, dims: ParallelDims) -> Iterator[tuple[int, int, int]]:
         """Of each adapter: its layer, and how long B and A are on one rank."""
@@ -183,7 +183,9 @@ class MegatronModel:
             adapter_bytes_per_token(rows, rank=self._rank, recompute=recompute, compute_bytes=compute_bytes)
             for _, rows, _ in self._adapted(dims)
         )
-        return kept * -(-sizes.num_layers // dims.pp) * dims.pp + of_adapters + works_in
+        stages = stage_layers(sizes.num_layers, dims.pp)
+        under_way = max(len(layers) * (dims.pp - stage) for stage, layers in enumerate(stages))
+        return kept * under_way + of_adapters + works_in
 
     def _head(self, tokens: int, dims: ParallelDims, *, is_training: bool) -> int:
         return head_bytes(

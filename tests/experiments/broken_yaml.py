@@ -531,13 +531,13 @@ CONTRADICTION_CASES = (
     ),
     BrokenCase(
         name="layers-that-stages-cannot-share",
-        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:p2"),
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:p4"),
         files={
             "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 8, '
             '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 15, '
             '"max_position_embeddings": 64, "eos_token_id": 1}',
         },
-        words=("p2 cannot divide the 3 layers", "p may be 1, 3"),
+        words=("p4 leaves a stage without one of the 3 layers", "p may be 1, 2, 3"),
         line=4,
     ),
     BrokenCase(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.parallel import ParallelCoords, ParallelDims
+from corral.scheduling.parallel import ParallelCoords, ParallelDims, stage_layers
 
 sizes = st.integers(1, 4)
 
@@ -110,3 +110,23 @@ def test_errors_name_rank_range_and_layout() -> None:
         dims.coords(-1)
     with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
         ParallelDims(tp=0)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "counts"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (94, 4, [23, 24, 24, 23]),
+        (94, 8, [11, *[12] * 6, 11]),
+        (3, 2, [2, 1]),
+        (5, 1, [5]),
+        (3, 3, [1, 1, 1]),
+        (13, 8, [13, *[0] * 7]),  # two each leave the ends one
+    ],
+)
+def test_stages_at_the_ends_have_fewer_layers_where_all_cannot_have_as_many(
+    num_layers: int, stages: int, counts: list[int]
+) -> None:
+    layers = stage_layers(num_layers, stages)
+    assert [len(stage) for stage in layers] == counts
+    assert [layer for stage in layers for layer in stage] == list(range(num_layers))

@@ -54,7 +54,7 @@ MakeEngine = Callable[[Path, ParallelContext, Variant], AnyEngine]
 
 
 def save_tiny(kind: str, directory: Path, *, seed: int = 1) -> Path:
-    """A random model of two layers; of a deep one twelve.
+    """A random model of two layers; of a deep one twelve, of an odd one three.
 
     The embedding of qwen3 is its output, too, and its heads are wider than their share; llama has a bias everywhere,
     and a vocabulary that two ranks cannot halve; plain_llama has neither.
@@ -66,7 +66,7 @@ def save_tiny(kind: str, directory: Path, *, seed: int = 1) -> Path:
     config = config_class(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=12 if kind.startswith("deep_") else 2,
+        num_hidden_layers=12 if kind.startswith("deep_") else 3 if kind.startswith("odd_") else 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16 if is_qwen3 else 8,

@@ -42,7 +42,7 @@ from tests.workers.backends.megatron_scene import make_megatron
 from tests.workers.backends.training_helpers import read_weights, value_loss
 
 FEW = Part(
-    models=("qwen3",),
+    models=("odd_qwen3",),  # whose three layers two stages share unequally
     layouts={"d2t2": "none", "t2p2": "full", "t2c2": "selective"},
     chains=(("d2t2", "fsdp:t2c2", "t2p2", "fsdp:d2t2", "t2c2"),),
 )
@@ -60,12 +60,12 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.mark.parametrize("layout", FEW.layouts)
 def test_a_layout_trains_like_a_plain_loop(layout: str, few: Scene) -> None:
-    assert_trained_alike(few, "qwen3", layout)
+    assert_trained_alike(few, "odd_qwen3", layout)
 
 
 @pytest.mark.parametrize("chain", FEW.chains)
 def test_a_layout_goes_on_where_another_one_stopped_on_either_backend(chain: tuple[str, ...], few: Scene) -> None:
-    assert_goes_on_alike(few, "qwen3", chain)
+    assert_goes_on_alike(few, "odd_qwen3", chain)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.scheduling.parallel import stage_layers
 from corral.workers.backends.lora import is_adapter
 from corral.workers.backends.megatron.experts import expert_settings, has_experts, stored_names
 
@@ -106,7 +107,10 @@ class Bridge:
                 pp_group=groups.pp,
             ),
         )
-        self._bridge.set_extra_args(**_PLAIN, **expert_settings(config))
+        stages = stage_layers(config.num_hidden_layers, groups.pp.size())
+        ends = {"first": stages[0], "last": stages[-1]} if len({*map(len, stages)}) > 1 else {}
+        of_ends = {f"num_layers_in_{end}_pipeline_stage": len(layers) for end, layers in ends.items()}
+        self._bridge.set_extra_args(**_PLAIN, **expert_settings(config), **of_ends)
         if self.num_experts:  # mbridge's mixtures know no layers without experts; these are named as in dense models
             self._bridge._MLP_MAPPING = Qwen2Bridge._MLP_MAPPING | self._bridge._MLP_MAPPING
         self.config: TransformerConfig = self._bridge.config
