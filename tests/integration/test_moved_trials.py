@@ -49,6 +49,8 @@ def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
         "control.commit_every_steps": 3,
         # What answers are made of depends on nothing but the step only at eta 0.
         **({"rollout.max_head_offpolicyness": 0} if recipe == "grpo" else {}),
+        # Each data-parallel rank cuts its own answers into mini-batches.
+        **({"ppo.n_minibatches": 1} if recipe in WITH_REWARDS else {}),
         **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every_steps": 1}),
         **workers,
     }
