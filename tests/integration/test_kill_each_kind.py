@@ -1,9 +1,15 @@
-"""kill -9 of every kind of process, one after the other, in one trial that goes on by itself and loses nothing."""
+"""kill -9 of every kind of process, one after the other, in one trial that goes on by itself and loses nothing.
 
+A stranger wants every port of what is killed, and gets most of them at once: he hears no secret, and changes nothing.
+"""
+
+import json
 from collections.abc import Callable
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
+from corral.experiments.trial.secrets import TrialSecrets
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
@@ -11,6 +17,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import WORKERS, Trial, read_lines
+from tests.strangers import Stranger
 
 VICTIMS = (
     "rollout_worker/0",
@@ -39,21 +46,18 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
         },
     )
     trial.wait_for_steps(2)
-    reached: list[int] = []
-    for victim in VICTIMS:
-        # Right after a commit there would be nothing to take back.
-        trial.wait_for_uncommitted_step(commit_every_steps=commit_every_steps)
-        if victim in ENDS_AN_EPOCH:
-            reached.append(trial.train_steps()[-1])
-        trial.kill(victim)
-        trial.wait_for_steps(1)
-    rows = trial.wait_until_running()
-    # Each once for itself, and once because a new supervisor starts everything anew.
-    assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
-    assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
-    assert trial.events("leftovers_killed") == []  # workers and Redis end with their supervisor
-    trial.full_speed()
-    trial.wait_for_end()
+    secrets = [secret.reveal().encode() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
+    with Stranger() as stranger:
+        reached = _kill_each_kind(trial, stranger, commit_every_steps=commit_every_steps)
+        rows = trial.wait_until_running()
+        # Each once for itself, and once because a new supervisor starts everything anew.
+        assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
+        assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
+        assert trial.events("leftovers_killed") == []  # workers and Redis end with their supervisor
+        trial.full_speed()
+        trial.wait_for_end()
+    heard = stranger.everything_heard()
+    assert not [secret for secret in secrets if secret in heard] and b"Authorization" not in heard
 
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
@@ -67,3 +71,32 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     # And yet each step of the lineage has one line, and so has each of its samples.
     assert trial.train_steps() == list(range(1, 53))
     assert sorted(line["uid"] for line in read_lines(trial.directory.trajectories_path)) == sorted(trial.uids)
+
+
+def _kill_each_kind(trial: Trial, stranger: Stranger, *, commit_every_steps: int) -> list[int]:
+    """The train step that was reached before each kill that ends an epoch."""
+    reached: list[int] = []
+    for victim in VICTIMS:
+        # Right after a commit there would be nothing to take back.
+        trial.wait_for_uncommitted_step(commit_every_steps=commit_every_steps)
+        if victim in ENDS_AN_EPOCH:
+            reached.append(trial.train_steps()[-1])
+        wanted = _ports_of(trial.pid(victim)) if victim not in ("redis", "supervisor") else {_port_of_redis(trial)}
+        stranger.want(wanted)
+        trial.kill(victim)
+        trial.wait_for_steps(1)
+        if victim == "redis":
+            assert wanted == {_port_of_redis(trial)}  # the supervisor has kept it all the while
+        else:
+            assert wanted and wanted <= stranger.taken.keys()
+    return reached
+
+
+def _ports_of(pid: int) -> set[int]:
+    """Where a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def _port_of_redis(trial: Trial) -> int:
+    return int(json.loads(trial.directory.rendezvous_path.read_bytes())["port"])

@@ -1,12 +1,8 @@
 """Whoever takes a port of the trial hears no key: servers prove themselves before anything is said to them."""
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,84 +18,32 @@ from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
+from tests.strangers import Stranger
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK
 from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import make_version
 
 DEADLINE_S = 30.0
-STRANGER = """
-import os, socket, ssl, sys
-if os.getuid() == 0:
-    os.setgid(65534); os.setuid(65534)
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-while True:
-    connection, _ = listener.accept()
-    connection.settimeout(2.0)
-    try:
-        if len(sys.argv) > 1:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(sys.argv[1])
-            connection = context.wrap_socket(connection, server_side=True)
-        else:
-            heard = connection.recv(65536)
-            print(heard.hex(), flush=True)
-            connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
-        print(connection.recv(65536).hex(), flush=True)
-    except OSError as error:
-        print("", flush=True)
-    connection.close()
-"""
-
-
-class Stranger:
-    """Another user of the machine who listens on a port, and all that he has heard."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
-        self.port = int(process.stdout.readline())
-        self.heard = b""
-        self.num_callers = 0
-        self._lines = threading.Thread(target=self._listen, args=(process.stdout,), daemon=True)
-        self._lines.start()
-
-    def _listen(self, lines: Iterator[str]) -> None:
-        for line in lines:
-            self.heard += bytes.fromhex(line.strip())
-            self.num_callers += 1
-
-    def wait_called(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.num_callers:
-            assert time.monotonic() < deadline, "nobody called"
-            time.sleep(0.01)
 
 
 @pytest.fixture(params=["plain", "tls"])
 def stranger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stranger]:
     """One who speaks plainly, and one who has a certificate of the very same form."""
-    arguments = []
+    certificate = ""
     if request.param == "tls":
-        own = Path("/tmp") / f"stranger-{os.getpid()}.pem"
+        own = tmp_path / "own.pem"
         own.write_bytes(new_identity())
-        own.chmod(0o644)
-        arguments = [str(own)]
-    with subprocess.Popen(
-        [sys.executable, "-c", STRANGER, *arguments], stdout=subprocess.PIPE, text=True, cwd="/"
-    ) as process:
-        try:
-            yield Stranger(process)
-        finally:
-            process.kill()
-            for path in arguments:
-                Path(path).unlink()
+        certificate = str(own)
+    with Stranger(certificate) as listens:
+        yield listens
 
 
 def hears_nothing(stranger: Stranger) -> None:
     stranger.wait_called()
+    heard = stranger.everything_heard()
     for secret in (API_KEY, ADMIN_KEY, trust().path.read_text()):
-        assert secret.encode() not in stranger.heard
-    assert b"Authorization" not in stranger.heard and b"HTTP" not in stranger.heard
+        assert secret.encode() not in heard
+    assert b"Authorization" not in heard and b"HTTP" not in heard
 
 
 def test_a_stranger_on_a_servers_port_is_told_no_key(stranger: Stranger) -> None:
