@@ -86,7 +86,7 @@ class GapWatch:
         self._agreed_until: int | None = None
         self._alarm = Alarm()
         self._drift = Drift()
-        self._is_first = True
+        self._is_first, self._has_older = True, False
         self._scored: tuple[SequenceSample, Floats] | None = None
         """Answers of the present step that are to be scored again, and what was said of them before its updates."""
         self._notices: list[TrainNotice] = []
@@ -135,7 +135,8 @@ class GapWatch:
         present, since = looks["present"], looks["older"]
         num_tokens = context.sum_over_ranks({"tokens": float(response_mask(of).sum())})["tokens"]
         coverage = (present.gap.num_tokens + since.gap.num_tokens) / max(num_tokens, 1.0)
-        if drift or self._is_first:
+        self._has_older = self._has_older or bool(drift)
+        if self._has_older or self._is_first:
             self._scored = _some_answers(sample, logprobs)
         self._is_first = False
         self._note(present, since, version=version, coverage=coverage, context=context)
@@ -165,7 +166,7 @@ class GapWatch:
         """How far the step's updates have moved some of its answers; every rank calls it once it has made them.
 
         Costs a forward pass over a sixteenth of the first mini-batch, and over no more than 64 answers of a rank, in
-        steps with tokens of older weights and in the first of an attempt; no pass where no update was made.
+        the first step of an attempt and in all from the first tokens of older weights on; none where nothing moved.
         """
         scored, self._scored = self._scored, None
         if scored is None:

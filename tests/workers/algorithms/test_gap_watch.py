@@ -264,6 +264,11 @@ def test_a_healthy_trial_never_alarms_however_old_its_answers_are(eta: int, lr: 
     assert all(stats["gap/coverage"] == 1.0 for stats, _ in steps)
 
 
+def test_steps_without_older_tokens_between_others_leave_no_update_unmeasured(weights: Path) -> None:
+    steps = run(weights, [0, 1, 0, 1], is_foreign=lambda version: False, lr=1e-3)
+    assert [stats["gap/coverage"] for stats, _ in steps] == [1.0] * 4
+
+
 def test_foreign_numbers_stay_an_alarm_though_no_token_of_the_present_weights_comes(weights: Path) -> None:
     steps = run(weights, [1] * 8, is_foreign=lambda version: version >= 1, lr=1e-3)
     assert [stats["gap/alarm"] for stats, _ in steps] == [0.0] + [1.0] * 7
