@@ -132,15 +132,16 @@ def _run_corral(folder: Path, trial: str, *, steps: int) -> tuple[float, float]:
     experiment.write_text(yaml.safe_dump(_experiment()))
     # What runs after the last step that is looked at would be cut off by the end of the trial: two steps are left over.
     last = steps - 2
-    command = [str(Path(sys.executable).with_name("rl-submit")), str(experiment), "--local"]
+    command = [str(Path(sys.executable).with_name("rl-submit")), str(experiment), "--local", "--wait"]
     options = ["--trial", trial, "--fileroot", str(folder / "trials")]
-    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, cwd=folder)
     directory = folder / "trials" / "beside-trl" / trial
-    uuid = json.loads((directory / "plan.json").read_bytes())["trial"]["uuid"]
-    first = _moment_of(directory, uuid, WARM_STEPS)
-    rates = _moment_of(directory, uuid, last).rates_since(first)
-    _wait(lambda: not list(trial_processes(uuid)), f"the end of {directory}")
-    return rates
+    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, cwd=folder) as submitted:
+        _wait(lambda: submitted.poll() is not None or len(_steps(directory)) > 0, f"the first step of {directory}")
+        if submitted.poll() is not None:
+            raise RuntimeError(f"rl-submit ended with {submitted.returncode} before the first step")
+        uuid = json.loads((directory / "plan.json").read_bytes())["trial"]["uuid"]
+        first = _moment_of(directory, uuid, WARM_STEPS)
+        return _moment_of(directory, uuid, last).rates_since(first)
 
 
 def _moment_of(directory: Path, uuid: str, step: int) -> Moment:
@@ -193,7 +194,7 @@ def _experiment() -> dict[str, Any]:
         "train_batch_size": PROMPTS,
         "control": {"commit_every_steps": 1000},
         "groups": {
-            kind: {"scheduling": {"cpu": 1, "mem": "1G"}}
+            kind: {"scheduling": {"cpu": 1, "gpu": 0, "mem": "1G"}}
             for kind in ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
         },
     }
