@@ -98,7 +98,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/control_plane.py --ranks 16 64 --samples 512 --steps 2 --idle-s 2
 	$(BIN)/python benchmarks/split_placement.py
 
-gpu:  ## on a GPU: tests, throughput, MFU, the arithmetic trial, in gpu-report.md; ARGS="--only tests": a part of it
+gpu:  ## on a GPU: tests, MFU, SGLang, the arithmetic trial, a page of each in gpu-reports/; ARGS="--only tests": one
 	@sh .ci/need-gpu $(DEVICE)
 	@if [ -n "$(WHEELS)" ]; then sh .ci/gpu-venv "$(PYTHON)" $(GPU_VENV) "$(WHEELS)" $(DEVICE); else $(MAKE) --no-print-directory megatron; fi
 	@$(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)

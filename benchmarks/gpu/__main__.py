@@ -1,8 +1,8 @@
-"""Everything that needs a GPU, in one report. Run by `make gpu`.
+"""Everything that needs a GPU, in steps of eight minutes at most, each with a report. Run by `make gpu`.
 
-    python -m benchmarks.gpu [--only tests training] [--sizes 0.5B] [--report gpu-report.md]
+    python -m benchmarks.gpu [--only tests training-0.5B] [--sizes 0.5B 1.5B] [--reports gpu-reports]
 
-    steps ── one process each, its output shown as it comes ──► results ──► gpu-report.md, rewritten after each step
+    steps ── one process each, its output shown as it comes ──► gpu-reports/tests.md, gpu-reports/training-0.5B.md, …
 
 Exit codes: 0 if all steps passed, 1 if one did not, 2 if there is no GPU, and then nothing was run. `--device cpu` runs
 the same steps on small models, to see whether the steps themselves are right.
@@ -41,18 +41,20 @@ def main() -> int:
         print("no GPU: torch finds none on this machine, and nothing was run", file=sys.stderr)
         return NO_GPU
     machine = describe_machine(options.device)
-    sizes = options.sizes or (["tiny"] if options.device == "cpu" else ["0.5B"])
-    results: list[Result] = []
+    sizes = options.sizes or (["tiny"] if options.device == "cpu" else ["0.5B", "1.5B"])
+    options.reports.mkdir(parents=True, exist_ok=True)
+    has_failed = False
     with tempfile.TemporaryDirectory(prefix="corral-gpu-") as fileroot:
         try:
             for step in steps(device=options.device, sizes=sizes, visible=visible_gpus(), fileroot=fileroot):
                 if not options.only or step.name in options.only:
-                    results.append(run(step))
-                    options.report.write_text(render(results, machine=machine))
+                    result = run(step)
+                    has_failed |= result.exit_code != 0
+                    (options.reports / f"{step.name}.md").write_text(render(result, machine=machine))
+                    print(f"== {step.name}: {result.verdict}, {options.reports / step.name}.md", flush=True)
         finally:
             end_trials(Path(fileroot))  # a trial whose step was late goes on by itself
-    print(f"\n{options.report.read_text()}")
-    return int(any(result.exit_code != 0 for result in results))
+    return int(has_failed)
 
 
 def run(step: Step) -> Result:
@@ -129,11 +131,11 @@ def _search_path() -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [step.name for step in steps(device="cpu", sizes=["tiny"], visible=[], fileroot="")]
+    names = [step.name for step in steps(device="cpu", sizes=list(SIZES), visible=[], fileroot="")]
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=", ".join(SIZES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--report", type=Path, default=Path("gpu-report.md"))
+    parser.add_argument("--reports", type=Path, default=Path("gpu-reports"), help="folder for a page of each step")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Results of the steps ──► one page for docs/benchmarks.md: device, commands, figures."""
+"""The result of a step ──► its page: device, command, figures."""
 
 from __future__ import annotations
 
@@ -31,19 +31,16 @@ class Result:
         return "passed" if self.exit_code == 0 else f"failed with {self.exit_code}"
 
 
-def render(results: Sequence[Result], *, machine: Mapping[str, str]) -> str:
-    """Markdown: the machine, a table of the steps, and what each has printed.
+def render(result: Result, *, machine: Mapping[str, str]) -> str:
+    """Markdown: the machine, how the step went, and what it has printed.
 
     Args:
         machine: what there is to know of it, by what it is: {"GPU": "NVIDIA H100 80GB HBM3", ...}.
     """
-    lines = ["## On a GPU", "", *(f"- {what}: {value}" for what, value in machine.items()), ""]
-    lines += ["| step | shows | verdict | time |", "|---|---|---|---|"]
-    lines += [f"| {r.step.name} | {r.step.shows} | {r.verdict} | {r.seconds:.0f} s |" for r in results]
-    for result in results:
-        lines += ["", f"### {result.step.name}", "", f"`{command_line(result.step)}`", "", "```text"]
-        lines += [*_last_lines(result.output), "```"]
-    return "\n".join(lines) + "\n"
+    lines = [f"## {result.step.name}: {result.step.shows}", ""]
+    lines += [*(f"- {what}: {value}" for what, value in machine.items()), ""]
+    lines += [f"`{command_line(result.step)}`: {result.verdict}, {result.seconds:.0f} s", "", "```text"]
+    return "\n".join([*lines, *_last_lines(result.output), "```"]) + "\n"
 
 
 def command_line(step: Step) -> str:

@@ -19,9 +19,11 @@ from corral.experiments.recipes.run_all import all_recipes, gpu_settings
 ROOT = Path(__file__).parents[2]
 
 
-def step(code: str, *, timeout_s: float = 60.0, environment: Mapping[str, str] | None = None) -> Step:
+def step(
+    code: str, *, name: str = "one", timeout_s: float = 60.0, environment: Mapping[str, str] | None = None
+) -> Step:
     command = [sys.executable, "-c", code]
-    return Step(name="one", shows="it", command=command, timeout_s=timeout_s, environment=environment or {})
+    return Step(name=name, shows="it", command=command, timeout_s=timeout_s, environment=environment or {})
 
 
 def result(output: Sequence[str], *, exit_code: int | None = 0) -> Result:
@@ -31,24 +33,23 @@ def result(output: Sequence[str], *, exit_code: int | None = 0) -> Result:
 def test_without_a_gpu_nothing_is_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = tmp_path / "report.md"
+    reports = tmp_path / "reports"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--report", str(report)])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--reports", str(reports)])
     assert driver.main() == 2
-    assert "no GPU" in capsys.readouterr().err and not report.exists()
+    assert "no GPU" in capsys.readouterr().err and not reports.exists()
 
 
 def test_a_step_that_fails_leaves_the_next_to_be_run_and_both_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    report = tmp_path / "report.md"
-    chosen = [step("raise SystemExit('broken')"), step("print('figures', 1 + 1)")]
+    chosen = [step("raise SystemExit('broken')", name="first"), step("print('figures', 1 + 1)", name="second")]
     monkeypatch.setattr(driver, "steps", lambda **_: chosen)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--report", str(report)])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--reports", str(tmp_path)])
     assert driver.main() == 1
-    text = report.read_text()
-    assert "failed with 1" in text and "broken" in text
-    assert "figures 2" in text and "passed" in text
+    first, second = ((tmp_path / f"{name}.md").read_text() for name in ("first", "second"))
+    assert "failed with 1" in first and "broken" in first
+    assert "figures 2" in second and "passed" in second
 
 
 def test_a_step_that_hangs_is_ended_at_its_deadline() -> None:
@@ -64,10 +65,16 @@ def test_a_step_has_its_own_environment() -> None:
 
 
 def test_a_report_names_machine_command_and_figures_and_the_end_of_long_output() -> None:
-    text = render([result([f"line {n}" for n in range(MAX_LINES + 5)])], machine={"GPU": "NVIDIA H100"})
+    text = render(result([f"line {n}" for n in range(MAX_LINES + 5)]), machine={"GPU": "NVIDIA H100"})
     assert "- GPU: NVIDIA H100" in text
     assert "`python -c pass`" in text
     assert "... 5 lines before\nline 5\n" in text and f"line {MAX_LINES + 4}\n```" in text
+
+
+def test_the_most_worth_comes_first_and_no_step_takes_longer_than_eight_minutes() -> None:
+    chosen = steps(device="cuda", sizes=["0.5B", "1.5B"], visible=["0"], fileroot="x")
+    assert [one.name for one in chosen][:5] == ["tests", "training-0.5B", "training-1.5B", "sglang", "trial"]
+    assert {one.timeout_s for one in chosen} == {480.0}
 
 
 def test_one_gpu_is_shared_by_trainer_and_generation_server() -> None:
