@@ -105,6 +105,7 @@ class _TrialEngine:
     def __init__(self, head: Head) -> None:
         self.context = ParallelContext()
         self.micro_batches = MicroBatchSpec()
+        self.step = 0
         self._head = head
 
     def __getattr__(self, name: str) -> Any:
@@ -138,6 +139,7 @@ class _TrialEngine:
             sums["loss"] += float(output.loss_sum.detach()) / count
             for name, value in output.stats.items():
                 sums[name] = sums.get(name, 0.0) + float(value) / count
+        self.step += 1
         done = {"train/skipped_nonfinite": 0.0, "train/skipped_early_stop": 0.0, "train/tokens": count}
         return sums | done
 

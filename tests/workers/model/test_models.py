@@ -458,7 +458,10 @@ def test_each_call_cuts_its_samples_as_it_says(
 
 
 def test_weights_move_from_one_model_into_another_and_may_be_averaged(folder: Path) -> None:
-    models = models_of(folder, filled_store())
+    spec = specification(folder)
+    reference, actor_role = spec.roles
+    roles = [reference.model_copy(update={"is_averaged": True}), actor_role]
+    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
     initialize(models, folder / "actor")
     actor, ref = (
         {name: tensor.clone() for name, tensor in read_weights(folder / role).items()} for role in ("actor", "ref")
