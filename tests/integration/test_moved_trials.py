@@ -30,14 +30,15 @@ LOSSES = {
 ELASTIC = {"groups.rollout_worker.count": 2, "groups.rollout_worker.elastic": "{count: 1}"}
 
 
+@pytest.mark.slow  # test_resume_on_other_meshes.py and test_reallocate.py have the parts of it that are quick
 @pytest.mark.parametrize(
     ("recipe", "workers"),
     [
         ("sft", {}),
-        pytest.param("dpo", {}, marks=pytest.mark.slow),
-        pytest.param("ppo", {}, marks=pytest.mark.slow),
-        pytest.param("grpo", {}, marks=pytest.mark.slow),
-        pytest.param("grpo", ELASTIC, marks=pytest.mark.slow, id="grpo-elastic"),
+        ("dpo", {}),
+        ("ppo", {}),
+        ("grpo", {}),
+        pytest.param("grpo", ELASTIC, id="grpo-elastic"),
     ],
 )
 def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(

@@ -9,6 +9,7 @@ import pytest
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.commands.submit import main
+from corral.launcher.submit import start
 from corral.launcher.submit.prepare import Submission, prepare, prepare_resume
 from corral.launcher.submit.start import create
 from corral.launcher.trial.find import read_facts
@@ -105,6 +106,9 @@ def test_broken_code_is_refused_with_exit_2_its_line_and_its_key_and_nothing_is_
     options = [f"cluster.fileroot={tmp_path / 'trials'}", "rollout.reward_timeout_s=2", f"{key}=own:score"]
     arguments = [part for option in options for part in ("-s", option)]
     monkeypatch.setattr(sys, "argv", ["rl-submit", "ppo.yaml", "--local", *dry_run, *arguments])
+    monkeypatch.setattr(
+        start, "start", lambda *_, **__: pytest.fail("it was started")
+    )  # a model of billions of weights
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err
