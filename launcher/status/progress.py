@@ -45,7 +45,8 @@ def progress_line(status: TrialStatus, *, without: Collection[Part] = ()) -> str
     """The line, without a bar."""
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"step {status.step or 0}{total}", status.numbers, "" if Part.SPEED in without else status.speed]
-    version = next((row.version for row in status.workers if row.version), "")
+    servers = (row for row in status.workers if row.worker.startswith("generation_server/"))
+    version = next((row.version for row in servers if row.version), "")
     if version and Part.VERSION not in without:
         # By the step alone: of "1.100" nobody would think that it comes after "1.98".
         parts.append(f"answers by step {PolicyVersion.parse(version).step}")

@@ -229,12 +229,14 @@ def test_a_table_that_is_too_wide_keeps_its_columns_and_has_its_last_one_below()
 
 def test_the_bar_stays_in_a_narrow_terminal_and_words_go() -> None:
     healthy = describe(HEALTHY)
-    rows = [dataclasses.replace(row, version="3.17") for row in healthy.workers]
+    trainers = [dataclasses.replace(row, version="3.18") for row in healthy.workers]
+    rows = [*trainers, dataclasses.replace(trainers[0], worker="generation_server/0", version="3.17")]
     status = dataclasses.replace(
         healthy, step=120, total_steps=400, workers=rows, numbers="accuracy 0.812  reward 0.743", age_s=3 * 3600.0
     )
     wide, narrow = live_line(status, width=200), live_line(status, width=80)
     assert wide.startswith("[=") and "answers by step 17" in wide and "age 3h00m" in wide
+    assert "answers by" not in live_line(dataclasses.replace(status, workers=trainers), width=200)
     assert narrow.startswith("[=") and len(narrow) <= 80 and "reward 0.743" in narrow
     assert "step 120/400" in narrow and "RUNNING" in narrow and "answers by" not in narrow
 
