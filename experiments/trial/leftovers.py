@@ -9,6 +9,7 @@ Guarantee: nothing that a living process uses is removed: folders are locked by 
 secrets is known by its time, so that those made anew under its name stay.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -116,11 +117,9 @@ def take(path: Path) -> Record | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):  # without locks nobody knows who lives
         if try_lock(descriptor, fcntl.LOCK_EX) and (head := _head(descriptor)) is not None:
             return Record(path=path, descriptor=descriptor, **head)
-    except OSError:
-        pass  # without locks nobody knows who lives
     os.close(descriptor)
     return None
 

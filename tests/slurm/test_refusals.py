@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -241,13 +243,22 @@ def test_a_cluster_that_does_not_answer_is_no_fault_of_the_configuration(
         _prepare(experiment)
 
 
-def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path, cluster: Cluster) -> None:
+@contextmanager
+def _reserved_for_others(cluster: Cluster) -> Iterator[None]:
+    """Node n4, as 'workshop'."""
     created = cluster.run(
         "scontrol", "create", "reservation", "reservationname=workshop", "starttime=now", "duration=5", "nodes=n4",
         "users=nobody",
     )  # fmt: skip
     assert created.returncode == 0, created.stderr
     try:
+        yield
+    finally:
+        cluster.run("scontrol", "delete", "reservation=workshop")
+
+
+def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path, cluster: Cluster) -> None:
+    with _reserved_for_others(cluster):
         with pytest.raises(ConfigError, match="did you mean 'workshop'"):
             _prepare(experiment, "launch.reservation=worksop")
         if os.getuid() == 0 and slurm_version() >= (23, 11):  # which lets root into every reservation
@@ -255,26 +266,17 @@ def test_a_reservation_of_others_is_refused_by_slurm_and_named(experiment: Path,
             return
         with pytest.raises(ConfigError, match=r"(?s)SLURM refuses.*launch\.reservation: workshop"):
             _prepare(experiment, "launch.reservation=workshop")
-    finally:
-        cluster.run("scontrol", "delete", "reservation=workshop")
 
 
 def test_a_node_in_somebody_elses_reservation_is_waited_for(experiment: Path, cluster: Cluster) -> None:
     """`sbatch --test-only` refuses what sbatch queues, in the sentence that it has for nodes that are too small."""
-    created = cluster.run(
-        "scontrol", "create", "reservation", "reservationname=workshop", "starttime=now", "duration=5", "nodes=n4",
-        "users=nobody",
-    )  # fmt: skip
-    assert created.returncode == 0, created.stderr
-    try:
+    with _reserved_for_others(cluster):
         submission = _prepare(experiment, "launch.nodelist=n4")
         (told,) = [warning for warning in submission.warnings if "in reservation 'workshop' until" in warning]
         assert "0 of n4" in told and not any("SLURM refuses" in warning for warning in submission.warnings)
         queued = cluster.run("sbatch", "--parsable", "--nodelist=n4", "--time=60", "--wrap=true")
         assert queued.returncode == 0, queued.stderr
         cluster.run("scancel", queued.stdout.strip())
-    finally:
-        cluster.run("scontrol", "delete", "reservation=workshop")
 
 
 @pytest.mark.parametrize("state", ["drain", "down"])

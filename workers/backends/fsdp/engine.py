@@ -114,10 +114,7 @@ class FSDPEngine(MeshEngine):
         recompute_layers(layers_of(self._model), recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
         if lora is not None:
-            own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
-            self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
-            layers = layers_with_adapters(self._model)
-            self._adapter_config = adapter_config(layers, lora, base=model_directory, head=head)
+            self._note_adapters(lora, model_directory, head)
         if context.is_first:
             config: Any = self._model.config
             self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
@@ -130,6 +127,14 @@ class FSDPEngine(MeshEngine):
         refuse_unless_packed_alike(
             self._model, self._head, self._own_scores, context=context, compute_dtype=compute_dtype
         )
+
+    def _note_adapters(self, lora: LoraConfig, model_directory: Path, head: str) -> None:
+        """What a state and an export of adapters say of the model that they stand on."""
+        context = self.context
+        own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
+        self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
+        layers = layers_with_adapters(self._model)
+        self._adapter_config = adapter_config(layers, lora, base=model_directory, head=head)
 
     @property
     def model(self) -> nn.Module:
