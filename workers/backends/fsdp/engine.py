@@ -74,8 +74,7 @@ class FSDPEngine(MeshEngine):
         Args:
             lora: trains adapters in place of the weights.
             recompute: what of a layer is computed again in the backward pass.
-            gradient_sums: when ranks add their gradients up; after the last micro-batch alone, each has a whole one
-                until then.
+            gradient_sums: when ranks add their gradients up; each has a whole one until then.
             hosts_optimizer: whether the state of the optimizer lies in host memory (hosted_state.py).
             is_held_low: whether weights that products alone read are held in `compute_dtype`, which changes none of its
                 scores: for a model without an optimizer, which takes over weights whole or not at all.
