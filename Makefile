@@ -13,9 +13,12 @@ DEVICE ?= cuda
 WHEELS ?=
 WHEELS_PYTHON ?= 3.12
 GPU_VENV := build/gpu-venv
-# Tests wait for SLURM's timers as much as they compute: three processes of them keep two cores busy.
-TEST_PROCESSES ?= 3
+# Tests wait for SLURM's timers as much as they compute: four processes of them keep two cores busy.
+TEST_PROCESSES ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# A process has a pretended GPU or none: what is marked gpu runs by itself, in few processes.
+PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.pretended_gpu.installed \
+	tests/gpu tests/pretended_gpu tests/workers/backends/test_chunked_head.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup sglang megatron lock setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
@@ -42,7 +45,7 @@ $(MEGATRON_STAMP): $(STAMP)
 lock: setup megatron  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
 	@sh .ci/write-lock $(BIN)/python >.ci/lock.txt.new && mv .ci/lock.txt.new .ci/lock.txt
 
-setup-slurm:  ## install the SLURM daemons that the tests start (Debian and Ubuntu)
+setup-slurm:  ## install the SLURM daemons that the tests start, and a compiler (Debian and Ubuntu)
 	@sh .ci/install-slurm
 
 demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine
@@ -55,10 +58,12 @@ quantized: setup  ## train with makers that round their weights beside makers th
 	$(BIN)/python benchmarks/quantized_makers.py
 
 test: setup sglang megatron setup-slurm lint typecheck  ## what must hold; what CI runs
-	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow'
+	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow and not gpu'
+	$(PYTEST_GPU) -m 'gpu and not slow'
 
 test-all: setup sglang megatron setup-slurm lint typecheck  ## also what takes long and shows little more
-	CORRAL_REQUIRE_SLURM=1 $(PYTEST)
+	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not gpu'
+	$(PYTEST_GPU) -m gpu
 
 test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; SLURM_ROOT=DIR: by the SLURM of a Debian tree (see CONTRIBUTING)
 	@if [ -n "$(SLURM_ROOT)" ]; then \
@@ -67,7 +72,8 @@ test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; S
 	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(PYTEST) tests/slurm
 
 test-fast: setup sglang megatron  ## without SLURM and without whole trials
-	$(PYTEST) -m 'not slow and not slurm' --ignore tests/integration
+	$(PYTEST) -m 'not slow and not slurm and not gpu' --ignore tests/integration
+	$(PYTEST_GPU) -m 'gpu and not slow'
 
 lint: setup
 	$(BIN)/ruff format --check --quiet .

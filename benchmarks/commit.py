@@ -3,7 +3,7 @@
     python benchmarks/commit.py [--mb 1024] [--commits 3]
 
 The rank writes weights (two bytes per parameter), copies its training state (twelve) and writes the copy beside its
-next step, as a model worker does. The master is the real one: `DurableState` with its trial directory, trial log,
+next step, as a model worker does. The master is the real one: `Commits` with its trial directory, trial log,
 ledger and disk thread; only the messages go through a pipe.
 
 Prints how long training stands still until all is copied, beside the writing that follows, and beside what a rank
@@ -29,6 +29,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,21 +37,19 @@ sys.path.insert(0, str(ROOT))
 
 from corral.experiments.config.control import TrainControl  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
-from corral.experiments.trial.journal import Journal  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
 from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
-from corral.scheduling.policy_version import Lineage, PolicyVersion  # noqa: E402
+from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
 from corral.workers.checkpoint.content_digest import ContentDigest  # noqa: E402
 from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
-from corral.workers.checkpoint.ledger import Ledger  # noqa: E402
+from corral.workers.master.commits import Commits  # noqa: E402
 from corral.workers.master.disk import Disk  # noqa: E402
-from corral.workers.master.durable_state import DurableState  # noqa: E402
-from corral.workers.master.epoch_parts import EpochParts  # noqa: E402
-from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
+from corral.workers.master.epoch import Epoch  # noqa: E402
 from corral.workers.master.trainer_gang import WrittenFiles  # noqa: E402
+from corral.workers.master.weights import PublishedVersions  # noqa: E402
 
 MB = 2**20
 ROLE = "actor"
@@ -149,6 +148,7 @@ class Rank:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self.workers, self.news = ("model_worker/0",), asyncio.Event()
         self.last_cost = Cost(0.0, 0.0, 0)
 
     async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
@@ -159,6 +159,9 @@ class Rank:
 
     async def written(self, role: str) -> WrittenFiles:
         return WrittenFiles(state=await asyncio.to_thread(self._ask, "written", None), weights={}, problems={})
+
+    def still_writing(self) -> list[str]:
+        return list(self.workers)
 
     def cost_of(self, kind: str, directory: Path | None = None) -> Cost:
         """Of something that the master has no part in."""
@@ -181,14 +184,14 @@ class Phases:
     def during(self, *_: object, **__: object) -> "Phases":
         return self
 
+    def beat(self) -> None: ...
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
 
 
-def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
-    writer = TrialLog(trial.log_path).claim("benchmark")
-    ledger = Ledger()
+def make_epoch(trial: TrialDirectory, disk: Disk) -> Epoch:
     spec = MasterWorkerSpec(
         calls=[],
         train_batch_size=BATCH,
@@ -201,25 +204,13 @@ def make_parts(trial: TrialDirectory, rank: Rank) -> EpochParts:
         initial_weights={ROLE: trial.path},
         published_role=ROLE,
     )
-    return EpochParts(
+    plan = SimpleNamespace(supervision=SimpleNamespace(step_timeout_s=600.0))
+    return Epoch(
+        context=cast(Any, SimpleNamespace(trial=trial, plan=plan, presence=Phases(), attempt=0)),
         spec=spec,
-        graph=cast(Any, None),  # nothing runs on it here
-        trial=trial,
-        attempt=0,
-        presence=cast(Any, Phases()),
-        journal=Journal(trial.journal_path),
-        gang=cast(Any, rank),
-        writer=writer,
+        writer=TrialLog(trial.log_path).claim("benchmark"),
         recovery=RecoveryPoint(honoured=(), rejected=()),
-        ledger=ledger,
-        lineage=Lineage([], epoch=writer.epoch),
-        buffer=SequenceBuffer(is_consumed=ledger.consumed),
-        source=cast(Any, None),
-        held_out_rows=(),
-        publish=lambda published: None,
-        weights_in_use=frozenset,
-        refused_weights=lambda: None,
-        step_timeout_s=600.0,
+        disk=disk,
     )
 
 
@@ -248,28 +239,28 @@ class CommitCosts:
 
 
 async def run_master(trial: TrialDirectory, rank: Rank, num_commits: int) -> list[CommitCosts]:
-    parts = make_parts(trial, rank)
     costs: list[CommitCosts] = []
     rank.cost_of("step")  # it makes what later steps reuse
     async with Disk() as disk:
-        durable = DurableState(parts, disk)
-        await durable.open_lines()
+        epoch = make_epoch(trial, disk)
+        weights = PublishedVersions(epoch, cast(Any, rank), publish=lambda published: None)
+        commits = Commits(epoch, cast(Any, rank), weights)
         for step in range(1, num_commits + 1):
-            parts.ledger.train(step, [f"0:{step}-{number}" for number in range(BATCH)])
-            version = PolicyVersion(parts.writer.epoch, step)
+            commits.ledger.train(step, [f"0:{step}-{number}" for number in range(BATCH)])
+            version = PolicyVersion(epoch.writer.epoch, step)
             scratch = trial.path / f"written-first-{step}"
             written_first = rank.cost_of("written first", scratch)
             shutil.rmtree(scratch)
             step_s = rank.cost_of("step").wall_s
             start = cost_so_far()
-            await durable.write_weights(version)
+            await weights.publish(version)
             sealed, weights_written = cost_so_far(), rank.last_cost
-            moment = await durable.begin_commit(step, version)
+            await commits.begin(step, version)
             copied = cost_so_far()
             step_beside_s = rank.cost_of("step").wall_s
             trained = cost_so_far()
-            problems = await durable.finish_commit(moment)
-            assert not problems, problems
+            await commits.settle()
+            assert commits.covers(step)
             behind = cost_so_far() - trained
             behind.wall_s += step_beside_s
             costs.append(

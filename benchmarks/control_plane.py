@@ -43,17 +43,17 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noq
 from corral.experiments.registry import load_experiment  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
-from corral.name_resolve import MemoryNameService  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
-from corral.workers.master.garbage import rare_collections  # noqa: E402
+from corral.workers.master.calls import MeshCalls  # noqa: E402
+from corral.workers.master.master_worker import rare_collections  # noqa: E402
 from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
-from corral.workers.master.step.calls import MeshCalls  # noqa: E402
-from corral.workers.master.step.runner import StepRunner  # noqa: E402
+from corral.workers.master.step import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
+from tests.name_services import MemoryNameService  # noqa: E402
 
 RANKS_PER_PROCESS = 128
 STEP_S = 30.0
@@ -199,14 +199,13 @@ async def _drive(
             producers=(),
             on_drop=lambda uid, reason: None,
         )
-        calls = MeshCalls(spec, graph, gang, buffer, lineage, publish=_publish)
-        runner = StepRunner(graph, calls, ranks_of=calls.ranks_of)
+        calls = MeshCalls(spec, graph, gang, buffer, lineage)
         for step in range(num_steps + 1):
             process_s, loop_s = time.process_time(), time.thread_time()
             if profile is not None and step > 0:
                 profile.enable()
             batch = await _next_batch(gang, source, step)
-            await runner.run(batch, version=step)
+            await StepRunner(graph, calls, batch, version=step, publish=_publish).run()
             calls.end_step()
             gang.clear(buffer.release(batch))
             if profile is not None:

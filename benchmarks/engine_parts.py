@@ -16,10 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 from corral.workers.engine import batch
-from corral.workers.engine.decoder.attention import TokenAttention
-from corral.workers.engine.decoder.int8_linear import Int8Linear
-from corral.workers.engine.decoder.linear import Linear
-from corral.workers.engine.decoder.norm import RMSNorm
+from corral.workers.engine.attention import TokenAttention
+from corral.workers.engine.layer import RMSNorm
+from corral.workers.engine.linear import Int8Linear, Linear
 from corral.workers.engine.prefill import Prefill
 
 _CALLS_BY_PART: dict[str, tuple[tuple[Any, str], ...]] = {

@@ -1,16 +1,18 @@
 """What packing gains: rows beside padded batches, prompts once beside once an answer, and how even the ranks' work is.
 
     python benchmarks/packing.py [--rounds 5] [--sequences 32] [--spread 0.9] [--dtype float32]
-                                 [--tables rows prompts balance]
+                                 [--tables rows prompts balance] [--groups 4] [--mini-batches 1 4]
 
 Lengths are log-normal. The first table: real tokens per CPU second of forward and backward passes of the same model on
 the same sequences, in one run, one thread, the ways taking turns: the engine's packed rows; sequences one at a time;
 padded batches of sequences of like length; padded batches in order of arrival. The gradients are compared with those of
 padded batches. The target is 2.5 times padded batches in order of arrival.
 
-The second table: the same passes of the engine over groups of answers of one prompt, which `shared_prompts` computes
-once for all of them in a micro-batch. `by operations` is what a 7B model would gain if all operations took the same
-time. Answers have half to one and a half times their mean length. Peak bytes are those that one pass allocates.
+The second table: train steps of actor and critic, by the interfaces that a trial has, over answers of one prompt that
+are dealt into mini-batches as a trial deals them; `shared_prompts` computes the prompt once for all of them in a
+micro-batch. Weights stay as they are: where the optimizer would step, gradients are taken, and compared. `by
+operations` is what a 7B model would gain in one mini-batch if all operations took the same time. Answers have half to
+one and a half times their mean length. Peak bytes are those that one step allocates.
 
 The third table: floating-point operations of the busiest of 64 data-parallel ranks over those of the mean, by the true
 shape of the model. `near owners` is how the master deals samples that lie on ranks at random, beside the share of the
@@ -19,6 +21,7 @@ account. The target is 1.05.
 """
 
 import argparse
+import logging
 import math
 import statistics
 import sys
@@ -39,6 +42,7 @@ from transformers.utils import logging as transformers_logging
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from corral.experiments.config.algorithm import CriticConfig, PPOConfig  # noqa: E402
 from corral.experiments.config.model import OptimizerConfig  # noqa: E402
 from corral.experiments.inputs.model_directory import transformer_shape  # noqa: E402
 from corral.scheduling.packing import (  # noqa: E402
@@ -49,6 +53,8 @@ from corral.scheduling.packing import (  # noqa: E402
     forward_flops,
     partition_near_owners,
 )
+from corral.workers.algorithms.ppo_actor import PPOActorInterface  # noqa: E402
+from corral.workers.algorithms.ppo_critic import PPOCriticInterface  # noqa: E402
 from corral.workers.backends.base import LossOutput  # noqa: E402
 from corral.workers.backends.fsdp.engine import FSDPEngine  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
@@ -73,6 +79,7 @@ MEDIAN_TOKENS = 200.0
 SPREAD = 0.9  # standard deviation of the logarithm
 LONGEST = 1024
 TARGET_RATIO = 2.5
+UNCLIPPED = 1e9
 TABLES = ("rows", "prompts", "balance")
 GROUPS = ((200, 800, 8), (1000, 1000, 4), (1000, 1000, 8), (4000, 500, 8))
 """Tokens of the prompt, of an answer on average, and answers."""
@@ -93,8 +100,12 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=SPREAD)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--groups", type=int, default=len(GROUPS), help="shapes of groups, the smallest first")
+    parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4])
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # a critic's layer is new
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rng = np.random.default_rng(SEED)
     lengths = log_normal(rng, options.sequences, median=MEDIAN_TOKENS, spread=options.spread, longest=LONGEST)
@@ -106,7 +117,14 @@ def main() -> None:
         if "rows" in options.tables:
             print_speeds(make_ways(Path(folder), sequences, dtype=dtype), options.rounds, lengths, dtype=options.dtype)
         if "prompts" in options.tables:
-            print_prompts(Path(folder), rng, options.rounds, dtype=dtype)
+            print_prompts(
+                Path(folder),
+                rng,
+                options.rounds,
+                groups=GROUPS[: options.groups],
+                mini_batches=options.mini_batches,
+                dtype=dtype,
+            )
         shape = transformer_shape(Path(folder))
     assert shape is not None
     if "balance" in options.tables:
@@ -136,32 +154,83 @@ def make_ways(folder: Path, sequences: Sequence[npt.NDArray[np.int64]], *, dtype
     }
 
 
+class Stopped(FSDPEngine):
+    """An engine that takes the gradients of each mini-batch where it would step, so that weights stay as they are."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.gradients: list[Gradients] = []
+
+    def _make_step(self, rate: float) -> None:
+        named = self._trained().items()
+        self.gradients.append({name: local(p.grad).clone() for name, p in named if p.grad is not None})
+
+
 def packed_way(folder: Path, sequences: Sequence[npt.NDArray[np.int64]], *, dtype: torch.dtype) -> Way:
-    """The engine's own train step, stopped where the optimizer would step."""
-    return engine_way(folder, sequences, MicroBatchSpec(max_tokens_per_micro_batch=MAX_TOKENS), dtype=dtype)
-
-
-def engine_way(
-    folder: Path, sequences: Sequence[npt.NDArray[np.int64]], spec: MicroBatchSpec, *, dtype: torch.dtype
-) -> Way:
-    """An engine of its own, and the sequences as answers of one prompt."""
-    engine = FSDPEngine(
-        folder, context=ParallelContext(), optimizer=OptimizerConfig(), micro_batches=spec, compute_dtype=dtype
+    """The engine's own train step, and the sequences as answers of one prompt."""
+    engine = Stopped(
+        folder,
+        context=ParallelContext(),
+        optimizer=OptimizerConfig(gradient_clipping=UNCLIPPED),
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=MAX_TOKENS),
+        compute_dtype=dtype,
     )
     answers = {"input_ids": list(sequences), "loss_mask": [np.ones(len(ids) - 1, np.bool_) for ids in sequences]}
     sample = SequenceSample.from_group("0:all", answers)
 
     def run() -> Gradients:
-        gradients: Gradients = {}
-
-        def take_gradients(_: Mapping[str, float]) -> bool:
-            gradients.update({n: local(p.grad) for n, p in engine.model.named_parameters() if p.grad is not None})
-            return False
-
-        engine.train_batch(sample, loss_fn=negative_logprobs, may_step=take_gradients)
-        return gradients
+        engine.gradients.clear()
+        engine.train_batch(sample, loss_fn=negative_logprobs)
+        return engine.gradients[0]
 
     return run
+
+
+def step_way(
+    folder: Path, role: str, sample: SequenceSample, *, shares_prompts: bool, n_minibatches: int, dtype: torch.dtype
+) -> Way:
+    """The train step of a role, whose gradients are those of all mini-batches."""
+    engine = Stopped(
+        folder,
+        context=ParallelContext(),
+        head="lm" if role == "actor" else "value",
+        optimizer=OptimizerConfig(gradient_clipping=UNCLIPPED),
+        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=MAX_GROUP_TOKENS, shares_prompts=shares_prompts),
+        compute_dtype=dtype,
+    )
+    if role == "critic":  # a new score layer is zero, and so would be all gradients but its own
+        torch.manual_seed(SEED)
+        torch.nn.init.normal_(engine.model.get_submodule("score").get_parameter("weight"), std=0.02)
+    config = PPOConfig(n_minibatches=n_minibatches, use_decoupled_loss=False)
+    interface = PPOActorInterface(config) if role == "actor" else PPOCriticInterface(config, CriticConfig())
+
+    def run() -> Gradients:
+        engine.gradients.clear()
+        interface.train_step(engine, sample, version=0)
+        assert len(engine.gradients) == n_minibatches
+        return {
+            f"{number}/{name}": gradient
+            for number, gradients in enumerate(engine.gradients)
+            for name, gradient in gradients.items()
+        }
+
+    return run
+
+
+def judged(sequences: Sequence[npt.NDArray[np.int64]], prompt: int, rng: np.random.Generator) -> SequenceSample:
+    """Answers of one prompt with all that actor and critic train on."""
+    chance = math.log(MODEL["vocab_size"])
+    return SequenceSample.from_group(
+        "0:all",
+        {
+            "input_ids": list(sequences),
+            "prompt_mask": [np.arange(len(ids)) < prompt for ids in sequences],
+            "old_logprobs": [rng.normal(-chance, 0.1, len(ids) - 1) for ids in sequences],
+            "values": [rng.normal(0.5, 0.1, len(ids)) for ids in sequences],
+            "rewards": [float(number % 2) for number in range(len(sequences))],
+            "seq_no_eos_mask": [False for _ in sequences],
+        },
+    )
 
 
 def negative_logprobs(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
@@ -217,39 +286,54 @@ def largest_difference(actual: Gradients, expected: Gradients) -> float:
     return max(float((actual[name] - wanted).norm() / wanted.norm()) for name, wanted in expected.items())
 
 
-def print_prompts(folder: Path, rng: np.random.Generator, rounds: int, *, dtype: torch.dtype) -> None:
-    """Groups of several shapes, whose prompts are computed once, and once for each answer."""
+def print_prompts(
+    folder: Path,
+    rng: np.random.Generator,
+    rounds: int,
+    *,
+    groups: Sequence[tuple[int, int, int]],
+    mini_batches: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
+    """Train steps on groups of several shapes, whose prompts are computed once, and once for each answer."""
     print(f"groups of one prompt, {MAX_GROUP_TOKENS} tokens a micro-batch; answers' tokens / CPU s, median of {rounds}")
     print(
-        f"{'prompt':>7}{'answer':>7}{'answers':>8}{'each':>9}{'once':>9}{'gain':>7}{'by operations':>15}"
-        f"{'peak each':>11}{'once':>9}{'gradients':>11}"
+        f"{'prompt':>7}{'answer':>7}{'answers':>8}{'role':>8}{'parts':>6}{'each':>9}{'once':>9}{'gain':>7}"
+        f"{'by operations':>15}{'peak each':>11}{'once':>9}{'gradients':>11}"
     )
-    for prompt, answer, count in GROUPS:
+    for prompt, answer, count in groups:
         lengths = [int(length) for length in rng.uniform(0.5 * answer, 1.5 * answer, count)]
         beginning = rng.integers(0, MODEL["vocab_size"], prompt)
         sequences = [np.concatenate([beginning, rng.integers(0, MODEL["vocab_size"], length)]) for length in lengths]
-        ways = {}
-        for shares_prompts in (False, True):
-            spec = MicroBatchSpec(max_tokens_per_micro_batch=MAX_GROUP_TOKENS, shares_prompts=shares_prompts)
-            ways[shares_prompts] = engine_way(folder, sequences, spec, dtype=dtype)
-        expected = {name: gradient.clone() for name, gradient in ways[False]().items()}
-        difference = largest_difference(ways[True](), expected)
-        peaks = {shares_prompts: peak_bytes(run) for shares_prompts, run in ways.items()}
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(rounds):
-            for shares_prompts, run in ways.items():
-                started = time.process_time()
-                run()
-                seconds[shares_prompts].append(time.process_time() - started)
-        each, once = (statistics.median(seconds[shares_prompts]) for shares_prompts in (False, True))
-        gain = statistics.median(a / b for a, b in zip(seconds[False], seconds[True], strict=True))
-        print(
-            f"{prompt:7}{answer:7}{count:8}{sum(lengths) / each:9,.0f}{sum(lengths) / once:9,.0f}{gain:6.2f}x"
-            f"{gain_by_operations(prompt, lengths):14.2f}x{peaks[False] / 1e6:8,.0f} MB{peaks[True] / 1e6:6,.0f} MB"
-            f"{difference:11.1e}",
-            flush=True,
-        )
+        sample = judged(sequences, prompt, rng)
+        for role in ("actor", "critic"):
+            for parts in mini_batches:
+                ways = {
+                    shares: step_way(folder, role, sample, shares_prompts=shares, n_minibatches=parts, dtype=dtype)
+                    for shares in (False, True)
+                }
+                known = f"{prompt:7}{answer:7}{count:8}{role:>8}{parts:6}"
+                operations = gain_by_operations(prompt, lengths)
+                print(known + compared(ways, sum(lengths), rounds, operations=operations), flush=True)
     print()
+
+
+def compared(ways: Mapping[bool, Way], num_tokens: int, rounds: int, *, operations: float) -> str:
+    """The figures of a row."""
+    difference = largest_difference(ways[True](), ways[False]())
+    peaks = {shares_prompts: peak_bytes(run) for shares_prompts, run in ways.items()}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for shares_prompts, run in ways.items():
+            started = time.process_time()
+            run()
+            seconds[shares_prompts].append(time.process_time() - started)
+    each, once = (statistics.median(seconds[shares_prompts]) for shares_prompts in (False, True))
+    gain = statistics.median(a / b for a, b in zip(seconds[False], seconds[True], strict=True))
+    return (
+        f"{num_tokens / each:9,.0f}{num_tokens / once:9,.0f}{gain:6.2f}x{operations:14.2f}x"
+        f"{peaks[False] / 1e6:8,.0f} MB{peaks[True] / 1e6:6,.0f} MB{difference:11.1e}"
+    )
 
 
 def gain_by_operations(prompt: int, answers: Sequence[int]) -> float:

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from corral.workers.engine import batch
-from corral.workers.engine.decoder.row_spans import RowSpan, RowSpans
+from corral.workers.engine.attention import RowSpan, RowSpans
 from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

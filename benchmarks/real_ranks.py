@@ -1,6 +1,6 @@
 """Model workers in processes of their own, and what the master's side needs beside them, without a supervisor.
 
-    worker_context(plan, ...)        what any worker is given; names are files, secrets a trial's
+    worker_context(plan, ...)        what any worker is given; secrets are a trial's
     real_ranks(plan, folder)         every model worker of the plan, as the supervisor would start it
 
 Ranks are forked from a server that has imported what they need, so that four of them start in a few seconds.
@@ -11,17 +11,18 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import FileNameService, NameService, TrialKeys
+from corral.name_resolve import NameService, TrialKeys
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, install_signal_handlers, run_to_exit_code
 from corral.workers.streams.security import StreamSecurity
+from tests.name_services import NamesAddress, running_names
 
 LOOPBACK = "127.0.0.1"
 _GANG = "gang"
@@ -64,29 +65,30 @@ def real_ranks(plan: RunPlan, folder: Path, secrets: Path) -> Iterator[NameServi
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["corral.workers.model.model_worker"])
-    names = folder / "names"
-    ranks = [
-        start.Process(target=_be_rank, args=(plan.to_json(), rank, folder, names, secrets), name=f"model_worker/{rank}")
-        for rank in range(plan.master.num_model_workers)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        with closing(FileNameService(names)) as service:
+    with running_names() as names, names.connect() as service:
+        ranks = [
+            start.Process(
+                target=_be_rank, args=(plan.to_json(), rank, folder, names, secrets), name=f"model_worker/{rank}"
+            )
+            for rank in range(plan.master.num_model_workers)
+        ]
+        for process in ranks:
+            process.start()
+        try:
             yield service
-    finally:
-        for process in ranks:
-            process.terminate()
-        deadline = time.monotonic() + _LEAVE_S
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.join()
+        finally:
+            for process in ranks:
+                process.terminate()
+            deadline = time.monotonic() + _LEAVE_S
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+                process.kill()
+                process.join()
     if failed := [f"{process.name} ({process.exitcode})" for process in ranks if process.exitcode != 0]:
         raise RuntimeError(f"{', '.join(failed)} did not leave in order; see what they printed")
 
 
-def _be_rank(plan_text: bytes, rank: int, folder: Path, names: Path, secrets: Path) -> None:
+def _be_rank(plan_text: bytes, rank: int, folder: Path, names: NamesAddress, secrets: Path) -> None:
     # The process that starts the ranks needs neither.
     import torch
     from transformers.utils import logging as transformers_logging
@@ -99,7 +101,7 @@ def _be_rank(plan_text: bytes, rank: int, folder: Path, names: Path, secrets: Pa
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     plan = RunPlan.from_json(plan_text)
     with (
-        closing(FileNameService(names)) as service,
+        names.connect() as service,
         worker_context(plan, "model_worker", rank, names=service, secrets=TrialSecrets.load(secrets)) as context,
     ):
         install_signal_handlers(context.stopping)

@@ -50,10 +50,9 @@ from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_ne
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
-from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_plane import DataPlane, IncomingParcel, Membership, TransferCounts, keys_in_order
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
-from corral.workers.model.parcel_layout import IncomingParcel, keys_in_order
 
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
 NUM_ANSWERS = 8

@@ -37,10 +37,11 @@ from corral.scheduling.model_function_call import ModelFunctionCall  # noqa: E40
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.data.prompts import ordered_uids  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
+from corral.workers.master.calls import MeshCalls  # noqa: E402
+from corral.workers.master.outcome import StepOutcome  # noqa: E402
 from corral.workers.master.sample_source import DatasetSource  # noqa: E402
 from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
-from corral.workers.master.step.calls import MeshCalls  # noqa: E402
-from corral.workers.master.step.runner import StepResult, StepRunner  # noqa: E402
+from corral.workers.master.step import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs  # noqa: E402
 from tests.workers.backends.training_helpers import save_tiny_model  # noqa: E402
@@ -63,7 +64,7 @@ class Seen:
     """One step."""
 
     seconds: float
-    result: StepResult
+    result: StepOutcome
     moved_bytes: int
     """Of samples, from rank to rank."""
 
@@ -183,13 +184,12 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
             [f"sum-{number}" for number in range(spec.num_prompts)], seed=1, dataset_epoch=0, shuffle=True
         )
         source = DatasetSource(iter(uids), buffer, gang, batch_size=spec.train_batch_size)
-        calls = MeshCalls(spec, graph, gang, buffer, Lineage([], epoch=1), publish=_publish)
-        runner = StepRunner(graph, calls, ranks_of=calls.ranks_of)
+        calls = MeshCalls(spec, graph, gang, buffer, Lineage([], epoch=1))
         for step in range(num_steps):
             batch = await source.poll(version=step, remaining=spec.num_prompts)
             assert batch is not None, "rows are always there"
             started = time.monotonic()
-            result = await runner.run(batch, version=step)
+            result = await StepRunner(graph, calls, batch, version=step, publish=_publish).run()
             seen.append(Seen(time.monotonic() - started, result, calls.end_step()))
             gang.clear(buffer.release(batch))
     return seen

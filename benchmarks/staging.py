@@ -44,8 +44,7 @@ from benchmarks.weight_update import (  # noqa: E402
     make_versions,
     plain_copy,
 )
-from corral.workers.weight_transport.transport import WeightTransport  # noqa: E402
-from corral.workers.weight_transport.transports import make_transport  # noqa: E402
+from corral.workers.weight_transport.staging import WeightStaging, make_staging  # noqa: E402
 from tests.workers.generation.servers import ADMIN_KEY, DEADLINE_S  # noqa: E402
 from tests.workers.trusted import trust  # noqa: E402
 
@@ -106,10 +105,10 @@ def versions_for(name: str, folder: Path, *, megabytes: int) -> list[Version]:
     return make_versions(folder, megabytes=megabytes)
 
 
-def make(name: str, host_directory: Path) -> WeightTransport:
+def make(name: str, host_directory: Path) -> WeightStaging:
     """A worker's end, of a trial of its own."""
     config = WeightsConfig.model_validate({"transport": name, "host_directory": host_directory})
-    return make_transport(
+    return make_staging(
         config, trial_uuid=uuid.uuid4().hex, worker="benchmark", admin_key=ADMIN_KEY, tls=trust().client()
     )
 
@@ -124,7 +123,7 @@ def copied(version: Version, into: Path, other: AnotherHost | None) -> Seconds:
     return wall_s, time.process_time() - cpu_s
 
 
-def staged(transport: WeightTransport, version: Version, *, tag: str, other: AnotherHost | None) -> Seconds:
+def staged(transport: WeightStaging, version: Version, *, tag: str, other: AnotherHost | None) -> Seconds:
     """As the worker of a server has it done."""
     sources = [] if other is None else [other.control]
     cpu_s = time.process_time()

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from corral.experiments.inputs.decoder_config import decoder_sizes  # noqa: E402
-from corral.scheduling.memory.fsdp import CallSizes, RoleModel  # noqa: E402
+from corral.scheduling.memory.model import CallSizes, RoleModel  # noqa: E402
 from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
 from corral.workers.backends.heads import head_named  # noqa: E402
@@ -144,7 +144,7 @@ def planned_bytes(config: Any, ranks: int, dtype: torch.dtype, tokens: int) -> i
         )
         sizes = decoder_sizes(Path(folder))
     assert sizes is not None
-    role = RoleModel(sizes, optimizer="adamw", compute_bytes=dtype.itemsize, recompute="full")
+    role = RoleModel(sizes=sizes, optimizer="adamw", compute_bytes=dtype.itemsize, recompute="full")
     call = CallSizes(name="train", kind="train", tokens=tokens)
     return role.on_gpu("actor", ParallelDims(dp=ranks), [call]).working["train"]["buffers"]
 

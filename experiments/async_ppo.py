@@ -14,7 +14,6 @@ from corral.experiments.checks.algorithm import check_concurrency
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
     check_cache,
-    check_cuda_graphs,
     check_embedded_model,
     check_heads,
     check_mixture,
@@ -72,7 +71,7 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     @property
     def writes_deltas(self) -> bool:
-        return self.weights.transport == "delta"
+        return self.weights.encoding == "delta"
 
     @property
     def generation(self) -> GenerationConfig:
@@ -178,7 +177,7 @@ class AsyncPPOExperiment(PolicyExperiment):
     def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems(num_rows=num_rows)
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
-        if self.weights.transport == "lora" and self.actor.lora is None:
+        if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(
                 message="weights.transport: lora sends adapters, and the actor has none",
                 hint="give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
@@ -199,7 +198,6 @@ class AsyncPPOExperiment(PolicyExperiment):
         )
         yield from check_quantization(self.engine, backend=engine.backend)
         yield from check_cache(self.engine, backend=engine.backend)
-        yield from check_cuda_graphs(self.engine, backend=engine.backend, model=self.actor.path)
         yield from check_update_mode(self.weights, backend=engine.backend)
         yield from check_server_gpus(group, gpus_per_server=gpus)
         if uses_sglang:
@@ -212,10 +210,10 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
-        if self.writes_deltas and self.actor.dtype == "float32":
+        if self.writes_deltas and self.actor.dtype != "bfloat16":
             yield (
-                "weights.transport: delta saves nothing with actor.dtype: float32, of which a train step changes every "
-                "value; set actor.dtype: bfloat16, or weights.transport: shared_memory"
+                f"weights.transport: delta saves nothing with actor.dtype: {self.actor.dtype}, of which a train step "
+                "changes every value; set actor.dtype: bfloat16, or weights.transport: shared_memory"
             )
         if self.rounding_settings and not self.ppo.use_decoupled_loss:
             yield (

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -23,7 +23,7 @@ from corral.experiments.checks.data import (
     dataset_warnings,
 )
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
-from corral.experiments.checks.training import check_layouts
+from corral.experiments.checks.training import check_layouts, dtype_warnings
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import (
     ClusterConfig,
@@ -37,9 +37,9 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication
+from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication, graph_keys
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
@@ -60,13 +60,11 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.graph_keys import graph_keys
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
-from corral.scheduling.worker_numbers import fold_numbers, unfold_numbers
 
 Name = Annotated[str, AfterValidator(validate_name)]
 
@@ -264,20 +262,12 @@ class Experiment(FrozenConfig):
 
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
-        yield from dataset_warnings(self.dataset, self.evaluation, kind=self.row_kind)
-        if count := len(self.checked_dataset.too_long):
-            in_all = count + (self.checked_dataset.num_rows or 0)
-            first = self.checked_dataset.excess
-            yield f"{count} of {in_all} rows of the dataset are left out, since they are too long; the first: {first}"
+        yield from dataset_warnings(self.dataset, self.evaluation, self.checked_dataset, kind=self.row_kind)
         key, task = "groups.model_worker.scheduling.mem", self.scheduling_setup()["model_worker"].scheduling
         if warning := copy_warning(self._copied_mb, key=key, asked_mb=task.mem):
             yield warning
-        slow = [f"{role}.dtype" for role, model in self.models.items() if model.dtype == "float32"]
-        if slow and task.gpu > 0:
-            yield (
-                f"products in float32 ({', '.join(slow)}) take a GPU about 15 times as long as in bfloat16 (A100: 19.5 "
-                "and 312 TFLOP/s), and activations twice the memory; set dtype: bfloat16, unless numbers are compared"
-            )
+        if task.gpu > 0:
+            yield from dtype_warnings(self.models)
 
     def check_training(self, facts: ModelFacts | None, *, num_rows: int | None) -> Iterator[ConfigProblem]:
         """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""
@@ -401,10 +391,7 @@ class Experiment(FrozenConfig):
                 model=model.weights_alone(),
                 backend="megatron" if self.parsed_allocation.training_of(role).backend == "megatron" else "fsdp",
                 head=self.heads.get(role, "lm"),
-                optimizer=model.optimizer if isinstance(model, TrainedModelConfig) else None,
-                lora=model.lora if isinstance(model, TrainedModelConfig) else None,
-                recompute=model.recompute if isinstance(model, TrainedModelConfig) else "none",
-                gradient_sums=model.gradient_sums if isinstance(model, TrainedModelConfig) else "each_micro_batch",
+                **_training_of(model),
                 is_averaged=isinstance(model, ReferenceModelConfig) and model.ema is not None,
                 num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
@@ -473,21 +460,17 @@ class Experiment(FrozenConfig):
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""
-        return self._read_rows(self.dataset, too_long=fold_numbers(self.checked_dataset.too_long))
+        return dataset_spec(self.dataset, kind=self.row_kind, too_long=self.checked_dataset.too_long)
 
     def _read_held_out(self, graph: DataflowGraph) -> DatasetSpec | None:
         """Facts of the rows that calls evaluate on."""
-        reads_rows = any(call.input_keys for call in graph.evaluate_calls)
-        return self._read_rows(self.evaluation.dataset) if self.evaluation is not None and reads_rows else None
+        if self.evaluation is None or not any(call.input_keys for call in graph.evaluate_calls):
+            return None
+        return dataset_spec(self.evaluation.dataset, kind=self.row_kind)
 
-    def _read_rows(self, dataset: DatasetConfig, *, too_long: str = "") -> DatasetSpec:
-        reader = DatasetReader(config=dataset, kind=self.row_kind, left_out=frozenset(unfold_numbers(too_long)))
-        reader.read_to_end()
-        reader.raise_problems()
-        return DatasetSpec(
-            config=dataset,
-            row_kind=self.row_kind,
-            num_rows=reader.num_rows,
-            too_long=too_long,
-            sha256=reader.sha256,
-        )
+
+def _training_of(model: ModelConfig) -> dict[str, Any]:
+    """What a model's specification says of how it is trained."""
+    if not isinstance(model, TrainedModelConfig):
+        return {"optimizer": None}
+    return {name: getattr(model, name) for name in ("optimizer", "lora", "recompute", "gradient_sums")}

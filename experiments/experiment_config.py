@@ -1,16 +1,22 @@
 """ExperimentConfig: what an experiment comes to: the graph, and one complete specification for every worker.
 
 Experiment ──initial_setup()──► ExperimentConfig ──► the workers of plan.json
+
+Among it are all keys that the graph names, with layout and type, so that nothing that plans or moves samples has to
+know who declared one:
+
+    critic_inf  output_key_remap {"values": "teacher_values"}  ──►  teacher_values is per_token float32, as values is
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.experiments.config.algorithm import INTERFACE_NAMES
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.keys import BUILT_IN_KEYS, Key, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
-from corral.scheduling.worker_information import WORKER_KINDS, WorkerInformation, worker_id
+from corral.scheduling.worker_information import WORKER_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +42,6 @@ class ExperimentConfig:
                     f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
                 )
 
-    def worker_information(self, *, experiment: str, trial: str) -> tuple[WorkerInformation, ...]:
-        """Who each worker is; its record under `host_key` lives as long as it does."""
-        counts = {kind: sum(worker.kind == kind for worker in self.workers) for kind in WORKER_KINDS}
-        return tuple(
-            WorkerInformation(
-                experiment=experiment,
-                trial=trial,
-                kind=worker.kind,
-                index=worker.index,
-                count=counts[worker.kind],
-                host_key=f"workers/{worker_id(worker.kind, worker.index)}",
-            )
-            for worker in self.workers
-        )
-
 
 def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
     """See that every call has a model, and every model a call.
@@ -69,6 +60,45 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
             )
     if idle := sorted(held - set(graph.model_names)):
         raise ValueError(f"no call runs on {', '.join(map(str, idle))}; remove what nothing is asked of")
+
+
+def graph_keys(
+    calls: Sequence[ModelFunctionCall],
+    declared: Mapping[str, Iterable[Key]],
+    dataset_keys: Iterable[str] = (),
+    *,
+    given: Iterable[Key] = (),
+) -> tuple[Key, ...]:
+    """The keys of the graph that are not built in, each once.
+
+    Args:
+        declared: keys by the implementation that declares them.
+        dataset_keys: keys that no call makes.
+        given: keys that every implementation knows besides those that are built in.
+
+    Raises:
+        ValueError: if nobody declares a key, or two do so in different ways.
+    """
+    known = tuple(given)
+    everything = merge_keys([*known, *(key for keys in declared.values() for key in keys)])
+    found = {name: everything[name] for name in dataset_keys if name in everything}
+    for call in calls:
+        own = merge_keys([*known, *declared.get(call.implementation, ())])
+        own_name = {graph_name: name for name, graph_name in call.output_key_remap.items()}
+        for name in call.output_keys:
+            source = own_name.get(name, name)
+            if source not in own:
+                raise ValueError(
+                    f"call {call.name!r} makes key {source!r}, whose layout nobody declares; write "
+                    f'Key("{source}", "per_answer", "float32"), or what it is, in the file of {call.implementation!r}'
+                )
+            found[name] = Key(name, own[source].layout, own[source].dtype, own[source].shape)
+    for name in (name for call in calls for name in call.input_keys if name not in found):
+        if name not in everything:
+            raise ValueError(f"the graph reads key {name!r}, whose layout nobody declares")
+        found[name] = everything[name]
+    merge_keys(found.values())
+    return tuple(key for name, key in found.items() if name not in BUILT_IN_KEYS)
 
 
 def check_publication(graph: DataflowGraph, published: ModelName) -> None:

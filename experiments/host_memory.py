@@ -65,13 +65,13 @@ def server_memory(
 
 def _staged(model: TrainedModelConfig, weights: WeightsConfig) -> dict[str, int]:
     """What lies in the host's memory for all of its servers."""
-    if weights.transport == "disk" or not weights.host_directory.is_relative_to(_MEMORY_FILE_SYSTEM):
+    if weights.place == "shared" or not weights.host_directory.is_relative_to(_MEMORY_FILE_SYSTEM):
         return {}
     # Adapters travel with whole versions; where they travel alone, what they are beside is kept.
-    beside = 0 if weights.transport == "lora" else adapter_bytes(model)
+    beside = 0 if weights.encoding == "lora" else adapter_bytes(model)
     versions = VERSIONS_HELD * _in_mb(served_bytes(model) + beside) + SPARE_STAGING_MB
     staged = {f"{VERSIONS_HELD} versions of the weights in {weights.host_directory}": versions}
-    if weights.transport == "lora":
+    if weights.encoding == "lora":
         staged["the adapted weights of the base beside them"] = _in_mb(adapted_bytes(model))
     return staged
 
@@ -133,7 +133,7 @@ def memory_warning(needed_mb: Mapping[str, int], *, key: str, asked_mb: int, wei
     parts = " + ".join(f"{size} MB for {what}" for what, size in needed_mb.items())
     otherwise = (
         ""
-        if weights.transport == "disk"
+        if weights.place == "shared"
         else ", or keep no version in memory: by weights.transport: disk, or a weights.host_directory on a host's disk"
     )
     return (

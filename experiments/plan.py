@@ -26,7 +26,7 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_numbers import NUMBERS, fold_numbers, unfold_numbers
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -46,7 +46,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[4] = SCHEMA_VERSION
+    schema_version: Literal[5] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""

@@ -26,7 +26,7 @@ from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD
 from corral.launcher.clusters import queue_here
 from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
-from corral.launcher.status.jobs import own_jobs_of
+from corral.launcher.status.evidence import own_jobs_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState

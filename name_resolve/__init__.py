@@ -8,18 +8,12 @@ from corral.name_resolve.errors import (
     NameServiceUnavailableError,
     NameTimeoutError,
 )
-from corral.name_resolve.file import FileNameService
 from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.lease import Lease
-from corral.name_resolve.memory import MemoryNameService, MemoryStore
 from corral.name_resolve.redis import RedisNameService
-from corral.name_resolve.watch import Watch
 
 __all__ = [
-    "FileNameService",
     "Lease",
-    "MemoryNameService",
-    "MemoryStore",
     "NameExistsError",
     "NameNotFoundError",
     "NameService",
@@ -28,5 +22,4 @@ __all__ = [
     "NameTimeoutError",
     "RedisNameService",
     "TrialKeys",
-    "Watch",
 ]

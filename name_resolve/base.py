@@ -1,9 +1,8 @@
 """The name service: workers publish where they are, and find each other.
 
-    worker A: lease("workers/model_worker/0", address) --> backend (memory | file | redis)
+    worker A: lease("workers/model_worker/0", address) --> backend: Redis, in `redis.py`
     worker B: wait("workers/model_worker/0")           <-- its address, as soon as it is there
     master:   get_subtree("workers")                   <-- who is alive
-    worker C: watch(["workers/master_worker/0"], stop) <-- called once when they are all gone
 
 Liveness only: a name service may lose everything at any moment, and nothing but addresses and beats may depend on it.
 What must not be lost (epochs, commits, decisions) is in the trial log on the file system.
@@ -13,34 +12,20 @@ which is repeated because its reply was lost recognises its own record.
 """
 
 import contextlib
-import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from corral.name_resolve.errors import (
     NameExistsError,
     NameNotFoundError,
-    NameServiceError,
     NameServiceUnavailableError,
     NameTimeoutError,
 )
 from corral.name_resolve.lease import Keepalive, Lease, Put
 from corral.name_resolve.names import check_name, check_root, check_ttl
-from corral.name_resolve.watch import Survey, Watch
-
-__all__ = [
-    "Lease",
-    "NameExistsError",
-    "NameNotFoundError",
-    "NameService",
-    "NameServiceError",
-    "NameServiceUnavailableError",
-    "NameTimeoutError",
-    "Watch",
-]
 
 _POLL_INTERVAL_S = 0.05  # of wait() in backends that cannot push: a registration is seen well before anybody notices
 _ADD_OWNER_PREFIX = "add-"
@@ -61,17 +46,11 @@ class NameService(ABC):
 
     Args:
         described: what error messages call this service: its kind and where it is, no secret.
-        restart_grace_s: how long `watch` trusts no absence after the backend was away or lost its contents; must exceed
-            the time in which leases are registered again (about 6 s, see `lease.py`).
     """
 
-    def __init__(self, *, described: str, restart_grace_s: float = 15.0) -> None:
+    def __init__(self, *, described: str) -> None:
         self._described = described
-        self._restart_grace_s = restart_grace_s
         self._keepalive = Keepalive(self)
-        self._watches: list[Watch] = []
-        self._is_closed = False
-        self._state = threading.Lock()
 
     def add(self, name: str, value: str, *, ttl_s: float | None = None, replace: bool = False) -> None:
         """Store a value, for `ttl_s` seconds or for ever.
@@ -116,17 +95,6 @@ class NameService(ABC):
         if not self._remove(check_name(name), owner=None):
             raise NameNotFoundError(f"cannot delete {name!r}: it is not registered in {self._described}")
 
-    def clear_subtree(self, root: str) -> int:
-        """Delete all names in the subtree of `root`; returns how many. Names that are added meanwhile may stay."""
-        return self._clear_subtree(check_root(root))
-
-    def incr(self, name: str, amount: int = 1) -> int:
-        """Add to a counter that starts at 0 and return it. For statistics only, never for authority.
-
-        A retry after a lost reply counts twice, and a backend that restarts begins at 0 again.
-        """
-        return self._incr(check_name(name), amount)
-
     @abstractmethod
     def clock(self) -> float:
         """Seconds by the service's own clock, the same for all who ask: what one wrote and another reads is compared
@@ -163,28 +131,6 @@ class NameService(ABC):
         reason = f"; at the end {outage}" if outage else ""
         raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
 
-    def watch(self, names: Sequence[str], on_all_gone: Callable[[], None], *, poll_interval_s: float = 1.0) -> Watch:
-        """Call `on_all_gone` once, on a thread of its own, when none of `names` exists any more.
-
-        A name that never existed counts as gone, so `wait` for the names first.
-        """
-        watched = tuple(check_name(name) for name in names)
-        if not watched:
-            raise ValueError("watch needs at least one name; nothing at all would be gone at once")
-        description = ", ".join(watched[:3]) + (f" and {len(watched) - 3} more" if len(watched) > 3 else "")
-        with self._state:
-            if self._is_closed:
-                raise NameServiceError(f"cannot watch {description}: {self._described} is closed")
-            watch = Watch(
-                lambda: self._survey(watched),
-                on_all_gone,
-                poll_interval_s=poll_interval_s,
-                grace_s=self._restart_grace_s,
-                description=description,
-            )
-            self._watches.append(watch)
-        return watch
-
     def lease(self, name: str, value: str, *, ttl_s: float, owner: str, take_over: bool = False) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
 
@@ -210,13 +156,7 @@ class NameService(ABC):
         )
 
     def close(self) -> None:
-        """Stop the watches, release the leases, drop the connections. Idempotent."""
-        with self._state:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        for watch in self._watches:
-            watch.close()
+        """Release the leases, drop the connections. Idempotent."""
         self._keepalive.close()
         self._close()
 
@@ -243,15 +183,6 @@ class NameService(ABC):
     @abstractmethod
     def _fetch_subtree(self, root: str) -> dict[str, str]:
         """Values by name, sorted by name."""
-
-    @abstractmethod
-    def _clear_subtree(self, root: str) -> int: ...
-
-    @abstractmethod
-    def _incr(self, name: str, amount: int) -> int: ...
-
-    @abstractmethod
-    def _survey(self, names: Sequence[str]) -> Survey: ...
 
     def _listen(self, name: str) -> Listener:
         return Listener()

@@ -10,7 +10,7 @@
     policy_version                   "{epoch}.{version}" published last
     rendezvous/{incarnation}         where the ranks of one gang meet
 
-Names are relative: in Redis they live under `prefix`, in a file service in the directory of the trial.
+Names are relative: in Redis they live under `prefix`.
 """
 
 import re

@@ -4,15 +4,14 @@
     "workers"                      a root: contains "workers" and "workers/...", never "workers2"
     ""                             the root of everything
 
-The alphabet has no glob character, no quote, no blank and no '~' or '%', so a name means the same in a Redis key, in a
-pub/sub pattern, in an ACL rule and as a file name, and backends can keep their own keys where no name can reach.
+The alphabet has no glob character, no quote, no blank and no '~', so a name means the same in a Redis key, in a pub/sub
+pattern and in an ACL rule, and the service can keep its own keys where no name can reach.
 """
 
 import re
-from collections.abc import Iterable
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._:-]+")
-_MAX_NAME_LENGTH = 240  # the file backend turns a name into one file name, and those end at 255 bytes
+_MAX_NAME_LENGTH = 240
 _ALPHABET_RULE = "segments of [A-Za-z0-9._:-]+ joined by single '/', without a leading or trailing '/'"
 
 
@@ -48,18 +47,3 @@ def check_ttl(ttl_s: float | None) -> float | None:
     if ttl_s is not None and not 0.001 <= ttl_s < float("inf"):
         raise ValueError(f"ttl_s must be a finite number of seconds >= 0.001, or None for no expiry; got {ttl_s}")
     return ttl_s
-
-
-def is_in_subtree(name: str, *, root: str) -> bool:
-    """Whether `name` is `root` or lies below it.
-
-    Example:
-        is_in_subtree("run1/a", root="run1")   # True
-        is_in_subtree("run10/a", root="run1")  # False
-    """
-    return not root or name == root or name.startswith(root + "/")
-
-
-def names_in_subtree(names: Iterable[str], *, root: str) -> list[str]:
-    """The sorted names of `names` in the subtree of `root`."""
-    return sorted(name for name in names if is_in_subtree(name, root=root))

@@ -2,11 +2,16 @@
 
     {prefix}{name}     JSON {"owner", "value"}, with the TTL of the record        corral/<uuid>/workers/rollout_worker/0
     {prefix}~names     sorted set of names, all with score 0, so in byte order    corral/<uuid>/~names
-    {prefix}~store     a random token: gone after a restart that lost the data    corral/<uuid>/~store
 
 A subtree is a range of the sorted set plus one MGET: it costs what it returns, where KEYS and SCAN cost what the server
-holds. The scripts change a record and the set in one step, so the set always contains every living name; a name whose
-record has expired is skipped, and taken out by whoever meets it.
+holds. Lua scripts change a record and the set in one step, so the set always contains every living name; a name whose
+record has expired is skipped, and taken out by whoever meets it. They compare and write without anything in between,
+which a GET followed by a SET cannot:
+
+    store    nothing there | same owner | replace --> SET, add to the set, wake waiters --> ""
+             another owner's record               -------------------------------------> that owner
+    remove   (owner matches, if one is given)     --> take out of the set, DEL ----------> 0 | 1
+    prune    for each name: key expired           --> take out of the set
 
 A wait subscribes to the channel named like the key, looks again, and is woken by the script that stores the record. It
 looks again every second too: a message lost with a connection costs a second, not the wait.
@@ -16,11 +21,10 @@ owner. Connections come from a pool, one for each thread that is in an operation
 """
 
 import contextlib
-import logging
+import json
 import socket
 import ssl
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,24 +34,59 @@ from redis.client import PubSub
 from redis.connection import Connection, ConnectionPool
 from redis.retry import Retry
 
-from corral.name_resolve import redis_scripts
 from corral.name_resolve.base import Listener, NameService
 from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError
 from corral.name_resolve.lease import Put
 from corral.name_resolve.names import check_prefix
-from corral.name_resolve.redis_scripts import ScriptCall, run_scripts
-from corral.name_resolve.table import Record
-from corral.name_resolve.watch import Survey
-
-logger = logging.getLogger(__name__)
 
 _SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.5
 _LOOK_AGAIN_S = 1.0
 _NAMES_PER_COMMAND = 1000  # keeps single commands short, since Redis serves nobody else meanwhile
-_STORE_TOKEN_TTL_S = 86400  # refreshed by every survey; so that a trial leaves nothing behind in a Redis of the site
 
 Result = TypeVar("Result")
+ScriptCall = tuple[str, Sequence[str], Sequence[str]]
+"""A script, its keys and its arguments."""
+
+# What we cannot read is treated as somebody else's, so that one foreign value stops no batch.
+_OWNER_OF = """
+local function owner_of(stored)
+  local is_json, record = pcall(cjson.decode, stored)
+  if is_json and type(record) == 'table' and type(record.owner) == 'string' then return record.owner end
+  return 'unknown'
+end
+"""
+_STORE = f"""{_OWNER_OF}
+local stored = redis.call('GET', KEYS[1])
+if stored and ARGV[5] == '0' then
+  local holder = owner_of(stored)
+  if holder ~= ARGV[2] then return holder end
+end
+if ARGV[4] == '' then
+  redis.call('SET', KEYS[1], ARGV[3])
+else
+  redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+end
+if not stored then
+  redis.call('ZADD', KEYS[2], 0, ARGV[1])
+  redis.call('PUBLISH', KEYS[1], '')
+end
+return ''
+"""
+_REMOVE = f"""{_OWNER_OF}
+if ARGV[2] ~= '' then
+  local stored = redis.call('GET', KEYS[1])
+  if stored and owner_of(stored) ~= ARGV[2] then return 0 end
+end
+redis.call('ZREM', KEYS[2], ARGV[1])
+return redis.call('DEL', KEYS[1])
+"""
+_PRUNE = """
+for i, name in ipairs(ARGV) do
+  if redis.call('EXISTS', KEYS[i + 1]) == 0 then redis.call('ZREM', KEYS[1], name) end
+end
+return #ARGV
+"""
 
 
 class ProvedConnection(Connection):
@@ -75,9 +114,8 @@ class RedisNameService(NameService):
     Args:
         tls: `Trust.client()`.
         prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `&{prefix}*`, `+@read +@write +@connection
-            +@pubsub +@transaction +eval +evalsha +time`.
+            +@pubsub +eval +time`.
         unavailable_timeout_s: how long an operation tries to reach the server before NameServiceUnavailableError.
-        restart_grace_s: see `NameService`.
     """
 
     def __init__(
@@ -90,9 +128,8 @@ class RedisNameService(NameService):
         *,
         tls: ssl.SSLContext,
         unavailable_timeout_s: float = 10.0,
-        restart_grace_s: float = 15.0,
     ) -> None:
-        super().__init__(described=f"Redis at {host}:{port}", restart_grace_s=restart_grace_s)
+        super().__init__(described=f"Redis at {host}:{port}")
         self._prefix = check_prefix(prefix)
         self._index = self._prefix + "~names"
         self._user = username or "default"
@@ -115,28 +152,23 @@ class RedisNameService(NameService):
         self._client: Any = redis.Redis.from_pool(pool)
 
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
-        calls = [
-            redis_scripts.store_call(
-                key=self._key(put.name),
-                index=self._index,
-                name=put.name,
-                owner=put.owner,
-                record=Record(owner=put.owner, value=put.value).to_json(),
-                ttl_ms=None if put.ttl_s is None else max(round(put.ttl_s * 1000), 1),
-                replace=put.replace,
-            )
-            for put in puts
-        ]
-        return [str(holder) for holder in self._run(calls, patience_s=patience_s)]
+        calls = [self._store_call(put) for put in puts]
+        return [str(holder) for holder in self._retry(lambda: self._evaluate(calls), patience_s)]
+
+    def _store_call(self, put: Put) -> ScriptCall:
+        record = json.dumps({"owner": put.owner, "value": put.value})
+        ttl_ms = "" if put.ttl_s is None else str(max(round(put.ttl_s * 1000), 1))
+        arguments = (put.name, put.owner, record, ttl_ms, "1" if put.replace else "0")
+        return _STORE, (self._key(put.name), self._index), arguments
 
     def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
-        call = redis_scripts.remove_call(key=self._key(name), index=self._index, name=name, owner=owner)
+        call = _REMOVE, (self._key(name), self._index), (name, owner or "")
         attempts = 0
 
         def remove() -> bool:
             nonlocal attempts
             attempts += 1
-            [num_removed] = run_scripts(self._client, [call])
+            [num_removed] = self._evaluate([call])
             return bool(num_removed) or attempts > 1  # "absent" after a lost reply: the first attempt got through
 
         return self._retry(remove, patience_s)
@@ -155,49 +187,13 @@ class RedisNameService(NameService):
             chunk = names[start : start + _NAMES_PER_COMMAND]
             stored = self._execute("MGET", *(self._key(name) for name in chunk))
             values |= {name: self._value(name, text) for name, text in zip(chunk, stored, strict=True) if text}
-            expired = [name for name in chunk if name not in values]
-            if expired:
-                keys = [self._key(name) for name in expired]
-                run_scripts(self._client, [redis_scripts.prune_call(index=self._index, names=expired, keys=keys)])
+            if expired := [name for name in chunk if name not in values]:
+                self._evaluate([(_PRUNE, (self._index, *map(self._key, expired)), expired)])
         return values
-
-    def _clear_subtree(self, root: str) -> int:
-        def clear() -> int:
-            calls = [
-                redis_scripts.remove_call(key=self._key(name), index=self._index, name=name, owner=None)
-                for name in self._indexed_names(root)
-            ]
-            return sum(int(num_removed) for num_removed in run_scripts(self._client, calls))
-
-        return self._retry(clear)
-
-    def _incr(self, name: str, amount: int) -> int:
-        call = redis_scripts.count_call(key=self._key(name), index=self._index, name=name, amount=amount)
-        [number] = self._run([call])
-        if number is None:
-            raise NameServiceError(f"cannot count {name!r}: it does not hold an integer")
-        return int(number)
 
     def clock(self) -> float:
         seconds, microseconds = self._retry(lambda: self._execute("TIME"))
         return int(seconds) + int(microseconds) / 1e6
-
-    def _survey(self, names: Sequence[str]) -> Survey:
-        return self._retry(lambda: self._look(names), 0.0)
-
-    def _look(self, names: Sequence[str]) -> Survey:
-        """Presence and token in one MULTI: a restart cannot fall between the two."""
-        token_key = self._prefix + "~store"
-        pipeline = self._client.pipeline(transaction=True)
-        for args in (
-            ("SET", token_key, uuid.uuid4().hex, "NX", "EX", _STORE_TOKEN_TTL_S),
-            ("EXPIRE", token_key, _STORE_TOKEN_TTL_S),
-            ("GET", token_key),
-            ("EXISTS", *(self._key(name) for name in names)),
-        ):
-            pipeline.execute_command(*args)
-        *_, token, num_present = pipeline.execute()
-        return Survey(num_present=int(num_present), incarnation=str(token))
 
     def _listen(self, name: str) -> Listener:
         return _ChannelListener(self._client, channel=self._key(name))
@@ -210,7 +206,11 @@ class RedisNameService(NameService):
         return self._prefix + name
 
     def _value(self, name: str, stored: str) -> str:
-        return Record.from_json(stored, source=f"{self._key(name)} in {self._described}").value
+        try:
+            return str(json.loads(stored)["value"])
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{self._key(name)} in {self._described}"
+            raise NameServiceError(f"{where} is not a record of a name service: {stored[:80]!r}; delete it") from error
 
     def _indexed_names(self, root: str) -> list[str]:
         """All living names of the subtree in byte order, and perhaps some that have expired."""
@@ -223,8 +223,20 @@ class RedisNameService(NameService):
     def _execute(self, *args: str) -> Any:
         return self._client.execute_command(*args)
 
-    def _run(self, calls: Sequence[ScriptCall], *, patience_s: float | None = None) -> list[Any]:
-        return self._retry(lambda: run_scripts(self._client, calls), patience_s)
+    def _evaluate(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Replies of all calls, sent in one batch, each with its script: the few hundred bytes spare a lost cache.
+
+        Raises:
+            redis.RedisError: the first error among the replies.
+        """
+        with self._client.pipeline(transaction=False) as pipeline:
+            for script, keys, arguments in calls:
+                pipeline.eval(script, len(keys), *keys, *arguments)
+            replies = list(pipeline.execute(raise_on_error=False))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
 
     def _retry(self, operation: Callable[[], Result], patience_s: float | None = None) -> Result:
         """Run an operation, again after each connection error, at most for the patience or `unavailable_timeout_s`."""
@@ -262,9 +274,10 @@ class _ChannelListener(Listener):
     def pause(self, timeout_s: float) -> None:
         try:
             if self._subscription is None:
-                self._subscribe(timeout_s)
-            else:
-                self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
+                self._subscription = self._client.pubsub()
+                self._subscription.subscribe(self._channel)
+            # The first message is the confirmation: from there on a publication cannot be missed.
+            self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
         except (redis.ConnectionError, redis.TimeoutError):
             self.close()
             time.sleep(min(timeout_s, _FIRST_BACKOFF_S))  # the caller looks again, and that is what retries
@@ -272,12 +285,6 @@ class _ChannelListener(Listener):
             raise NameServiceError(
                 f"cannot subscribe to {self._channel!r}: {error}; its ACL user needs &<prefix>*"
             ) from error
-
-    def _subscribe(self, timeout_s: float) -> None:
-        self._subscription = self._client.pubsub()
-        self._subscription.subscribe(self._channel)
-        # Its confirmation: from here on a publication cannot be missed.
-        self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
 
     def close(self) -> None:
         if self._subscription is not None:

@@ -8,9 +8,10 @@ Nobody writes edges down: they follow from the keys. A built graph is complete a
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PushWeightsHook
 
@@ -220,26 +221,14 @@ def _known_keys(calls: Sequence[ModelFunctionCall], dataset_keys: frozenset[str]
 
 def _levels(names: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, ...], ...]:
     """Topological generations: a call is one level below the last of those that it waits for."""
-    waits_for = {name: {edge.producer for edge in edges if edge.consumer == name} for name in names}
+    sorter = TopologicalSorter({name: {edge.producer for edge in edges if edge.consumer == name} for name in names})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise ValueError(f"calls wait for each other in a circle: {circle} (each needs a key of the next)") from error
     levels: list[tuple[str, ...]] = []
-    done: set[str] = set()
-    while len(done) < len(names):
-        level = tuple(name for name in names if name not in done and waits_for[name] <= done)
-        if not level:
-            circle = _circle({name: sorted(waits_for[name] - done) for name in names if name not in done})
-            raise ValueError(
-                f"calls wait for each other in a circle: {' -> '.join(circle)} (each needs a key of the next)"
-            )
-        levels.append(level)
-        done.update(level)
+    while sorter.is_active():
+        levels.append(tuple(sorted(sorter.get_ready(), key=names.index)))
+        sorter.done(*levels[-1])
     return tuple(levels)
-
-
-def _circle(waits_for: Mapping[str, Sequence[str]]) -> list[str]:
-    """One circle, its first call repeated at the end; every call here waits for another one here."""
-    path = [next(iter(waits_for))]
-    while True:
-        follower = waits_for[path[-1]][0]
-        if follower in path:
-            return [*path[path.index(follower) :], follower]
-        path.append(follower)

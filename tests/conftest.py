@@ -16,6 +16,8 @@ _LONG = (
     "tests/workers/generation/",
     "tests/workers/backends/",
     "tests/experiments/trial/",
+    "tests/launcher/supervisor/",
+    "tests/workers/master/",
 )
 
 

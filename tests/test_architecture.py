@@ -34,8 +34,8 @@ RANKS: dict[str, list[set[str]]] = {
         },
         {"cadence", "job_options", "memory", "packing", "worker_information"},
         {"mesh", "scheduling"},
-        {"allocation", "cluster_shape", "model_function_call", "placement"},
-        {"dataflow", "graph_keys"},
+        {"allocation", "model_function_call", "placement"},
+        {"dataflow"},
         {"step_plan"},
     ],
     "launcher": [

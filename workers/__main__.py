@@ -13,17 +13,11 @@ import json
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
@@ -32,7 +26,6 @@ from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve import NameService, RedisNameService, TrialKeys
-from corral.workers.lifecycle.control import ControlServer
 from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import (
@@ -44,7 +37,7 @@ from corral.workers.lifecycle.worker import (
     run_to_exit_code,
 )
 from corral.workers.streams.security import StreamSecurity
-from corral.workers.user_code.kept import ChangedCodeError, use_kept_code
+from corral.workers.user_code.loading import ChangedCodeError, use_kept_code
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +131,10 @@ def _run(
             presence=presence,
             stopping=stopping,
         )
-        worker = _load_class(arguments.kind)(context)
-        with ControlServer(security, _control_handler(worker), address=context.address) as control:
-            presence.open_control(control.endpoint)
-            exit_code = run_to_exit_code(worker)
-            # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
-            stopping.set()
-            return exit_code
+        exit_code = run_to_exit_code(_load_class(arguments.kind)(context))
+        # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
+        stopping.set()
+        return exit_code
 
 
 def connect_names(trial: TrialDirectory, secrets: TrialSecrets, keys: TrialKeys) -> NameService:
@@ -189,33 +179,6 @@ def _load_class(kind: str) -> type[Worker]:
     module_name, _, class_name = WORKER_CLASSES[kind].partition(":")
     worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
     return worker_class
-
-
-def _control_handler(worker: Worker) -> Callable[[str], Mapping[str, Any]]:
-    def handle(command: str) -> Mapping[str, Any]:
-        match command:
-            case "ping":
-                return {"pid": os.getpid()}
-            case "status":
-                return {**msgspec.structs.asdict(worker.context.presence.snapshot()), "details": worker.status()}
-            case "stacks":
-                return {"stacks": _stacks()}
-            case "exit":
-                os.kill(os.getpid(), signal.SIGINT)
-                return {"leaving": True}
-        raise ValueError(f"unknown control command {command!r}; known are ping, status, stacks and exit")
-
-    return handle
-
-
-def _stacks() -> dict[str, str]:
-    """What every thread does right now."""
-    frames = sys._current_frames()
-    return {
-        thread.name: "".join(traceback.format_stack(frames[thread.ident]))
-        for thread in threading.enumerate()
-        if thread.ident in frames
-    }
 
 
 def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:

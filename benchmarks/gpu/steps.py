@@ -80,10 +80,4 @@ def steps(*, device: str, sizes: Sequence[str], visible: Sequence[str], fileroot
             command=[sys.executable, "benchmarks/generation_throughput.py", "--device", device, "--dtype", dtype]
             + ["--rounds", "3", "--model", sizes[0]],
         ),
-        Step(
-            name="graphs",
-            shows="tokens per second of its decode steps, read at once, read a step later, and replayed as CUDA graphs",
-            command=[sys.executable, "benchmarks/generation_graphs.py", "--device", device, "--dtype", dtype]
-            + ["--model", sizes[0]],
-        ),
     ]

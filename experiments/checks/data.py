@@ -149,7 +149,9 @@ def check_evaluation(
         )
 
 
-def dataset_warnings(dataset: DatasetConfig, evaluation: EvaluationConfig | None, *, kind: RowKind) -> Iterator[str]:
+def dataset_warnings(
+    dataset: DatasetConfig, evaluation: EvaluationConfig | None, checked: CheckedDataset, *, kind: RowKind
+) -> Iterator[str]:
     """Settings of datasets that have no effect as they stand, and an evaluation that shows nothing."""
     datasets = {"dataset": dataset}
     if evaluation is not None:
@@ -162,3 +164,6 @@ def dataset_warnings(dataset: DatasetConfig, evaluation: EvaluationConfig | None
             yield f"{name}.{key} has no effect: rows of this experiment are {kind}"
     if evaluation is not None and kind == "preferences" and "max_new_tokens" in evaluation.model_fields_set:
         yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"
+    if count := len(checked.too_long):
+        in_all, first = count + (checked.num_rows or 0), checked.excess
+        yield f"{count} of {in_all} rows of the dataset are left out, since they are too long; the first: {first}"

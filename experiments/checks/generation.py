@@ -127,23 +127,6 @@ def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[Config
         )
 
 
-def check_cuda_graphs(engine: EngineConfig, *, backend: str, model: Path) -> Iterator[ConfigProblem]:
-    """Graphs that are the embedded engine's, asked of another, or of a model whose steps ask the host."""
-    if not engine.cuda_graphs:
-        return
-    if backend != "hf":
-        message = f"engine.cuda_graphs is of the embedded engine, and the allocation's servers are {backend}"
-        hint = (
-            "remove it; SGLang has graphs without being asked, see its flags cuda-graph-max-bs and disable-cuda-graph"
-        )
-    elif (sizes := decoder_sizes(model)) is not None and sizes.num_experts:
-        message = f"{display_path(model)} is a mixture of experts, whose decode steps cannot be CUDA graphs"
-        hint = "remove engine.cuda_graphs"
-    else:
-        return
-    yield ConfigProblem(message=message, hint=hint, path=("engine", "cuda_graphs"), shown="true")
-
-
 def check_update_mode(weights: WeightsConfig, *, backend: str) -> Iterator[ConfigProblem]:
     """A mode in which SGLang cannot say which weights have made a token."""
     if weights.update_mode == "in_place" and backend == "sglang":

@@ -73,8 +73,10 @@ class ModelConfig(FrozenConfig):
 
     path: Path
     """Directory in Hugging Face format: config.json, *.safetensors, tokenizer.json."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the matrix products, and of weights that are written and served; in memory what is trained is float32."""
+    dtype: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Type of the matrix products, and of weights that are written and served; in memory what is trained is float32.
+    `tf32` is float32 but for products on a GPU since Ampere, which round what they multiply to 10 bits after the point:
+    several times as fast, and log-probabilities then differ from a generator's as coarsely as in bfloat16."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=16)
     """Token budget of one packed forward and backward pass; longer single sequences are an error."""
     shared_prompts: Literal["off", "auto"] = "off"
@@ -88,7 +90,8 @@ class ModelConfig(FrozenConfig):
     offload: Offload = "none"
     """What lies in host memory: `between_calls` all of the model after each step's calls on it, to make room for others
     on the same ranks; `optimizer` what the optimizer of a trained model keeps, with AdamW 8 bytes for each parameter,
-    which come to the device parameter by parameter while a step is made (fsdp). The numbers are the same."""
+    which come to the device when its passes have let go of their activations, for the step alone (fsdp). The numbers
+    are the same."""
 
     @property
     def micro_batches(self) -> MicroBatchSpec:

@@ -1,8 +1,9 @@
 """How answers are made and judged: sampling, the staleness bound, agents and rewards."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -189,6 +190,18 @@ SPARE_STAGING_MB = 256
 """Of a host's memory, left free beside a version that is written there, for what all processes need until it is."""
 
 
+WeightEncoding = Literal["whole", "delta", "lora"]
+_WAYS: Final[Mapping[str, tuple[Literal["host", "hosts", "shared"], WeightEncoding]]] = {
+    "shared_memory": ("host", "whole"),
+    "broadcast": ("hosts", "whole"),
+    "delta": ("host", "delta"),
+    "lora": ("host", "lora"),
+    "disk": ("shared", "whole"),
+}
+"""Where servers read a version (in their host's memory, which other hosts may fill, or on the shared file system), and
+what is read of it where a version is held."""
+
+
 class WeightsConfig(FrozenConfig):
     """How new weights get from the trainer to the generation servers."""
 
@@ -198,6 +211,16 @@ class WeightsConfig(FrozenConfig):
     """Where on each host all but `disk` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
     update_mode: UpdateMode = "retract"
     """What happens to answers under way: `retract`: the new weights read them again and go on; `abort`: they come back as they are, and are asked for again, from any server; `in_place`: they go on with the keys and values of the old weights, with the embedded engine only."""  # noqa: E501
+
+    @property
+    def place(self) -> Literal["host", "hosts", "shared"]:
+        """Where servers read a version."""
+        return _WAYS[self.transport][0]
+
+    @property
+    def encoding(self) -> WeightEncoding:
+        """What is read of it where a version is held already."""
+        return _WAYS[self.transport][1]
 
     @field_validator("host_directory")
     @classmethod
@@ -220,5 +243,3 @@ class EngineConfig(FrozenConfig):
     """Type of the weights and of the KV cache in the server."""
     quantization: Literal["int8"] | None = None
     """int8 makes the embedded engine answer by rounded weights; the trainer's stay as they are. See docs/rollout.md."""
-    cuda_graphs: bool = False
-    """Whether the embedded engine replays its decode steps on a GPU as CUDA graphs; not for mixtures of experts. It has not run on a GPU yet. See docs/rollout.md."""  # noqa: E501

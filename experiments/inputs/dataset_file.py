@@ -6,7 +6,7 @@ the text of that number.
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ import msgspec
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
 from corral.experiments.inputs.regular_file import open_regular
+from corral.experiments.worker_specs import DatasetSpec
+from corral.scheduling.worker_numbers import fold_numbers
 
 _MAX_ID_LENGTH = 128
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
@@ -199,6 +201,22 @@ class DatasetReader:
         message = f"cannot read dataset {display_path(self.config.path)}: {reason}"
         hint = "check the path; in an experiment file it is relative to that file's folder"
         self.problems.append(ConfigProblem(message=message, hint=hint))
+
+
+def dataset_spec(config: DatasetConfig, *, kind: RowKind, too_long: Iterable[int] = ()) -> DatasetSpec:
+    """Facts of a dataset as it is now.
+
+    Args:
+        too_long: lines, from 1, that are left out.
+
+    Raises:
+        ConfigError: if it cannot be used.
+    """
+    reader = DatasetReader(config=config, kind=kind, left_out=frozenset(too_long))
+    reader.read_to_end()
+    reader.raise_problems()
+    lines = fold_numbers(too_long)
+    return DatasetSpec(config=config, row_kind=kind, num_rows=reader.num_rows, too_long=lines, sha256=reader.sha256)
 
 
 def _other_format(first_line: bytes) -> str | None:

@@ -23,7 +23,7 @@ _OUTPUT = "lm_head.weight"
 _SCORE = "score.weight"
 _EMBEDDINGS = "embed_tokens.weight"
 _COMPANIONS = (".json", ".txt", ".model", ".jinja")
-ITEM_SIZES = {"float32": 4, "bfloat16": 2}
+ITEM_SIZES = {"float32": 4, "tf32": 4, "bfloat16": 2}
 """Bytes of a number, by its type."""
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NOT_LINEAR = (".experts.", ".gate.weight")  # of mixtures of experts: computed together, or by the router

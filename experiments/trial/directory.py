@@ -23,6 +23,8 @@ from typing import Literal, Self
 
 import msgspec
 
+from corral.experiments.trial.removal import remove_file
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
 _FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "report", "control")
@@ -253,7 +255,7 @@ def atomic_write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         write_new_file(temporary, data, mode=mode)
         os.rename(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
         raise
     fsync_directory(path.parent)
 
@@ -267,7 +269,7 @@ def write_if_absent(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     finally:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
     fsync_directory(path.parent)
     return True
 

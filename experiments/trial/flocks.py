@@ -4,14 +4,18 @@ shared ──► "I use this"      exclusive ──► "nobody uses this": only 
 """
 
 import fcntl
+import logging
 import os
 import secrets as random_tokens
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from corral.experiments.trial.removal import remove_tree
+
+logger = logging.getLogger(__name__)
 
 REMOVING: Final = ".corral-removing-"
 
@@ -45,7 +49,11 @@ def remove_if_unused(path: Path) -> bool:
         # Whoever comes now makes a new one, and does not wait for the removal.
         doomed = path.with_name(f"{REMOVING}{random_tokens.token_hex(8)}")
         path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # what is left of it is found by the next one who looks
+        if (failure := remove_tree(doomed)) is not None:  # it is found by the next one who looks
+            logger.warning("%s cannot be removed and takes room until it can be: %s", doomed, failure)
+    except OSError as error:
+        logger.warning("%s cannot be removed and takes room until it can be: %s", path, error)
+        return False
     finally:
         os.close(descriptor)
     return True

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
+from corral.experiments.trial.removal import remove_file
 
 _MAPPED_WHILE_USED: Final = ("sem.mp-", "sglang_loads_", "sgl_shm_")
 """Beginnings of names in /dev/shm that whoever made them keeps mapped: multiprocessing's semaphores, SGLang's slots."""
@@ -63,7 +64,7 @@ class Record:
 
     def drop(self) -> None:
         """The record alone: what is noted stays."""
-        self.path.unlink(missing_ok=True)
+        remove_file(self.path)
         os.close(self.descriptor)
 
 
@@ -142,15 +143,16 @@ def note_secrets(record: Record, path: Path) -> None:
 
 
 def names_in_memory(pids: Iterable[int], *, memory: Path = MEMORY) -> set[Path]:
-    """Files of this user right in /dev/shm that these processes have mapped: semaphores, and what is shared by name."""
-    found = set()
+    """Files of this user right in /dev/shm that these processes have mapped: semaphores, and what is shared by name.
+
+    By their inodes: whoever makes a semaphore has mapped it under another name, which is gone.
+    """
+    inodes = set()
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue  # it has ended
-        found |= {Path(line.split(None, 5)[5]) for line in lines if line.endswith(".shm") or f" {memory}/" in line}
-    return {path for path in found if path.parent == memory and _is_ours(path)}
+            inodes |= {int(line.split(None, 5)[4]) for line in lines if f" {memory}/" in line}
+    return {path for entry in os.scandir(memory) if entry.inode() in inodes and _is_ours(path := memory / entry.name)}
 
 
 def remove_unused_names(*, since: float, memory: Path = MEMORY) -> None:
@@ -161,7 +163,7 @@ def remove_unused_names(*, since: float, memory: Path = MEMORY) -> None:
     found = {
         path
         for name in os.listdir(memory)
-        if name.startswith(_MAPPED_WHILE_USED) and _is_ours(path := memory / name) and path.lstat().st_mtime >= since
+        if name.startswith(_MAPPED_WHILE_USED) and _is_ours(path := memory / name, since=since)
     }
     if found:
         used = names_in_memory((int(name) for name in os.listdir("/proc") if name.isdigit()), memory=memory)
@@ -169,11 +171,12 @@ def remove_unused_names(*, since: float, memory: Path = MEMORY) -> None:
             _remove(path, None)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Path, *, since: float = 0.0) -> bool:
     try:
-        return path.lstat().st_uid == os.geteuid()
+        status = path.lstat()
     except OSError:
         return False
+    return status.st_uid == os.geteuid() and status.st_mtime >= since
 
 
 def _head(descriptor: int) -> dict[str, Any] | None:

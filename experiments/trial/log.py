@@ -44,6 +44,7 @@ from corral.experiments.trial.log_state import (
     TrialLogError,
     UncertainAppendError,
 )
+from corral.experiments.trial.removal import remove_file
 
 MAX_ENTRY_BYTES: Final = 4096
 _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
@@ -94,7 +95,7 @@ class DirectoryStorage:
         try:
             occupant = self._link(slot, data, temporary)
         finally:
-            temporary.unlink(missing_ok=True)
+            remove_file(temporary)
         try:
             fsync_directory(self._path)
         except OSError as error:
@@ -133,7 +134,7 @@ class DirectoryStorage:
             slot = temporary.name.split(".")[1]
             # The slot is taken, so a writer that still holds this file can only learn that it lost.
             if slot.isdecimal() and int(slot) < below_slot:
-                temporary.unlink(missing_ok=True)
+                remove_file(temporary)
 
     def _slot_path(self, slot: int) -> Path:
         return self._path / f"{slot:08d}"

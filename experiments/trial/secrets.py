@@ -31,7 +31,6 @@ ROLES: Final = (
     "generation_server",
     "gserver_manager",
     "rollout_worker",
-    "launcher",
 )
 SECRETS_FILE: Final = "secrets.json"
 _MAX_BYTES: Final = 65536

@@ -43,8 +43,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     incarnation: str = ""
     """Random; new at each start, and shared by the ranks of one gang start."""
-    control: str = ""
-    """Address of its control channel."""
     phase: str = "starting"
     """A word or two for people."""
     in_phase_s: float = 0.0

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import msgspec
 
+from corral.experiments.trial.removal import remove_file
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
@@ -206,7 +207,7 @@ def write_cache(path: Path, content: object) -> None:
             file.write(msgspec.json.encode(content))
         temporary.rename(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        remove_file(temporary)
         raise
 
 

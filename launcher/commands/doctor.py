@@ -21,8 +21,7 @@ def doctor(
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
     with user_errors():
         from corral.launcher.doctor.findings import as_json, render, worst
-        from corral.launcher.doctor.look_at_cluster import look_at_cluster
-        from corral.launcher.doctor.look_here import judge_commands, look_here
+        from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
         from corral.launcher.slurm.client import missing_commands
         from corral.launcher.trial.find import default_fileroot
 

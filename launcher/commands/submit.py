@@ -14,9 +14,9 @@ from corral.launcher.commands.common import Fileroot, fail, run, terminal_width,
 from corral.scheduling.layout_kind import AskedLayout
 
 if TYPE_CHECKING:
+    from corral.launcher.submit.imagined import ClusterShape
     from corral.launcher.submit.prepare import Submission
     from corral.launcher.trial.find import TrialFacts
-    from corral.scheduling.cluster_shape import ClusterShape
 
 
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
@@ -146,7 +146,7 @@ def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool
     if local or resumes:
         raise typer.BadParameter("--shape plans a new trial for a cluster; leave --local and --resume out")
     from corral.experiments.errors import ConfigError, split_remedy
-    from corral.scheduling.cluster_shape import ClusterShape
+    from corral.launcher.submit.imagined import ClusterShape
 
     try:
         return ClusterShape.parse(text)
@@ -235,9 +235,8 @@ def _prepared_resume(
 
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
-    from corral.launcher.layout.view import render_layout
     from corral.launcher.status.text import fold
-    from corral.launcher.submit.plan_text import THIS_MACHINE, render_plan
+    from corral.launcher.submit.plan_text import THIS_MACHINE, render_layout, render_plan
 
     here = THIS_MACHINE if submission.plan.mode == "local" else ("nodes      not planned",)
     nodes = render_layout(submission.layout) if submission.layout else here
@@ -256,13 +255,10 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
 
 def _memory(submission: "Submission", width: int | None) -> str:
     """The table of what each GPU holds; "" where no worker has one."""
-    from corral.launcher.submit.memory_plan import gpu_uses
+    from corral.launcher.submit.memory_plan import gpu_uses, render_memory
 
     if not (uses := gpu_uses(submission.plan)):
         return ""
-    # rich takes longer to import than all of this takes to run.
-    from corral.launcher.submit.memory_text import render_memory
-
     return render_memory(uses, gpu_memory_mb=submission.gpu_memory_mb, width=width)
 
 
@@ -281,10 +277,12 @@ def _print_script(submission: "Submission") -> None:
 
 def _print_graph(submission: "Submission") -> None:
     """The chart, and nothing else, on stdout."""
-    from corral.launcher.submit.graph_text import render_mermaid
+    from corral.launcher.report.graph import graph_of, render_mermaid
 
     _print_plan(submission, sys.stderr)
-    print(render_mermaid(submission.plan), flush=True)
+    master = submission.plan.master
+    graph = graph_of(master.step_plan, samples=master.samples_from, published_to=master.weights_go_to)
+    print(render_mermaid(graph), flush=True)
 
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:

@@ -1,6 +1,6 @@
 """Evaluations as jobs of submitit: on the cluster, several as one array, or on this machine.
 
-    requests --submit_to_slurm--> array of jobs --QueueWatcher--> QUEUED, RUNNING, FAILED, ... --+--> rows for people
+    requests --submit_to_slurm--> array of jobs --squeue--------> QUEUED, RUNNING, FAILED, ... --+--> rows for people
              --run_here---------> one process after the other -----------------------------------+
                                           `--> {trial}/eval/step-*.json, which alone says that an evaluation is done
 
@@ -190,7 +190,7 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     result = read_result(request.result)
     if result is not None:
         return EvaluationStatus(step=request.step, state="DONE", result=result)
-    return EvaluationStatus(step=request.step, state="FAILED", note=cause_of(job))
+    return EvaluationStatus(step=request.step, state="FAILED", note=cause_of(job.paths))
 
 
 def _command(request: Path, *, gpus: int) -> list[str]:

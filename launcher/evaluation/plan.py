@@ -123,7 +123,7 @@ def make_requests(
             evaluation=evaluation,
             dataset_sha256=reader.sha256,
             reward=spec.reward,
-            dtype=spec.roles[0].model.dtype,
+            dtype="bfloat16" if spec.roles[0].model.dtype == "bfloat16" else "float32",
             result=result_path(folder, weights.step),
             code=directory.code_path if plan.code else None,
             code_digests=plan.code,

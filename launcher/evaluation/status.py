@@ -1,27 +1,31 @@
 """How evaluations stand: from their results, and from one squeue call for all those that have none yet.
 
 eval/step-*.json            -> DONE
-eval/jobs/step-*.job.json   -> job id --QueueWatcher--> QUEUED, RUNNING, FAILED, CANCELLED, ...
+eval/jobs/step-*.job.json   -> job id --squeue--> QUEUED, RUNNING, FAILED, CANCELLED, ...
 """
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import submitit
-from submitit.slurm.slurm import SlurmJob
+from submitit.core.utils import JobPaths
 
 from corral.experiments.trial.evaluation import EvaluationRequest, EvaluationResult, read_result, result_path
 from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.evaluation.watcher import QueueWatcher
-from corral.launcher.slurm.verdict import judge_job
-from corral.launcher.slurm.words import meaning_of, phase_of
+from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.verdict import judge_job, meaning_of, phase_of, state_word
 from corral.launcher.trial.exits import tail_lines
 
+logger = logging.getLogger(__name__)
+
 _POLL_INTERVAL_S = 1.0
+_ASK_INTERVAL_S = 2.0
+_GONE = "GONE"
+_LOOKS_BEFORE_GONE = 2  # a controller that was just restarted may know a new job only a moment later
 _RESULT_VISIBLE_S = 3.0  # a file written on a node may appear here a moment after SLURM's word for the job
 FINAL_STATES = frozenset({"DONE", "FAILED", "OOM", "TIMED_OUT", "NODE_FAILED", "CANCELLED", "PREEMPTED"})
 
@@ -71,55 +75,85 @@ def record_path(folder: Path, step: int) -> Path:
 
 
 class EvaluationReader:
-    """How evaluations stand: from their results, and from one squeue call for all those that have none."""
+    """How evaluations stand; squeue is asked for all those without a result at once, and not at every look.
 
-    def __init__(self, folder: Path, *, watcher: QueueWatcher | None = None) -> None:
+                  sbatch
+                    |          squeue shows it            a final word, or gone from squeue
+        (nothing) --+--> new ---------------> its word ---------------------------------> ended
+                          `--- twice not there (asked about after SLURM has forgotten it) --> ended: GONE
+
+    Nothing changes while the controller does not answer: no news is not the end of a job. submitit itself asks sacct
+    and nobody else, so that without accounting a job that crashed hard is UNKNOWN to it for ever.
+    """
+
+    def __init__(self, folder: Path, *, client: SlurmClient | None = None) -> None:
         self._folder = folder
-        self._watcher = watcher or QueueWatcher()
-        self._jobs: dict[int, SlurmJob[None]] = {}
+        self._client = client or SlurmClient()
+        self._words: dict[str, tuple[str, str]] = {}
+        """State and reason by job, as squeue said last."""
+        self._misses: Counter[str] = Counter()
+        self._asked_at = float("-inf")
         self._last_running: dict[int, float] = {}
 
     def read(self, steps: Sequence[int]) -> list[EvaluationStatus]:
         """One status per step, in this order."""
-        return [self._read(step) for step in steps]
+        jobs = {step: self._job(step) for step in steps}
+        results = {step: read_result(result_path(self._folder, step)) for step in steps}
+        self._ask([job for step, job in jobs.items() if job and results[step] is None])
+        return [self._status(step, jobs[step], results[step]) for step in steps]
 
     def known_steps(self) -> list[int]:
         """Every step that was ever asked for."""
         found = {path.name.split(".")[0] for path in self._folder.glob("step-*.request.json")}
         return sorted(int(name.removeprefix("step-")) for name in found)
 
-    def _read(self, step: int) -> EvaluationStatus:
-        job = self._job(step)
-        result = read_result(result_path(self._folder, step))
-        job_id = job.job_id if job is not None else ""
+    def _status(self, step: int, job_id: str, result: EvaluationResult | None) -> EvaluationStatus:
         if result is not None:
             note = f"the reward failed on {result.num_unjudged} of the answers" if result.num_unjudged else ""
             return EvaluationStatus(step=step, state="DONE", job_id=job_id, note=note, result=result)
-        if job is None:
+        if not job_id:
             return EvaluationStatus(step=step, state="FAILED", note="it ended without a result; ask for it again")
-        info = self._watcher.get_info(job.job_id)
-        word, reason = info.get("State", "UNKNOWN"), info.get("Reason", "")
-        if not (job.done() or self._watcher.is_done(job.job_id, mode="cache")):
+        paths = JobPaths(jobs_folder(self._folder), job_id)
+        word, reason = self._words.get(job_id, ("UNKNOWN", ""))
+        if not (paths.result_pickle.exists() or self._has_ended(job_id)):
             self._last_running[step] = time.monotonic()
             verdict = judge_job(word, reason)
             return EvaluationStatus(step=step, state=verdict.state, job_id=job_id, note=verdict.note)
         if time.monotonic() - self._last_running.get(step, float("-inf")) < _RESULT_VISIBLE_S:
             return EvaluationStatus(step=step, state="STOPPING", job_id=job_id, note="its result may be on its way")
         state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else "FAILED"
-        return EvaluationStatus(step=step, state=state, job_id=job_id, note=cause_of(job))
+        return EvaluationStatus(step=step, state=state, job_id=job_id, note=cause_of(paths))
 
-    def _job(self, step: int) -> "SlurmJob[None] | None":
-        if step not in self._jobs:
-            try:
-                record = msgspec.json.decode(record_path(self._folder, step).read_bytes(), type=JobRecord)
-            except FileNotFoundError:
-                return None
-            job: SlurmJob[None] = SlurmJob(folder=jobs_folder(self._folder), job_id=record.job_id)
-            # On this one job, not on the class: others of submitit's users in this process keep theirs.
-            job.watcher = self._watcher
-            self._watcher.register_job(job.job_id)
-            self._jobs[step] = job
-        return self._jobs[step]
+    def _job(self, step: int) -> str:
+        """The job that a step was given to, "" if there is none."""
+        try:
+            return msgspec.json.decode(record_path(self._folder, step).read_bytes(), type=JobRecord).job_id
+        except FileNotFoundError:
+            return ""
+
+    def _has_ended(self, job_id: str) -> bool:
+        """A word that is not known is no end."""
+        word, _ = self._words.get(job_id, ("", ""))
+        return word == _GONE or phase_of(word) is JobPhase.ENDED
+
+    def _ask(self, jobs: Sequence[str]) -> None:
+        waiting_for = [job_id for job_id in jobs if not self._has_ended(job_id)]
+        if not waiting_for or time.monotonic() - self._asked_at < _ASK_INTERVAL_S:
+            return
+        self._asked_at = time.monotonic()
+        try:
+            shown = self._client.states()
+        except SlurmError as error:
+            logger.warning("SLURM does not answer, so the last known states stay: %s", error)
+            return
+        for job_id in waiting_for:
+            if job_id in shown:
+                word, reason = shown[job_id]
+                self._words[job_id] = (state_word(word) or "UNKNOWN", reason)
+            else:
+                self._misses[job_id] += 1
+                if job_id in self._words or self._misses[job_id] >= _LOOKS_BEFORE_GONE:
+                    self._words[job_id] = (_GONE, "SLURM has forgotten it")
 
 
 def wait_for(
@@ -150,12 +184,12 @@ def wait_for(
         time.sleep(_POLL_INTERVAL_S)
 
 
-def cause_of(job: "submitit.Job[Any]") -> str:
-    """The last thing that the job said, and where the rest is."""
-    for path in (job.paths.stderr, job.paths.stdout):
+def cause_of(paths: JobPaths) -> str:
+    """The last thing that a job said, and where the rest is."""
+    for path in (paths.stderr, paths.stdout):
         said = [line.strip() for line in tail_lines(path, 40) if line.strip()] if path.exists() else []
         own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))] or said
         wanted = [line for line in own if "Error" in line or "error:" in line] or own
         if wanted:
             return f"{wanted[-1]} (see {path})"
-    return f"it left no log in {job.paths.folder}; the job's folder must be visible from the nodes (rl-doctor)"
+    return f"it left no log in {paths.folder}; the job's folder must be visible from the nodes (rl-doctor)"

@@ -1,6 +1,6 @@
 """The supervisor's hands for its extra jobs: the cluster is asked in a thread, so that nobody waits for its answers.
 
-    Supervisor --drive()--> ExtraJobBook (pure) --AskForJob, CancelJob, ...--> one thread: Cluster
+    Supervisor --drive()--> ExtraJobBook (pure) --ask_for, cancel, ...--> one thread: Cluster
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
         +-- NodesGranted, NodesLost, NodesStay, NodesNeverCome: what the workers of an allocation may do
@@ -18,22 +18,13 @@ from functools import partial
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.removal import remove_file
 from corral.launcher.cluster.cluster import Cluster, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import JobNote, OwnJobs, own_jobs_of_plan
-from corral.launcher.extra_jobs.actions import (
-    AskForJob,
-    CancelJob,
-    ClearJob,
-    ExtraJobAction,
-    JobSighting,
-    News,
-    NodesEvent,
-)
-from corral.launcher.extra_jobs.book import ExtraJobBook
+from corral.launcher.extra_jobs.book import ExtraJobBook, JobSighting, NodesEvent
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.extra_jobs.specs import EXTRA_JOB_ROLES, extra_job_specs
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 
 logger = logging.getLogger(__name__)
@@ -42,7 +33,7 @@ _ALIVE_INTERVAL_S = 10.0
 _CLEAR_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 15.0
 
-Answer = Callable[[float], list[ExtraJobAction]]
+Answer = Callable[[float], None]
 """What the state machine makes of a finished request; takes the time."""
 
 
@@ -68,25 +59,22 @@ class ExtraJobs:
     _thread: ThreadPoolExecutor = field(init=False)
     _requests: list[Future[Answer]] = field(default_factory=list)
     _look: Future[Answer] | None = None
+    _events: list[NodesEvent] = field(default_factory=list)
     _looked_at: float = float("-inf")
     _touched_at: float = float("-inf")
     _trouble: str = ""
 
     def __post_init__(self) -> None:
         self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
-        self._index_by_name = {
-            allocation.name: index
-            for index, allocation in enumerate(self.layout.allocations)
-            if allocation.role in EXTRA_JOB_ROLES
-        }
-        specs = extra_job_specs(self.layout)
-        self._gang = {spec.name for spec in specs if spec.is_required}
+        own = {index: one for index, one in enumerate(self.layout.allocations) if one.is_extra_job}
+        self._index_by_name = {allocation.name: index for index, allocation in own.items()}
+        self._gang = {allocation.name for allocation in own.values() if allocation.role == "group"}
         gang = GangGuard(
             sorted(self._gang),
             timeout_s=self.plan.launch.gang_timeout_s,
             chance=random.Random(f"{self.plan.seed} {self.plan.trial.uuid}"),  # noqa: S311 - spreads load, protects nothing
         )
-        self._book = ExtraJobBook(specs=specs, attempt=self.attempt, gang=gang)
+        self._book = ExtraJobBook(specs=[*own.values()], attempt=self.attempt, gang=gang, hands=self)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extra-jobs")
 
     def drive(self, now: float) -> list[NodesEvent]:
@@ -94,13 +82,13 @@ class ExtraJobs:
         if not self._index_by_name:
             return []
         self._touch(now)
-        events: list[NodesEvent] = []
         while self._requests and self._requests[0].done():
-            events += self._apply(self._requests.pop(0).result()(now))
-        events += self._apply(self._book.tick(now))
+            self._requests.pop(0).result()(now)
+        self._book.tick(now)
         if (self._look is None or self._look.done()) and now - self._looked_at >= self._book.look_interval_s(now):
             self._looked_at = now
             self._look = self._request(self._ask_queue)
+        events, self._events = self._events, []
         return events
 
     def check_nodes(self, name: str) -> None:
@@ -111,7 +99,7 @@ class ExtraJobs:
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
-        self._apply(self._book.release(name))
+        self._book.release(name)
 
     def allocations(self) -> RunningAllocations:
         """What runs at the moment."""
@@ -139,25 +127,25 @@ class ExtraJobs:
         left = f"the cluster did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
         if left:
             self.record("extra_jobs_left", jobs=sorted(known), cause=left)
-        supervisor_alive_path(self.directory).unlink(missing_ok=True)
+        remove_file(supervisor_alive_path(self.directory))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _apply(self, wanted: Sequence[ExtraJobAction]) -> list[NodesEvent]:
-        """Does what is ours to do; the rest is for those who run there."""
-        events: list[NodesEvent] = []
-        for action in wanted:
-            match action:
-                case News(event, fields):
-                    self.record(event, **fields)
-                case AskForJob(name):
-                    self._request(partial(self._submit, name))
-                case CancelJob(job_id):
-                    self._request(partial(self._cancel, job_id))
-                case ClearJob(name, job_id):
-                    self._request(partial(self._clear, name, job_id))
-                case _:
-                    events.append(action)
-        return events
+    # The book's hands.
+
+    def ask_for(self, name: str) -> None:
+        self._request(partial(self._submit, name))
+
+    def cancel(self, job_id: str) -> None:
+        self._request(partial(self._cancel, job_id))
+
+    def clear(self, name: str, job_id: str) -> None:
+        self._request(partial(self._clear, name, job_id))
+
+    def tell(self, event: NodesEvent) -> None:
+        self._events.append(event)
+
+    def news(self, event: str, **fields: object) -> None:
+        self.record(event, **fields)
 
     def _request(self, ask: Callable[[], Answer]) -> "Future[Answer]":
         future = self._thread.submit(ask)
@@ -232,7 +220,7 @@ class ExtraJobs:
             self.cluster.cancel(job_id)
         except ClusterError as error:
             logger.warning("job %s could not be cancelled: %s", job_id, error)
-        return lambda now: []
+        return lambda now: None
 
     def _clear(self, name: str, job_id: str) -> Answer:
         """Ends what a predecessor left in an adopted job."""
@@ -240,14 +228,14 @@ class ExtraJobs:
             self.cluster.end_steps(job_id, timeout_s=_CLEAR_TIMEOUT_S)
         except ClusterError as error:
             logger.warning("steps of job %s could not be ended: %s", job_id, error)
-        return lambda now: self._book.cleared(name, job_id, now)
+        return lambda now: self._book.cleared(name, job_id)
 
     def _check(self, name: str, job_id: str) -> Answer:
         try:
             cause = self.cluster.why_leaving(job_id)
         except ClusterError as error:
             logger.warning("job %s could not be asked for: %s", job_id, error)
-            return lambda now: []  # the supervision waits no longer than its own deadline
+            return lambda now: None  # the supervision waits no longer than its own deadline
         return lambda now: self._book.checked(name, job_id, is_leaving=bool(cause), cause=cause)
 
     def _cancel_all(self, known: set[str]) -> str:
@@ -266,13 +254,13 @@ class ExtraJobs:
 
     # Back in the supervisor's thread.
 
-    def _answered(self, sightings: Sequence[JobSighting], now: float) -> list[ExtraJobAction]:
-        news: list[ExtraJobAction] = [News("extra_jobs_seen_again", {})] if self._trouble else []
-        self._trouble = ""
-        return news + self._book.seen(sightings, now)
-
-    def _unanswered(self, trouble: str) -> list[ExtraJobAction]:
+    def _answered(self, sightings: Sequence[JobSighting], now: float) -> None:
         if self._trouble:
-            return []
+            self.record("extra_jobs_seen_again")
+        self._trouble = ""
+        self._book.seen(sightings, now)
+
+    def _unanswered(self, trouble: str) -> None:
+        if not self._trouble:
+            self.record("extra_jobs_unseen", cause=trouble)
         self._trouble = trouble
-        return [News("extra_jobs_unseen", {"cause": trouble})]

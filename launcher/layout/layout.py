@@ -37,6 +37,16 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     extra_arguments: tuple[str, ...] = ()
     """Further options of sbatch, checked."""
 
+    @property
+    def is_extra_job(self) -> bool:
+        """Whether it is a job of its own, which the supervisor asks for."""
+        return self.role in ("group", "elastic")
+
+    @property
+    def size(self) -> int:
+        """The largest job is asked for first: it is the hardest to get."""
+        return self.num_nodes * (self.cpus_per_node + 100 * self.gpus_per_node)
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker runs and what its step asks for."""
@@ -79,6 +89,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def head(self) -> Allocation:
         """The allocation that the supervisor runs in."""
         return self.allocations[0]
+
+    def fallback_of(self, worker: str) -> Step | None:
+        """Where an elastic worker without GPUs runs while its own job is away: on the supervisor's node.
+
+        It was not planned for there, so it shares: rollout workers wait for servers most of their time.
+        """
+        step = self.steps.get(worker)
+        is_elastic = step is not None and self.allocations[step.allocation].role == "elastic"
+        if step is None or not is_elastic or not worker.startswith("rollout_worker/"):
+            return None
+        mem_mb = min(step.mem_mb, self.head.mem_mb_per_node)
+        return Step(allocation=0, node_index=0, cpus=1, mem_mb=mem_mb, gpu_binding="none")
 
     def workers_of(self, allocation: int) -> list[str]:
         """The workers whose steps run in one allocation."""

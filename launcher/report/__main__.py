@@ -15,9 +15,9 @@ from pathlib import Path
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.report.curves import draw_curves
-from corral.launcher.report.graph_picture import draw_graph
+from corral.launcher.report.graph import draw_graph, graph_of
 from corral.launcher.report.step_times import draw_step_times
-from corral.launcher.report.style import call_colours
+from corral.launcher.report.style import call_colours, save
 from corral.launcher.trial.metrics import read_metrics
 
 
@@ -29,13 +29,9 @@ def draw_report(directory: TrialDirectory) -> Iterator[Path]:
     colours = call_colours(master.step_plan.graph.step_calls)
     yield from draw_curves(lines, title=title, path=report / "curves.png")
     yield from draw_step_times(lines, title=title, colours=colours, path=report / "step_times.png")
-    yield from draw_graph(
-        master.step_plan,
-        title=f"{title}: a train step of {master.train_batch_size} {master.sample_unit}",
-        samples=master.samples_from,
-        published_to=master.weights_go_to,
-        path=report / "dataflow.svg",
-    )
+    graph = graph_of(master.step_plan, samples=master.samples_from, published_to=master.weights_go_to)
+    title = f"{title}: a train step of {master.train_batch_size} {master.sample_unit}"
+    yield from save(draw_graph(graph, title=title), report / "dataflow.svg", formats=("svg", "png"))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.launcher.report.style import BLUE, FAINT, GREEN, GRID, INK, ORANGE, PURPLE, save
+from corral.launcher.report.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, plain, save
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS, is_number
 
@@ -25,6 +25,8 @@ class Panel:
     floor_at_zero: bool = False
     finest: float | None = None
     """Where the values span powers of ten: below this the axis is linear, so that 0 has a place. None: all of it is."""
+    limit: float | None = None
+    """Drawn as a line: above it something is wrong."""
 
 
 PANELS = (
@@ -38,11 +40,12 @@ PANELS = (
         floor_at_zero=True,
     ),
     Panel(
-        title="generator and trainer: largest difference (nats)",
+        title="generator and trainer: difference, of what it may be",
         names=GAP,
         colour=INK,
         floor_at_zero=True,
-        finest=1e-8,  # the last bit of a log-probability near 0.1, the smallest difference that float32 shows
+        finest=1e-5,  # of 0.001 nats: the last bit of a log-probability near 0.1, the least that float32 shows
+        limit=1.0,
     ),
 )
 
@@ -112,8 +115,11 @@ def draw_curves(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> l
 def _draw_curve(axes: "Axes", curve: Curve) -> None:
     colour, finest = curve.panel.colour, curve.panel.finest
     # A mean over powers of ten is its largest value, at steps that never had it.
-    if len(curve.steps) <= _SMOOTH_FROM_POINTS or finest is not None:
-        axes.plot(curve.steps, curve.values, color=colour, linewidth=1.8, marker="o", markersize=3.5)
+    is_short = len(curve.steps) <= _SMOOTH_FROM_POINTS
+    if is_short or finest is not None:
+        axes.plot(
+            curve.steps, curve.values, color=colour, linewidth=1.8, marker="o" if is_short else "", markersize=3.5
+        )
         last = curve.values[-1]
     else:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, alpha=0.3)
@@ -135,13 +141,12 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
     axes.set_xlabel("train step", fontsize=8, color=INK)
     if finest is not None:
         axes.set_yscale("symlog", linthresh=finest)
+    limits = [] if curve.panel.limit is None else [curve.panel.limit]
+    for limit in limits:
+        axes.axhline(limit, color=RED, linewidth=1.0, linestyle="--")
     if curve.panel.floor_at_zero:
-        axes.set_ylim(bottom=0.0, top=max(1e-6, max(curve.values)) * (1.08 if finest is None else 3.0))
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
+        axes.set_ylim(bottom=0.0, top=max(1e-6, *limits, *curve.values) * (1.08 if finest is None else 3.0))
+    plain(axes)
 
 
 def _add_time_axis(axes: "Axes", lines: Sequence[dict[str, Any]]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from corral.launcher.report.style import FAINT, GRID, INK, save
+from corral.launcher.report.style import FAINT, GRID, INK, plain, save
 from corral.launcher.trial.metrics import is_number
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 _MOST_BARS = 60  # more would be thinner than a pixel of a printed page; then a bar is the mean of several steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSeconds:
+class CallSeconds(NamedTuple):
     """Of one call in one step, or in the mean of several."""
 
     inputs_s: float
@@ -72,19 +71,10 @@ def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> l
 def mean_of(steps: Sequence[StepTimes]) -> StepTimes:
     """The mean step; a call that some steps lack counts where it is."""
     names = dict.fromkeys(name for step in steps for name in step.calls)
-    calls = {name: [step.calls[name] for step in steps if name in step.calls] for name in names}
+    of_calls = {name: [step.calls[name] for step in steps if name in step.calls] for name in names}
     return StepTimes(
         step=fmean(step.step for step in steps),
-        calls=_ordered(
-            {
-                name: CallSeconds(
-                    inputs_s=fmean(call.inputs_s for call in of_call),
-                    ranks_s=fmean(call.ranks_s for call in of_call),
-                    run_s=fmean(call.run_s for call in of_call),
-                )
-                for name, of_call in calls.items()
-            }
-        ),
+        calls=_ordered({name: CallSeconds(*map(fmean, zip(*calls, strict=True))) for name, calls in of_calls.items()}),
         wait_s=fmean(step.wait_s for step in steps),
         run_s=fmean(step.run_s for step in steps),
         commit_s=fmean(step.commit_s for step in steps),
@@ -133,7 +123,7 @@ def _draw_bars(axes: "Axes", steps: Sequence[StepTimes], colours: Mapping[str, s
     axes.set_title("seconds of each step" if size == 1 else f"seconds, means of {size} steps", loc="left", fontsize=10)
     axes.set_xlabel("train step", fontsize=8, color=INK)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    _plain(axes, grid="y")
+    plain(axes, grid="y")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -152,15 +142,7 @@ def _draw_rows(axes: "Axes", step: StepTimes, colours: Mapping[str, str]) -> Non
     axes.margins(x=0.1)
     axes.set_title("a mean step: waits for inputs (grey), for its workers (hatched), runs", loc="left", fontsize=10)
     axes.set_xlabel("seconds from the start of the step", fontsize=8, color=INK)
-    _plain(axes, grid="x")
-
-
-def _plain(axes: "Axes", *, grid: str) -> None:
-    axes.grid(axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
+    plain(axes, grid="x")
 
 
 def _call_seconds(line: Mapping[str, Any], name: str) -> CallSeconds | None:

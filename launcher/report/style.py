@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from corral.scheduling.model_function_call import ModelFunctionCall
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK = "#24292f"
@@ -44,6 +45,15 @@ def _tinted(colour: str, share: float) -> str:
     """A colour on white: 1 is the colour itself."""
     channels = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - share * (255 - channel)):02x}" for channel in channels)
+
+
+def plain(axes: "Axes", *, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Axes with a faint grid and no frame."""
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors=INK, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
 
 
 def save(figure: "Figure", path: Path, *, formats: tuple[str, ...] = ("png",)) -> list[Path]:

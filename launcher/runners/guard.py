@@ -31,6 +31,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.flocks import open_directory
 from corral.experiments.trial.memory_groups import memory_groups
+from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, descendants_of, process_start_ticks
 from corral.launcher.trial.sweep import sweep
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         tie = die_with_parent()
         note = os.environ.get(OUT_OF_MEMORY_VARIABLE)
         if note is not None:
-            Path(note).unlink(missing_ok=True)
+            remove_file(Path(note))
         kills_before = _kills_for_memory()
 
         def prepare() -> None:

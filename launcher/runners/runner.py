@@ -80,9 +80,6 @@ class MovingRunner(TaskRunner, Protocol):
     def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
         """Run elsewhere from the next start on; with `overlaps` on what other steps have."""
 
-    def move_back(self, worker: str) -> None:
-        """Run where the layout says, from the next start on."""
-
 
 def start_process(
     command: Sequence[str],

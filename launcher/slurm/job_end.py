@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.cluster.own_job import JobEnd, JobProspect
-from corral.launcher.slurm.words import phase_of, state_word
+from corral.launcher.slurm.verdict import meaning_of, phase_of, state_word
 
 _DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
 _STATE_BY_DAEMON_WORD = {
@@ -30,16 +30,8 @@ _STATE_BY_DAEMON_WORD = {
     "JOB REQUEUE": EndState.REQUEUED,
 }
 _STATE_BY_REASON = {"TimeLimit": EndState.TIMED_OUT, "NodeDown": EndState.NODE_FAILED}
-_STATE_BY_WORD = {
-    "TIMEOUT": EndState.TIMED_OUT,
-    "DEADLINE": EndState.TIMED_OUT,
-    "PREEMPTED": EndState.PREEMPTED,
-    "REVOKED": EndState.PREEMPTED,
-    "NODE_FAIL": EndState.NODE_FAILED,
-    "BOOT_FAIL": EndState.NODE_FAILED,
-    "CANCELLED": EndState.CANCELLED,
-    "REQUEUED": EndState.REQUEUED,
-}
+_STATES = (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED)
+"""Ends that SLURM's word for a job tells by itself; any other is somebody's scancel."""
 _NEVER = ("None", "N/A", "Unknown", "")
 
 
@@ -84,7 +76,7 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     elif word == "RUNNING":
         state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
     else:
-        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _STATE_BY_WORD.get(word, EndState.CANCELLED)
+        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _told_by(word)
     return JobEnd(state=state, is_requeued=False)
 
 
@@ -100,3 +92,8 @@ def why_leaving(job: Mapping[str, str] | None) -> str:
 
 def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0
+
+
+def _told_by(word: str) -> EndState:
+    meaning = meaning_of(word)[0]
+    return next((state for state in _STATES if state == meaning), EndState.CANCELLED)

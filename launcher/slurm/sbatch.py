@@ -96,14 +96,7 @@ def extra_job_path(directory: TrialDirectory) -> Path:
 def sbatch_options(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> list[str]:
     """Options of the job that a trial starts with: its head, and after each ":" a component of it."""
     options = _allocation_options(plan, layout, 0, directory)
-    options += [
-        *_batch_options(directory),
-        "--requeue",
-        f"--signal=B:USR2@{plan.launch.signal_before_end_s}",
-        "--export=ALL",
-    ]
-    if plan.launch.no_kill:
-        options.append("--no-kill")
+    options += [*_batch_options(plan, directory), f"--signal=B:USR2@{plan.launch.signal_before_end_s}"]
     for index in layout.components[1:]:
         options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory)]
     return _checked(options)
@@ -133,10 +126,7 @@ def extra_job_options(
 ) -> list[str]:
     """Options of the extra job of a group or of an elastic worker; its comment names the attempt that asked for it."""
     options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes, attempt=attempt)
-    options += [*_batch_options(directory), "--requeue", "--export=ALL"]
-    if plan.launch.no_kill:
-        options.append("--no-kill")
-    return _checked(options)
+    return _checked([*options, *_batch_options(plan, directory)])
 
 
 def sbatch_lines(options: Sequence[str]) -> str:
@@ -216,7 +206,7 @@ def _gpu_options(plan: RunPlan, allocation: Allocation) -> list[str]:
             return ["--exclusive"]
 
 
-def _batch_options(directory: TrialDirectory) -> list[str]:
+def _batch_options(plan: RunPlan, directory: TrialDirectory) -> list[str]:
     path = str(directory.logs_path)
     if "\\" in path:
         raise ConfigError.of(
@@ -226,7 +216,9 @@ def _batch_options(directory: TrialDirectory) -> list[str]:
             shown=str(directory.path),
         )
     # sbatch expands %-patterns in the file name: a % of the directory has to be doubled.
-    return [f"--output={path.replace('%', '%%')}/slurm-%j.log", "--open-mode=append"]
+    output = f"--output={path.replace('%', '%%')}/slurm-%j.log"
+    no_kill = ["--no-kill"] if plan.launch.no_kill else []
+    return [output, "--open-mode=append", "--requeue", "--export=ALL", *no_kill]
 
 
 def _checked(options: list[str]) -> list[str]:

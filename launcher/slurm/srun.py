@@ -25,7 +25,7 @@ from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailabl
 from corral.launcher.slurm.client import SlurmClient, SlurmError, clean_environment, patiently
 from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
-from corral.launcher.slurm.words import phase_of
+from corral.launcher.slurm.verdict import phase_of
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.scheduling.worker_information import parse_worker_id
 
@@ -81,7 +81,7 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step, overlaps = self._moved.get(worker, (self.layout.steps[worker], False))
+        step, overlaps = self._moved.get(worker) or self._planned(worker)
         allocation = self.layout.allocations[step.allocation]
         running = self.allocations().get(step.allocation)
         if running is None:
@@ -109,8 +109,12 @@ class SrunRunner:
     def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
         self._moved[worker] = (step, overlaps)
 
-    def move_back(self, worker: str) -> None:
-        self._moved.pop(worker, None)
+    def _planned(self, worker: str) -> tuple[Step, bool]:
+        """Where the layout has a worker, or what it falls back on; and whether that overlaps."""
+        step, fallback = self.layout.steps[worker], self.layout.fallback_of(worker)
+        if fallback is not None and step.allocation not in self.allocations():
+            return fallback, True
+        return step, False
 
     def bind_address(self, worker: str) -> str:
         if self.plan.cluster.bind_address != "auto":

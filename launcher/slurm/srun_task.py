@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm.words import phase_of
+from corral.launcher.slurm.verdict import phase_of
 from corral.launcher.trial.exits import ExitKind
 
 EXIT_OF_SRUN = 250

@@ -6,8 +6,7 @@ step 12/40  accuracy 0.81  1.3 s/step  2,300 tokens/s  about 36s to go  answers 
 import sys
 import time
 from collections.abc import Collection
-from enum import Enum
-from typing import TextIO
+from typing import Literal, TextIO
 
 from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.mode import has_jobs
@@ -30,28 +29,22 @@ _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8
 
 
-class Part(Enum):
-    """What of the line may be left out."""
-
-    VERSION = "version"
-    AGE = "age"
-    SPEED = "speed"
-
-
-_FIRST_TO_GO = (Part.VERSION, Part.AGE, Part.SPEED)
+Part = Literal["version", "age", "speed"]
+_FIRST_TO_GO: tuple[Part, ...] = ("version", "age", "speed")
+"""What of the line may be left out."""
 
 
 def progress_line(status: TrialStatus, *, without: Collection[Part] = ()) -> str:
     """The line, without a bar."""
     total = f"/{status.total_steps}" if status.total_steps else ""
-    parts = [f"step {status.step or 0}{total}", status.numbers, "" if Part.SPEED in without else status.speed]
+    parts = [f"step {status.step or 0}{total}", status.numbers, "" if "speed" in without else status.speed]
     servers = (row for row in status.workers if row.worker.startswith("generation_server/"))
     version = next((row.version for row in servers if row.version), "")
-    if version and Part.VERSION not in without:
+    if version and "version" not in without:
         # By the step alone: of "1.100" nobody would think that it comes after "1.98".
         parts.append(f"answers by step {PolicyVersion.parse(version).step}")
     parts.append(status.state)
-    if Part.AGE not in without:
+    if "age" not in without:
         parts.append(f"age {format_duration(status.age_s)}")
     return "  ".join(part for part in (*parts, status.note) if part)
 

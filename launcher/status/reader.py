@@ -39,8 +39,7 @@ from corral.launcher.clusters import queue_here
 from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.layout.layout import Layout
-from corral.launcher.status.evidence import Evidence
-from corral.launcher.status.jobs import TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
+from corral.launcher.status.evidence import Evidence, TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import first_cause, read_exits

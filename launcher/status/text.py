@@ -4,7 +4,8 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from corral.launcher.status.words import TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.history import Finding, PastAttempt
+from corral.launcher.trial.metrics import GAP, is_number
 
 _COLOUR_BY_STATE: dict[str, str] = {
     **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),
@@ -101,6 +103,7 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
         lines.append(f"           and {len(waits) - _MAX_WAITS} more; -o json shows all")
     for finding in status.findings:
         lines += [fold(printable(line), width) for line in _describe(finding)]
+    lines += [fold(line, width) for line in _compared(status.metrics)]
     lines += [printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"
@@ -244,6 +247,14 @@ def _describe(finding: Finding) -> Iterator[str]:
     yield f"ALARM      {finding.text}, since step {finding.step}: {finding.details}"
     for cause in finding.causes:
         yield f"           - {cause}"
+
+
+def _compared(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """How much of the newest step generator and trainer were compared on, and how that is beside what it may be."""
+    coverage, share = metrics.get("gap/coverage"), metrics.get(GAP[0])
+    if is_number(coverage):
+        apart = f": they differ by {share:.2g} of what they may" if coverage and is_number(share) else ""
+        yield f"compared   {coverage:.0%} of the last step's tokens, of weights of any age{apart}"
 
 
 def _nodes(nodes: Sequence[str]) -> str:

@@ -10,13 +10,15 @@ from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
+from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import SUPERVISED
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.cluster import ClusterFacts, gpus_of, most_common_shape, node_shapes, plain_features
+from corral.launcher.submit.cluster import ClusterFacts, gpus_of, most_common_shape, plain_features
 from corral.scheduling.job_options import ALLOCATION_FIELDS
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_point_in_time, parse_time_limit
+from corral.scheduling.worker_information import parse_worker_id
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
 _SIGNAL_PATH: KeyPath = ("launch", "signal_before_end_s")
@@ -180,7 +182,7 @@ def partitions_asked(values: Mapping[str, str], facts: ClusterFacts) -> list[str
 
 def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mapping[str | None, NodeShape]:
     """What a node has, by partition: of the nodes that could run what is asked for there, the most common shape."""
-    shapes = dict(node_shapes(facts.nodes, facts.partitions))
+    shapes: dict[str | None, NodeShape] = {}
     asks_by_partition: dict[str, list[Ask]] = {}
     for ask in asks:
         asks_by_partition.setdefault(partitions_asked(ask.values, facts)[0], []).append(ask)
@@ -216,3 +218,14 @@ def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], s
     if problems:
         once = {(problem.path, problem.message): problem for problem in problems}
         raise kind(once.values()).located(source)
+
+
+def option_path(layout: Layout, source: ConfigSource, index: int, field: str) -> KeyPath:
+    """The key that gives one allocation a value: its groups', or that of launch."""
+    kinds = dict.fromkeys(parse_worker_id(worker)[0] for worker in layout.workers_of(index))
+    own: list[KeyPath] = [("groups", kind, "scheduling", field) for kind in kinds]
+    if layout.allocations[index].role == "elastic":
+        own = [("groups", kind, "elastic", "scheduling", field) for kind in kinds] + own
+    common: KeyPath = ("launch", field)
+    given = source.first_given(*own, common)
+    return given if source.gives(given) else common

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import hostnames_command, nodes_command
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.asks import asks_of, partitions_asked, shapes_for
+from corral.launcher.submit.asks import asks_of, option_path, partitions_asked, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, gpus_of, plain_features
 from corral.scheduling.placement import place
 from corral.scheduling.scheduling import TasksGroup
@@ -63,39 +63,40 @@ def describe(allocation: Allocation) -> str:
     return f"{allocation.name}: {allocation.num_nodes} x ({_share(allocation)})" + (f" of {where}" if where else "")
 
 
-LimitSetting = Literal["MaxNodes", "MinNodes", "MaxCPUsPerNode", "MaxMemPerNode"]
-_UNIT_AND_FIELD: Mapping[LimitSetting, tuple[str, str]] = {
-    "MaxCPUsPerNode": ("CPUs", "cpus_per_node"),
-    "MaxMemPerNode": ("MB", "mem_per_node"),
+class _Resource(NamedTuple):
+    """What nodes have and allocations ask for."""
+
+    unit: str
+    asked: str
+    """The field of an allocation, for each of its nodes."""
+    setting: str
+    """The key below `cluster` that describes a node's."""
+    size: Callable[[Allocation, Node], int]
+    """What an allocation could have of a node."""
+
+
+_RESOURCES = (
+    _Resource("CPUs", "cpus_per_node", "cpus_per_node", lambda _, node: node.cpus),
+    _Resource("MB of memory", "mem_mb_per_node", "mem_per_node", lambda _, node: node.mem_mb),
+    _Resource("GPUs", "gpus_per_node", "gpus_per_node", lambda allocation, node: gpus_of(node, allocation.gpu_type)),
+)
+_FIELD_BY_LIMIT = {
+    "MaxNodes": "num_nodes",
+    "MinNodes": "num_nodes",
+    "MaxCPUsPerNode": "cpus_per_node",
+    "MaxMemPerNode": "mem_mb_per_node",
 }
+"""A partition's limits of one job, and the field of an allocation that they are about."""
 
 
-class _Excess(NamedTuple):
-    """A limit of a partition that a job does not keep."""
-
-    setting: LimitSetting
-    asked: int
-    limit: int
-
-
-def _excesses(allocation: Allocation, settings: Mapping[str, str]) -> list[_Excess]:
-    """The limits of a partition that one job exceeds, or stays below where it must not."""
-    num_nodes = allocation.num_nodes
-    asked_by_setting: dict[LimitSetting, int] = {
-        "MaxNodes": num_nodes,
-        "MinNodes": num_nodes,
-        "MaxCPUsPerNode": allocation.cpus_per_node,
-        "MaxMemPerNode": allocation.mem_mb_per_node,
-    }
-    found = []
-    for setting, asked in asked_by_setting.items():
-        text = settings.get(setting, "")
-        if not text.isdigit() or (text == "0" and setting != "MaxNodes"):
+def _excesses(allocation: Allocation, settings: Mapping[str, str]) -> Iterator[tuple[str, int, int]]:
+    """The limits of a partition that one job exceeds, or stays below where it must not; what it asks for; the limit."""
+    for name, field in _FIELD_BY_LIMIT.items():
+        text, asked = settings.get(name, ""), getattr(allocation, field)
+        if not text.isdigit() or (text == "0" and name != "MaxNodes"):
             continue  # UNLIMITED, or not there; what is to be counted per node has no limit at zero either
-        limit = int(text)
-        if asked < limit if setting == "MinNodes" else asked > limit:
-            found.append(_Excess(setting, asked, limit))
-    return found
+        if asked < int(text) if name == "MinNodes" else asked > int(text):
+            yield name, asked, int(text)
 
 
 def _share(allocation: Allocation) -> str:
@@ -149,7 +150,7 @@ class _Checks:
             yield from self._limits(index, name)
         wanted = expand_host_list(allocation.options.get("nodelist", ""))
         if len(wanted) > allocation.num_nodes:
-            path = self._option_path(index, "nodelist")
+            path = option_path(self.layout, self.source, index, "nodelist")
             yield ConfigProblem(
                 message=f"nodelist names {len(wanted)} nodes, and {self._who(index)} needs {allocation.num_nodes}",
                 hint=f"name at most {allocation.num_nodes}, or use exclude for the nodes that you do not want",
@@ -162,33 +163,29 @@ class _Checks:
         """Nodes that could hold one node's share, whatever runs there now."""
         excluded = set(expand_host_list(allocation.options.get("exclude", "")))
         features = plain_features(allocation.options.get("constraint", ""))
-        gpus = 0 if self.plan.cluster.gpu_request == "none" else allocation.gpus_per_node
         return [
             node
             for node in self.facts.members(name)
-            if node.cpus >= allocation.cpus_per_node
-            and node.mem_mb >= allocation.mem_mb_per_node
-            and gpus_of(node, allocation.gpu_type) >= gpus
+            if all(one.size(allocation, node) >= getattr(allocation, one.asked) for one in self._counted)
             and node.name not in excluded
             and all(feature in node.features for feature in features)
         ]
 
+    @property
+    def _counted(self) -> Sequence[_Resource]:
+        """What SLURM gives out here."""
+        return _RESOURCES[:-1] if self.plan.cluster.gpu_request == "none" else _RESOURCES
+
     def _too_big(self, index: int, name: str, members: Sequence[Node]) -> ConfigProblem:
         allocation = self.layout.allocations[index]
-        offers: list[tuple[str, int, Callable[[Node], int], str]] = [
-            ("CPUs", allocation.cpus_per_node, lambda node: node.cpus, "cpus_per_node"),
-            ("MB of memory", allocation.mem_mb_per_node, lambda node: node.mem_mb, "mem_per_node"),
-        ]
-        if self.plan.cluster.gpu_request != "none":
-            gpus = partial(gpus_of, gpu_type=allocation.gpu_type)
-            offers.append(("GPUs", allocation.gpus_per_node, gpus, "gpus_per_node"))
         evidence = shlex.join(nodes_command(name))
-        for what, asked, size, setting in offers:
-            offered, biggest = biggest_nodes(members, size)
+        for unit, field, setting, size in self._counted:
+            asked = getattr(allocation, field)
+            offered, biggest = biggest_nodes(members, partial(size, allocation))
             if asked > offered:
                 configured = getattr(self.plan.cluster, setting)
                 return ConfigProblem(
-                    message=f"trial can never start: {self._who(index)} needs {asked} {what} on one node; the biggest "
+                    message=f"trial can never start: {self._who(index)} needs {asked} {unit} on one node; the biggest "
                     f"node of partition {name!r} has {offered} ({biggest})",
                     hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
                     "over more nodes; or ask for less",
@@ -199,7 +196,9 @@ class _Checks:
         return ConfigProblem(
             message=f"trial can never start: no usable node of partition {name!r} has {_share(allocation)} together",
             hint="ask for less per node, choose another partition, or exclude fewer nodes",
-            path=self.source.first_given(self._option_path(index, "exclude"), self._count_path(index)),
+            path=self.source.first_given(
+                option_path(self.layout, self.source, index, "exclude"), self._count_path(index)
+            ),
             shown=allocation.options.get("exclude", ""),
             evidence=evidence,
         )
@@ -217,7 +216,7 @@ class _Checks:
             f"{other!r} ({len(self._fitting(allocation, other))} such nodes)"
             for other in self.facts.partition_names
             if other != name and len(self._fitting(allocation, other)) >= allocation.num_nodes
-            and not _excesses(allocation, self.facts.settings(other))
+            and not any(_excesses(allocation, self.facts.settings(other)))
         ]  # fmt: skip
         if elsewhere:
             hints.append(f"partition {' or '.join(elsewhere[:2])} fits")
@@ -239,28 +238,26 @@ class _Checks:
     def _limits(self, index: int, name: str) -> Iterator[ConfigProblem]:
         """What a partition allows one job."""
         evidence = f"scontrol show partition {name}"
-        for excess in _excesses(self.layout.allocations[index], self.facts.settings(name)):
-            asked, limit, setting = excess.asked, excess.limit, excess.setting
-            needs = f"trial can never start: {self._who(index)} needs {asked}"
-            match setting:
-                case "MaxNodes":
-                    yield self._too_many(index, name, limit, f"MaxNodes {limit} for a job")
-                case "MinNodes":
-                    yield ConfigProblem(
-                        message=f"{needs} nodes, partition {name!r} takes jobs of at least {limit} (MinNodes)",
-                        hint="choose another partition",
-                        path=self._option_path(index, "partition"),
-                        shown=name,
-                        evidence=evidence,
-                    )
-                case "MaxCPUsPerNode" | "MaxMemPerNode":
-                    unit, field = _UNIT_AND_FIELD[setting]
-                    yield ConfigProblem(
-                        message=f"{needs} {unit} on one node, partition {name!r} allows {limit} ({setting})",
-                        hint=f"set cluster.{field}: {limit}, so that the trial is spread over more nodes",
-                        path=self.source.first_given(("cluster", field), self._option_path(index, "partition")),
-                        evidence=evidence,
-                    )
+        for limit_name, asked, limit in _excesses(self.layout.allocations[index], self.facts.settings(name)):
+            path, shown = option_path(self.layout, self.source, index, "partition"), name
+            if limit_name == "MaxNodes":
+                yield self._too_many(index, name, limit, f"MaxNodes {limit} for a job")
+                continue
+            if limit_name == "MinNodes":
+                rule = f"nodes, partition {name!r} takes jobs of at least {limit} (MinNodes)"
+                hint = "choose another partition"
+            else:
+                unit, field = ("CPUs", "cpus_per_node") if "CPUs" in limit_name else ("MB", "mem_per_node")
+                rule = f"{unit} on one node, partition {name!r} allows {limit} ({limit_name})"
+                hint = f"set cluster.{field}: {limit}, so that the trial is spread over more nodes"
+                path, shown = self.source.first_given(("cluster", field), path), ""
+            yield ConfigProblem(
+                message=f"trial can never start: {self._who(index)} needs {asked} {rule}",
+                hint=hint,
+                path=path,
+                shown=shown,
+                evidence=evidence,
+            )
 
     def waits_for_nodes(self) -> list[str]:
         """What cannot start on the nodes that are up and not others', of a layout that all nodes could hold."""
@@ -365,17 +362,14 @@ class _Checks:
         if not nodes:
             return
         allocations = [self.layout.allocations[index] for index in usable]
-        totals = [
-            ("CPUs", sum(one.num_nodes * one.cpus_per_node for one in allocations), [n.cpus for n in nodes.values()]),
-            ("MB", sum(one.num_nodes * one.mem_mb_per_node for one in allocations), [n.mem_mb for n in nodes.values()]),
-            ("GPUs", sum(one.num_nodes * one.gpus_per_node for one in allocations), [n.gpus for n in nodes.values()]),
-        ]
-        for unit, asked, offered in totals:
-            if asked > sum(offered) and not (unit == "GPUs" and self.plan.cluster.gpu_request == "none"):
+        for unit, field, _, size in self._counted:
+            asked = sum(one.num_nodes * getattr(one, field) for one in allocations)
+            offered = sum(max(size(one, node) for one in allocations) for node in nodes.values())
+            if asked > offered:
                 largest = max(usable, key=lambda index: self.layout.allocations[index].num_nodes)
                 yield ConfigProblem(
                     message=f"trial can never start: its jobs need {asked} {unit} together, the {len(nodes)} nodes "
-                    f"that they could run on have {sum(offered)}",
+                    f"that they could run on have {offered}",
                     hint="lower the groups' counts or sizes, or use more partitions",
                     path=self._count_path(largest),
                     shown=self._count_text(largest),
@@ -420,10 +414,6 @@ class _Checks:
         group = self.plan.scheduling[self._largest_group(index)]
         is_elastic = self.layout.allocations[index].role == "elastic" and group.elastic is not None
         return str(group.elastic.count if is_elastic and group.elastic else group.count)
-
-    def _option_path(self, index: int, name: str) -> KeyPath:
-        own: list[KeyPath] = [("groups", kind, "scheduling", name) for kind in self._groups(index)]
-        return self.source.first_given(*own, ("launch", name)) if own else ("launch", name)
 
     def _count_that_fits(self, index: int, kind: WorkerKind, num_nodes: int, partition: str) -> int:
         """The largest count of one group with which its allocation needs at most so many nodes; 0 if none does."""

@@ -9,15 +9,13 @@ job another account or QOS than the user's default, so that nothing is refused f
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
+from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.launcher.slurm.accounts import Holder, seconds_of
-from corral.launcher.slurm.limits import Charge, Demand, Excess, excesses, name_of, wall_of
-from corral.launcher.submit.asks import leaves_time, limit_that_fits, raise_problems
+from corral.launcher.slurm.accounts import Charge, Demand, Excess, Holder, excesses, name_of, seconds_of, wall_of
+from corral.launcher.submit.asks import leaves_time, limit_that_fits, option_path, raise_problems
 from corral.launcher.submit.cluster import ClusterFacts
 from corral.scheduling.slurm_formats import format_time_limit
-from corral.scheduling.worker_information import parse_worker_id
 
 _FIELD_BY_HOLDER: Mapping[Holder, str] = {Holder.QOS: "qos", Holder.PARTITION: "partition", Holder.ACCOUNT: "account"}
 
@@ -116,7 +114,7 @@ class _Checks:
         return ConfigProblem(
             message=f"trial can never {excess.never}: {excess.said}{who}",
             hint=hint,
-            path=self._path(index, field),
+            path=option_path(self.layout, self.source, index, field),
             shown=allocation.options.get(field, ""),
             evidence=f"sacctmgr show {what},{excess.setting}",
         )
@@ -125,15 +123,6 @@ class _Checks:
         account, _, partition = _charged(allocation)
         association = self.facts.accounts.association(account, partition or self.facts.default_partition or "")
         return [name for name in association.qos if name != exceeded] if association else []
-
-    def _path(self, index: int, field: str) -> KeyPath:
-        kinds = dict.fromkeys(parse_worker_id(worker)[0] for worker in self.layout.workers_of(index))
-        own: list[KeyPath] = [("groups", kind, "scheduling", field) for kind in kinds]
-        if self.layout.allocations[index].role == "elastic":
-            own = [("groups", kind, "elastic", "scheduling", field) for kind in kinds] + own
-        common: KeyPath = ("launch", field)
-        given = self.source.first_given(*own, common)
-        return given if self.source.gives(given) else common
 
 
 def _charged(allocation: Allocation) -> tuple[str | None, str | None, str | None]:

@@ -9,7 +9,7 @@ is certain, and warned of the rest: an estimate must not keep a trial from runni
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from corral.experiments.checks.allocation import check_allocation
@@ -19,7 +19,7 @@ from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.launcher.submit.memory_plan import (
-    RECOMPUTE_MORE,
+    RECOMPUTE_FULL,
     GpuUse,
     TrainingMemory,
     gpu_uses,
@@ -28,15 +28,14 @@ from corral.launcher.submit.memory_plan import (
     server_use,
 )
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
-from corral.scheduling.memory.gpu import GIB, Peak, gpu_bytes_for, usable_bytes
+from corral.scheduling.memory.gpu import GIB, MIB, Peak, gpu_bytes_for, usable_bytes
+from corral.scheduling.memory.model import ANSWER
 from corral.scheduling.memory.nearest_layout import nearest_layout
-from corral.scheduling.memory.server import ANSWER
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName, parse_model_name
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.worker_numbers import fold_numbers
 
-MIB = 1 << 20
 # Where nobody says how many GPUs there are: times as many as now, but not beyond what is looked through in seconds.
 _MAX_GROWTH, _MAX_LOOKED_THROUGH = 16, 128
 _LEAST_TOKENS = 256  # a budget that holds no answer is no way out
@@ -139,32 +138,17 @@ class _Checks:
         found = None if mesh is None else self._nearest_for(use, memory, names, mesh)
         if found is not None:
             yield f"allocation {found} fits"
-        less = [(how, memory.with_recompute(how)) for how in RECOMPUTE_MORE if memory.could_recompute(names, how)]
         trained = " and ".join(name.role for name in names if memory.roles[name].optimizer is not None)
-        enough = next((how for how, changed in less if self._fits(changed.peak(names, fixed))), None)
+        lighter = dict(memory.lighter())
+        enough = next((one for one, changed in lighter.items() if self._fits(changed.peak(names, fixed))), None)
         if enough is not None:
-            yield f"recompute {enough} of {trained} fits this layout"
-        else:
-            yield from self._hosting_hints(memory, names, fixed, trained)
-        if mesh is not None and found is None and enough is None and less:
-            how, changed = less[-1]
-            if with_less := self._nearest_for(use, changed, names, mesh):
-                yield f"allocation {with_less} with recompute {how} of {trained} fits"
+            yield f"{enough} of {trained} fits this layout"
+        elif mesh is not None and found is None and RECOMPUTE_FULL in lighter:
+            if with_less := self._nearest_for(use, lighter[RECOMPUTE_FULL], names, mesh):
+                yield f"allocation {with_less} with {RECOMPUTE_FULL} of {trained} fits"
         largest = self._largest_tokens(lambda tokens: self._fits(memory.peak(names, fixed, max_tokens=tokens)), names)
         if largest:
             yield f"max_tokens_per_micro_batch {largest} fits this layout"
-
-    def _hosting_hints(
-        self, memory: TrainingMemory, names: Sequence[ModelName], fixed: Mapping[ModelName, ParallelDims], trained: str
-    ) -> Iterator[str]:
-        """What the state of optimizers in host memory would be good for, alone or with as little kept as can be."""
-        if not memory.could_host_optimizer(names):
-            return
-        hosted = memory.with_optimizer_on_host()
-        if self._fits(hosted.peak(names, fixed)):
-            yield f"offload optimizer of {trained} fits this layout"
-        elif hosted.could_recompute(names, "full") and self._fits(hosted.with_recompute("full").peak(names, fixed)):
-            yield f"offload optimizer with recompute full of {trained} fits this layout"
 
     def _nearest_for(self, use: GpuUse, memory: TrainingMemory, names: Sequence[ModelName], mesh: Mesh) -> str | None:
         """The allocation with the nearest layout of these models that fits."""

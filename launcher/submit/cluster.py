@@ -125,23 +125,6 @@ def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str
         return None
 
 
-def node_shapes(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str, str]]) -> Mapping[str | None, NodeShape]:
-    """What a node of each partition has: the shape that most of its nodes share, those that are up first.
-
-    The default partition is also under None. A partition without nodes is left out.
-    """
-    shape_by_partition: dict[str | None, NodeShape] = {}
-    for name in dict.fromkeys([*(node.partition for node in nodes), *partitions]):
-        members = [node for node in nodes if node.partition == name]
-        shape = most_common_shape(members)
-        if shape is None:
-            continue
-        shape_by_partition[name] = shape
-        if any(node.is_default_partition for node in members):
-            shape_by_partition[None] = shape
-    return shape_by_partition
-
-
 def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> NodeShape | None:
     """The shape that most of the nodes share, with GPUs of one type only if it is given; None of no nodes."""
     real = [node for node in nodes if node.cpus > 0 and node.mem_mb > 0]

@@ -1,4 +1,4 @@
-"""RunPlan -> what every GPU of a trial holds at its worst moment.
+"""RunPlan -> what every GPU of a trial holds at its worst moment -> one table for people.
 
     roles of a rank, calls of the step ─┐
     model directories (config.json) ────┼─► one GpuUse for all ranks that hold the same models in the same layouts
@@ -6,32 +6,64 @@
 
 Workers without a GPU hold all of this in host memory, and are left out. So is a model whose type is not known: its GPU
 has no figures, and says why.
+
+    GiB of one GPU                   params   grads   optim   activ   head   buffers    all
+    ───────────────────────────────────────────────────────────────────────────────────────
+    model_worker 0-31
+      actor/0 d32                       3.8     3.8     7.6    36.4    2.0      17.0   70.7
+      ref/0 d32                         3.8                                             3.8
+      all, in actor_train                                                              74.5
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.config.model import ModelConfig, Recompute, TrainedModelConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.parameters import adapted_layers
+from corral.experiments.inputs.parameters import ITEM_SIZES, adapted_layers
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.launcher.submit.dataflow_text import answers_per_prompt
+from corral.launcher.submit.plan_text import answers_per_prompt
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
-from corral.scheduling.memory.fsdp import Adapters, CallKind, CallSizes, RoleModel
-from corral.scheduling.memory.gpu import CallOnGpu, ModelOnGpu, Peak, peak_of
-from corral.scheduling.memory.megatron import MegatronModel
-from corral.scheduling.memory.server import ANSWER, server_on_gpu
+from corral.scheduling.memory.gpu import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GIB,
+    MIB,
+    PARTS,
+    CallOnGpu,
+    ModelOnGpu,
+    Part,
+    Peak,
+    peak_of,
+    usable_bytes,
+)
+from corral.scheduling.memory.model import ANSWER, Adapters, CallKind, CallSizes, RoleModel, server_on_gpu
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook, PushWeightsHook
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.worker_information import WorkerKind
+from corral.scheduling.worker_numbers import fold_numbers
 
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-RECOMPUTE_MORE = _RECOMPUTE[1:]
-"""Ways to keep less of layers, the least first."""
+RECOMPUTE_FULL = "recompute full"
+_HEADINGS: dict[Part, str] = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "head": "head",
+    "KV cache": "KV",
+    "buffers": "buffers",
+}
+_TABLE_WIDTH = 120  # where nobody looks at it on a terminal
+_LIGHTER: tuple[tuple[str, Recompute, bool], ...] = (
+    ("recompute selective", "selective", False),
+    (RECOMPUTE_FULL, "full", False),
+    ("offload optimizer", "none", True),
+    (f"offload optimizer with {RECOMPUTE_FULL}", "full", True),
+)
+"""What to set, so that less is held: how much is computed again, and whether moments lie in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +107,7 @@ class TrainingMemory:
 
     plan: RunPlan
     roles: Mapping[ModelName, ModelRoleSpec]
-    models: Mapping[ModelName, RoleModel | MegatronModel | None]
+    models: Mapping[ModelName, RoleModel | None]
     """By name; None of a type that is not known."""
 
     @classmethod
@@ -87,7 +119,7 @@ class TrainingMemory:
     def has_experts(self, names: Iterable[ModelName]) -> bool:
         """Whether experts of one of these models could be spread over ranks."""
         models = [self.models[name] for name in names]
-        return any(isinstance(model, MegatronModel) and model.sizes.sparse_layers for model in models)
+        return any(model and model.backend == "megatron" and model.sizes.sparse_layers for model in models)
 
     def config_of(self, name: ModelName) -> ModelConfig:
         """What an experiment says of a model, as far as layouts may not suit it."""
@@ -98,41 +130,14 @@ class TrainingMemory:
             **dict(role.model), optimizer=role.optimizer, lora=role.lora, recompute=role.recompute
         )
 
-    def with_recompute(self, how: Recompute) -> "TrainingMemory":
-        """The same trial, if the layers of all that is trained were computed again at least in so far."""
-        roles = {
-            name: role.model_copy(update={"recompute": how}) if self.could_recompute([name], how) else role
-            for name, role in self.roles.items()
-        }
-        return self._with(roles)
-
-    def with_optimizer_on_host(self) -> "TrainingMemory":
-        """The same trial, if the state of every optimizer lay in host memory where its backend can do that."""
-        return self._with(
-            {
-                name: role.model_copy(update={"model": role.model.model_copy(update={"offload": "optimizer"})})
-                if self.could_host_optimizer([name])
-                else role
-                for name, role in self.roles.items()
-            }
-        )
-
-    def _with(self, roles: Mapping[ModelName, ModelRoleSpec]) -> "TrainingMemory":
-        return TrainingMemory(plan=self.plan, roles=roles, models=_models_of(self.plan, roles))
-
-    def could_host_optimizer(self, names: Iterable[ModelName]) -> bool:
-        """Whether the state of the optimizer of one of these models could lie in host memory, and does not."""
-        roles = [self.roles[name] for name in names]
-        return any(
-            role.optimizer is not None and role.backend == "fsdp" and role.model.offload != "optimizer"
-            for role in roles
-        )
-
-    def could_recompute(self, names: Iterable[ModelName], how: Recompute) -> bool:
-        """Whether one of these models is trained and computes less than that again."""
-        weaker = _RECOMPUTE[: _RECOMPUTE.index(how)]
-        roles = [self.roles[name] for name in names]
-        return any(role.optimizer is not None and role.recompute in weaker for role in roles)
+    def lighter(self) -> "Iterator[tuple[str, TrainingMemory]]":
+        """The same trial with less of what is trained on a GPU, and what to set for it; the least change first."""
+        seen = [self.roles]
+        for setting, recompute, hosts in _LIGHTER:
+            roles = {name: _lighter(role, recompute, hosts=hosts) for name, role in self.roles.items()}
+            if roles not in seen:
+                seen.append(roles)
+                yield setting, TrainingMemory(plan=self.plan, roles=roles, models=_models_of(self.plan, roles))
 
     def uses(self) -> list[GpuUse]:
         """One for each set of models that some ranks hold."""
@@ -173,10 +178,9 @@ class TrainingMemory:
         return peak_of(held, [_on_gpu(call) for call in calls])
 
     def _sizes(self, call: ModelFunctionCall, dims: ParallelDims, max_tokens: int | None) -> CallSizes:
-        if call.call_type is CallType.GENERATE:
+        is_held_out = call.call_type is CallType.EVALUATE and call.implementation == HELD_OUT_ANSWERS
+        if call.call_type is CallType.GENERATE or is_held_out:
             return self._generation_sizes(call, dims)
-        if call.call_type is CallType.EVALUATE and call.implementation == HELD_OUT_ANSWERS:
-            return self._held_out_sizes(call, dims)
         kind: CallKind = "train" if call.call_type is CallType.TRAIN_STEP else "infer"
         limits = [call.micro_batches.max_tokens_per_micro_batch, max_tokens, self._most_tokens(call, dims)]
         return CallSizes(name=call.name, kind=kind, tokens=min((limit for limit in limits if limit), default=0))
@@ -192,18 +196,28 @@ class TrainingMemory:
     def _generation_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
         """As `workers/model/generator.py` makes its batch: the longest prompt and answer for each at a time."""
         spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
-        assert spec.generation is not None
-        prompts = -(-call.n_seqs // dims.dp)
-        running = min(spec.generation.max_running_requests, prompts * spec.generation.group_size)
-        longest = longest_answer(self.plan) or 0
+        running = -(-call.n_seqs // dims.dp)
+        if call.call_type is CallType.GENERATE:
+            assert spec.generation is not None
+            running = min(spec.generation.max_running_requests, running * spec.generation.group_size)
+            longest = longest_answer(self.plan) or 0
+        else:
+            assert spec.evaluation is not None
+            longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.max_new_tokens
         return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
 
-    def _held_out_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
-        spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
-        assert spec.evaluation is not None
-        running = -(-call.n_seqs // dims.dp)
-        longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.max_new_tokens
-        return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
+
+def _lighter(role: ModelRoleSpec, recompute: Recompute, *, hosts: bool) -> ModelRoleSpec:
+    """A role that is trained, if its layers were computed again at least in so far, and its moments on the host."""
+    if role.optimizer is None:
+        return role
+    offload = "optimizer" if hosts and role.backend == "fsdp" else role.model.offload
+    return role.model_copy(
+        update={
+            "recompute": max(role.recompute, recompute, key=("none", "selective", "full").index),
+            "model": role.model.model_copy(update={"offload": offload}),
+        }
+    )
 
 
 def longest_answer(plan: RunPlan) -> int | None:
@@ -221,36 +235,26 @@ def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:
     return CallOnGpu(name=call.name, model=str(call.model_name), offloads=offloads)
 
 
-def _models_of(
-    plan: RunPlan, roles: Mapping[ModelName, ModelRoleSpec]
-) -> dict[ModelName, RoleModel | MegatronModel | None]:
+def _models_of(plan: RunPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> dict[ModelName, RoleModel | None]:
     calls = (call for worker in plan.workers if isinstance(worker, ModelWorkerSpec) for call in worker.calls)
     hooks = (hook for call in calls for hook in call.post_hooks if isinstance(hook, PushWeightsHook))
     followers = {hook.target for hook in hooks if hook.eta < 1.0}
     return {name: _model_of(role, follows=name in followers) for name, role in roles.items()}
 
 
-def _model_of(role: ModelRoleSpec, *, follows: bool) -> RoleModel | MegatronModel | None:
+def _model_of(role: ModelRoleSpec, *, follows: bool) -> RoleModel | None:
     sizes = decoder_sizes(role.model.path)
     if sizes is None:
         return None
-    if role.backend == "megatron":
-        return MegatronModel(
-            sizes,
-            output="vocabulary" if role.head == "lm" else "score",
-            is_trained=role.optimizer is not None,
-            follows=follows,
-            adapters=_adapters(role, sizes),
-            compute_bytes=NUMBER_BYTES[role.model.dtype],
-            recompute=role.recompute,
-        )
     return RoleModel(
-        sizes,
+        sizes=sizes,
+        backend=role.backend,
         output="vocabulary" if role.head == "lm" else "score",
         optimizer=role.optimizer.type if role.optimizer is not None else None,
         adapters=_adapters(role, sizes),
-        compute_bytes=NUMBER_BYTES[role.model.dtype],
+        compute_bytes=ITEM_SIZES[role.model.dtype],
         recompute=role.recompute,
+        follows=follows,
         sums_gradients_once=role.gradient_sums == "last_micro_batch",
         shares_prompts=role.model.shared_prompts == "auto",
         hosts_optimizer=role.model.offload == "optimizer",
@@ -281,13 +285,12 @@ def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: 
         model = server_on_gpu(
             name,
             sizes,
-            number_bytes=NUMBER_BYTES[server.engine.dtype],
+            number_bytes=ITEM_SIZES[server.engine.dtype],
             max_total_tokens=max_total_tokens or server.engine.max_total_tokens or 0,
             max_running_requests=server.engine.max_running_requests,
             num_gpus=each,
             is_embedded=server.backend == "hf",
             is_rounded=server.engine.quantization is not None,
-            has_graphs=server.engine.cuda_graphs,
         )
         peak = peak_of([model], [CallOnGpu(name=ANSWER, model=name)])
     return GpuUse(
@@ -306,3 +309,61 @@ def models_alone(meshes: Mapping[ModelName, Mesh], names: Sequence[ModelName]) -
     is_shared = all(meshes[name] == first for name in names)
     is_alone = not any(set(mesh.ranks) & set(first.ranks) for mesh in others)
     return first if is_shared and is_alone else None
+
+
+def render_memory(uses: Sequence[GpuUse], *, gpu_memory_mb: int | None, width: int | None) -> str:
+    """The table, and what of a GPU it leaves out.
+
+    Args:
+        gpu_memory_mb: of one GPU; None if nobody says.
+        width: columns of the terminal; None if it is none.
+    """
+    # rich takes longer to import than all of the checks take to run, which import this module, too.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = [part for part in PARTS if any(_has(use.peak, part) for use in uses)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_edge=False)
+    table.add_column("GiB of one GPU", overflow="fold")
+    for heading in [*(_HEADINGS[part] for part in shown), "all"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, use in enumerate(uses):
+        if number:
+            table.add_row()
+        for cells in _rows(use, shown):
+            table.add_row(*map(Text, cells))  # what is in brackets must not be taken for markup
+    console = Console(width=width or _TABLE_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+        console.print(Text(_caption(gpu_memory_mb)))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _has(peak: Peak | None, part: Part) -> bool:
+    return peak is not None and any(parts.get(part) for parts in peak.parts_by_model.values())
+
+
+def _rows(use: GpuUse, shown: Sequence[Part]) -> Iterator[list[str]]:
+    yield [f"{use.kind} {fold_numbers(use.workers)}"]
+    if use.peak is None:
+        yield [f"  not known: config.json of {', '.join(use.unknown)}"]
+        return
+    for model, parts in use.peak.parts_by_model.items():
+        cells = [_gib(parts.get(part, 0)) for part in shown]
+        yield [f"  {model} {use.dims_by_model[model].short}", *cells, _gib(sum(parts.values()))]
+    moment = "" if use.peak.call == ANSWER else f", in {use.peak.call}"
+    yield [f"  all{moment}", *[""] * len(shown), _gib(use.peak.total)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size else ""
+
+
+def _caption(gpu_memory_mb: int | None) -> str:
+    reserve = f"{CONTEXT_BYTES / GIB:.4g} GiB for CUDA and NCCL and {FRAGMENTATION:.0%} for fragmentation"
+    if gpu_memory_mb is None:
+        return f"Estimated; a GPU needs {reserve} besides. cluster.gpu_memory (80G) compares this with what it has."
+    usable = usable_bytes(gpu_memory_mb * MIB) / GIB
+    return f"Estimated; {usable:.1f} of a GPU's {gpu_memory_mb / 1024:.4g} GiB are usable: {reserve} are set aside."

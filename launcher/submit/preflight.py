@@ -4,31 +4,27 @@
                              |                                                                              |
                        no answer: a warning, and SLURM alone decides                 ConfigError, UnsatisfiableError
 
-Refused is what no waiting cures. Nodes that are down and a start that is not yet possible are warnings, and where
-`sbatch --test-only` refuses for them, its refusal is one too: sbatch takes such a job, and it waits.
-Nothing is written outside a temporary folder.
+Refused is what no waiting cures; what SLURM itself refuses is told with what was asked for and the key it is about.
+Nodes that are down and a start that is not yet possible are warnings, and where `sbatch --test-only` refuses for them,
+its refusal is one too: sbatch takes such a job, and it waits. Nothing is written outside a temporary folder.
 """
 
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, UnsatisfiableError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
-from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
-from corral.launcher.slurm.complaints import Complaint
-from corral.launcher.slurm.refusals import explain_refusal
+from corral.launcher.slurm.client import Complaint, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.sbatch import (
     extra_job_options,
     refusal_command,
@@ -78,48 +74,135 @@ def check_on_slurm(
         UnsatisfiableError: if this cluster cannot run the trial.
         SlurmUnreachableError: if SLURM does not answer at all.
     """
-    client = SlurmClient()
+    checks = _Checks(
+        plan=plan, directory=directory, source=source, client=SlurmClient(), asks=asks_of(plan, source), warnings=[]
+    )
     try:
-        asks = asks_of(plan, source)
-        check_values(asks, plan, source, now=now or datetime.now())
-        local = node_local_warning(directory.path)
-        warnings = [local] if local else []
-        facts = _read(client, asks, warnings, has_checks=has_checks)
-        if not has_checks:
-            layout = _plan(plan, asks, facts)
-            return Preflight(layout=layout, checks=("cluster not checked (--no-checks)",), warnings=tuple(warnings))
-        if plan.cluster.gpu_memory is not None:
-            warnings += check_memory(plan, GpuBudget(gpu_memory_mb=plan.cluster.gpu_memory), source)
-        raise_problems(ConfigError, list(_missing_images(asks, plan)), source)
-        try:
-            layout, found, doubts = _compare(plan, asks, facts, source)
-        except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
-            facts = _read(client, asks, [], has_checks=True, wants_all_nodes=True) or facts
-            layout, found, doubts = _compare(plan, asks, facts, source)
-        warnings += doubts
-        known = {Complaint.NODES} if found.waits_for_nodes else set()
-        if facts is not None and any(facts.begins_later(name) for ask in asks for name in ask.reservations):
-            known.add(Complaint.TIME)
-        started = _ask_slurm(plan, layout, directory, client, source, known=known)
-        warnings += started.warnings
-        # SLURM estimates as if a partition that is down were up.
-        is_down = facts is not None and facts.are_down(partitions_asked(layout.head.options, facts))
-        estimate = () if is_down else started.checks
-        return Preflight(layout=layout, checks=(*found.checks, *estimate), warnings=tuple(warnings))
+        check_values(checks.asks, plan, source, now=now or datetime.now())
+        if local := node_local_warning(directory.path):
+            checks.warnings.append(local)
+        facts = checks.read(has_checks=has_checks)
+        if has_checks:
+            layout, found = checks.all(facts)
+        else:
+            layout, found = checks.planned(facts), ["cluster not checked (--no-checks)"]
+        return Preflight(layout=layout, checks=tuple(found), warnings=tuple(checks.warnings))
     except ConfigError as error:
         raise error.located(source) from error
 
 
-def _compare(
-    plan: RunPlan, asks: Sequence[Ask], facts: ClusterFacts | None, source: ConfigSource
-) -> tuple[Layout, Capacity, list[str]]:
-    """The layout, what its nodes are like, and warnings; an UnsatisfiableError for what the cluster never gives."""
-    if facts is None:
-        return _plan(plan, asks, None), Capacity([], []), []
-    warnings = check_asks(asks, plan, facts, source)
-    layout = _plan(plan, asks, facts)
-    found = check_layout(layout, plan, facts, source)
-    return layout, found, [*warnings, *found.waits_for_nodes, *check_limits(layout, plan, facts, source)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checks:
+    """A trial beside the cluster that it is for."""
+
+    plan: RunPlan
+    directory: TrialDirectory
+    source: ConfigSource
+    client: SlurmClient
+    asks: Sequence[Ask]
+    warnings: list[str]
+
+    def read(self, *, has_checks: bool, wants_all_nodes: bool = False) -> ClusterFacts | None:
+        """What the cluster has; None if it does not say."""
+        try:
+            return read_cluster(
+                self.client,
+                wanted_partitions=[name for ask in self.asks for name in ask.values.get("partition", "").split(",")],
+                wants_all_nodes=wants_all_nodes,
+                accounts_of=user_name() if has_checks else None,
+            )
+        except SlurmUnreachableError:
+            raise
+        except SlurmError as error:
+            if not wants_all_nodes:
+                self.warnings.append(f"nodes and partitions could not be checked: {error}")
+            return None
+
+    def planned(self, facts: ClusterFacts | None) -> Layout:
+        if facts is None:
+            return plan_layout(self.plan)
+        shapes = shapes_for(self.asks, self.plan, facts)
+        return plan_layout(self.plan, shapes, default_partition=facts.default_partition)
+
+    def all(self, facts: ClusterFacts | None) -> tuple[Layout, list[str]]:
+        """The layout, and what was found."""
+        if self.plan.cluster.gpu_memory is not None:
+            budget = GpuBudget(gpu_memory_mb=self.plan.cluster.gpu_memory)
+            self.warnings.extend(check_memory(self.plan, budget, self.source))
+        raise_problems(ConfigError, list(_missing_images(self.asks, self.plan)), self.source)
+        try:
+            layout, found = self._compare(facts)
+        except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
+            facts = self.read(has_checks=True, wants_all_nodes=True) or facts
+            layout, found = self._compare(facts)
+        known = {Complaint.NODES} if found.waits_for_nodes else set()
+        if facts is not None and any(facts.begins_later(name) for ask in self.asks for name in ask.reservations):
+            known.add(Complaint.TIME)
+        started = self._ask_slurm(layout, known)
+        # SLURM estimates as if a partition that is down were up.
+        is_down = facts is not None and facts.are_down(partitions_asked(layout.head.options, facts))
+        return layout, [*found.checks, *([] if is_down else started)]
+
+    def _compare(self, facts: ClusterFacts | None) -> tuple[Layout, Capacity]:
+        """The layout, and what its nodes are like; an UnsatisfiableError for what the cluster never gives."""
+        if facts is None:
+            return self.planned(None), Capacity([], [])
+        warnings = check_asks(self.asks, self.plan, facts, self.source)
+        layout = self.planned(facts)
+        found = check_layout(layout, self.plan, facts, self.source)
+        warnings += [*found.waits_for_nodes, *check_limits(layout, self.plan, facts, self.source)]
+        self.warnings.extend(warnings)
+        return layout, found
+
+    def _ask_slurm(self, layout: Layout, known: Set[Complaint]) -> list[str]:
+        """What `sbatch --test-only` says about every job of the trial: when its head would start.
+
+        Args:
+            known: complaints of which the user has been warned already.
+        """
+        plan, directory = self.plan, self.directory
+        with tempfile.TemporaryDirectory(prefix="corral-check-", ignore_cleanup_errors=True) as folder:
+            script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
+            script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
+            start_with = [layout.allocations[index] for index in layout.components]
+            answers = [self._test(script, [], sbatch_options(plan, layout, directory), start_with, known)]
+            extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
+            # Those of a group's elastic workers are alike but for their names.
+            extra_jobs = {
+                describe(one).partition(": ")[2] + repr(one.options): index
+                for index, one in reversed(list(enumerate(layout.allocations)))
+                if index not in layout.components
+            }
+            for index in sorted(extra_jobs.values()):
+                options = extra_job_options(plan, layout, index, directory)
+                answers.append(self._test(extra_script, options, options, [layout.allocations[index]], known))
+        doubts = [one.said for one in answers if isinstance(one, SlurmError) and one.complaint not in known]
+        at_present = [f"sbatch takes this job, but could not start it at present: {said}" for said in doubts]
+        self.warnings.extend(dict.fromkeys(at_present))
+        start = None if isinstance(answers[0], SlurmError) else re.search(r" to start at (\S+)", answers[0])
+        return [f"est. start {_estimate(start[1], now=time.time())}"] if start else []
+
+    def _test(
+        self,
+        script: Path,
+        options: Sequence[str],
+        all_options: Sequence[str],
+        allocations: Sequence[Allocation],
+        known: Set[Complaint],
+    ) -> str | SlurmError:
+        """SLURM's answer about one job, or its complaint if waiting cures it.
+
+        `all_options` are those of the command line and of the script.
+        """
+        try:
+            return self.client.test_submission(options, script)
+        except SlurmUnreachableError:
+            raise
+        except SlurmError as error:
+            if error.complaint in known | {Complaint.TIME}:
+                return error
+            asked_for, command = [describe(allocation) for allocation in allocations], refusal_command(all_options)
+            raise explain_refusal(error, self.plan, asked_for, self.source, command=command) from error
 
 
 def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProblem]:
@@ -135,77 +218,6 @@ def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProble
             )
 
 
-def _read(
-    client: SlurmClient, asks: Sequence[Ask], warnings: list[str], *, has_checks: bool, wants_all_nodes: bool = False
-) -> ClusterFacts | None:
-    try:
-        return read_cluster(
-            client,
-            wanted_partitions=[name for ask in asks for name in ask.values.get("partition", "").split(",")],
-            wants_all_nodes=wants_all_nodes,
-            accounts_of=user_name() if has_checks else None,
-        )
-    except SlurmUnreachableError:
-        raise
-    except SlurmError as error:
-        warnings.append(f"nodes and partitions could not be checked: {error}")
-        return None
-
-
-def _plan(plan: RunPlan, asks: Sequence[Ask], facts: ClusterFacts | None) -> Layout:
-    if facts is None:
-        return plan_layout(plan)
-    return plan_layout(plan, shapes_for(asks, plan, facts), default_partition=facts.default_partition)
-
-
-class _Answer(NamedTuple):
-    """What SLURM says about the jobs of a trial."""
-
-    checks: list[str]
-    warnings: list[str]
-
-
-def _ask_slurm(
-    plan: RunPlan,
-    layout: Layout,
-    directory: TrialDirectory,
-    client: SlurmClient,
-    source: ConfigSource,
-    *,
-    known: Set[Complaint],
-) -> _Answer:
-    """What `sbatch --test-only` says about every job of the trial; when its head would start.
-
-    Args:
-        known: complaints of which the user has been warned already.
-    """
-    ask = partial(_test, plan, client, source, known | {Complaint.TIME})
-    with tempfile.TemporaryDirectory(prefix="corral-check-") as folder:
-        script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
-        script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
-        start_with = [layout.allocations[index] for index in layout.components]
-        answers = [ask(script, [], sbatch_options(plan, layout, directory), start_with)]
-        extra_jobs = [index for index in range(len(layout.allocations)) if index not in layout.components]
-        if extra_jobs:
-            extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
-        asked: set[str] = set()
-        for index in extra_jobs:
-            allocation = layout.allocations[index]
-            # Those of a group's elastic workers are alike but for their names.
-            text = describe(allocation).partition(": ")[2] + repr(allocation.options)
-            if text not in asked:
-                asked.add(text)
-                options = extra_job_options(plan, layout, index, directory)
-                answers.append(ask(extra_script, options, options, [allocation]))
-    doubts = dict.fromkeys(
-        answer.said for answer in answers if isinstance(answer, SlurmError) and answer.complaint not in known
-    )
-    warnings = [f"sbatch takes this job, but could not start it at present: {said}" for said in doubts]
-    head = answers[0]
-    start = None if isinstance(head, SlurmError) else re.search(r" to start at (\S+)", head)
-    return _Answer([f"est. start {_estimate(start[1], now=time.time())}"] if start else [], warnings)
-
-
 def _estimate(start: str, *, now: float) -> str:
     """A moment that sbatch names, for people: behind a job without a time limit it is centuries away."""
     try:
@@ -215,26 +227,65 @@ def _estimate(start: str, *, now: float) -> str:
     return "now" if away_s < 60.0 else "unknown" if away_s > _FAR_AWAY_S else start
 
 
-def _test(
-    plan: RunPlan,
-    client: SlurmClient,
-    source: ConfigSource,
-    tolerated: Set[Complaint],
-    script: Path,
-    options: Sequence[str],
-    all_options: Sequence[str],
-    allocations: Sequence[Allocation],
-) -> str | SlurmError:
-    """SLURM's answer about one job, or its complaint if that is tolerated.
+_EXTRA: KeyPath = ("launch", "extra_sbatch_arguments")
+_FIELD_BY_COMPLAINT: Mapping[Complaint, str] = {
+    Complaint.RESERVATION: "reservation",
+    Complaint.ACCOUNT: "account",
+    Complaint.QOS: "qos",
+    Complaint.LIMIT: "qos",  # an account's limits hold for all of its QOS, a QOS is what one can choose
+    Complaint.FEATURE: "constraint",
+    Complaint.NODE_NAMES: "nodelist",
+    Complaint.TIME_LIMIT: "time_limit",
+    Complaint.TIME: "begin",
+    Complaint.PARTITION: "partition",
+}
+_LIMIT_HINT = (
+    "ask for less, for a shorter time, or for another QOS; sacctmgr show qos, and sacctmgr show assoc user=$USER, "
+    "list the limits"
+)
 
-    `all_options` are those of the command line and of the script.
+
+def explain_refusal(
+    error: SlurmError, plan: RunPlan, allocations: Sequence[str], source: ConfigSource, *, command: str
+) -> UnsatisfiableError:
+    """SLURM's own refusal, with what was asked for beside it and the key that it is about, as far as it says so.
+
+    Args:
+        error: the answer of `sbatch --test-only`.
+        allocations: what was asked for, a line each.
+        command: the command that shows the answer.
     """
-    try:
-        return client.test_submission(options, script)
-    except SlurmUnreachableError:
-        raise
-    except SlurmError as error:
-        if error.complaint in tolerated:
-            return error
-        asked_for = [describe(allocation) for allocation in allocations]
-        raise explain_refusal(error, plan, asked_for, source, command=refusal_command(all_options)) from error
+    path, shown, place = _blamed(error, plan, source)
+    if error.complaint is Complaint.LIMIT:
+        hint = _LIMIT_HINT
+    elif path:
+        hint = "correct it"
+    else:
+        hint = "ask for less, or for something else; the administrators know this site's rules"
+    problem = ConfigProblem(
+        message="\n".join([f"SLURM refuses this trial: {error.said}", *(f"asked for: {line}" for line in allocations)]),
+        hint=hint,
+        path=path,
+        shown=shown,
+        place=place,
+        evidence=command,
+    )
+    return UnsatisfiableError([problem]).located(source)
+
+
+def _blamed(error: SlurmError, plan: RunPlan, source: ConfigSource) -> tuple[KeyPath, str, str]:
+    """The key, its value and, where it is an item of a list, the item's place."""
+    index = _named_argument(error, plan.launch.extra_sbatch_arguments)
+    if index is not None:
+        return _EXTRA, plan.launch.extra_sbatch_arguments[index], source.place((*_EXTRA, index))
+    field = _FIELD_BY_COMPLAINT.get(error.complaint, "")
+    value = getattr(plan.launch, field) if field else None
+    return (("launch", field), str(value), "") if value else ((), "", "")
+
+
+def _named_argument(error: SlurmError, arguments: Sequence[str]) -> int | None:
+    """Which of the extra options sbatch names: `--nice` itself, or `license` of `--licenses`."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    exact = [index for index, name in enumerate(names) if name in error.said]
+    alike = [index for index, name in enumerate(names) if name.strip("-").rstrip("s") in error.said.lower()]
+    return next(iter([*exact, *alike]), None)

@@ -31,13 +31,12 @@ from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
-from corral.launcher.submit.imagined import check_on_shape
+from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.submit.reallocate import reallocated
 from corral.launcher.submit.users_code import KeptCode, look_again, look_at_code
 from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import is_locked
-from corral.scheduling.cluster_shape import ClusterShape
 from corral.scheduling.slurm_formats import check_plain_text
 
 _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit

@@ -57,7 +57,7 @@ def create(submission: Submission) -> None:
     try:
         write_plan(submission)
     except BaseException:
-        shutil.rmtree(directory.path)
+        shutil.rmtree(directory.path, ignore_errors=True)
         raise
 
 
@@ -117,7 +117,7 @@ def _start(submission: Submission, cluster: Cluster | None, supervisor_command: 
         ) from error
     except BaseException:
         if previous is None and not is_locked(directory):
-            shutil.rmtree(directory.path)
+            shutil.rmtree(directory.path, ignore_errors=True)
         raise
 
 

@@ -21,9 +21,9 @@ from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.keeper import keep, record_failure
 from corral.launcher.supervisor.parts import make_supervisor
 from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.signs_of_life import EXIT_BROKEN, SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.supervisor_exit import EXIT_BROKEN, SupervisorExit
-from corral.launcher.supervisor.units.specs import WorkerCommand, worker_command
+from corral.launcher.supervisor.unit_specs import WorkerCommand, worker_command
 from corral.launcher.trial.lock import SupervisorRunsError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """What runs of an attempt: its workers and its Redis server, from their starts to their exits.
 
-start --TaskRunner, NameServer--> processes --collect--> TaskExit: who, with what, why
+start --TaskRunner, RedisServer--> processes --collect--> TaskExit: who, with what, why
                 +--refused: a TaskExit too, at the next collect
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
@@ -22,41 +21,14 @@ from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.units.actions import TaskExit
-from corral.launcher.supervisor.units.specs import REDIS_UNIT, WorkerCommand
+from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
+from corral.launcher.supervisor.units import TaskExit
 from corral.launcher.trial.exits import ExitKind, ExitRecorder
+from corral.launcher.trial.redis_server import RedisServer
 from corral.scheduling.worker_information import parse_worker_id
 
 _EXIT_NOT_STARTED = 127  # a shell's "command not found"
 _GUARDS_END_S = 5.0
-
-
-class NameServer(Protocol):
-    """The Redis server of this attempt, as the supervisor needs it."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; a restart keeps them."""
-
-    def start(self) -> None:
-        """Starts it, again after a crash; returns once it answers.
-
-        Raises:
-            OSError, RuntimeError, TimeoutError: if it does not come up.
-        """
-
-    def poll(self) -> int | None:
-        """Return code once it ended."""
-
-    def is_frozen(self) -> bool:
-        """Whether it runs and has not answered for some time."""
-
-    def kill(self) -> None:
-        """Ends it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +39,7 @@ class AttemptTasks:
     plan: RunPlan
     attempt: AttemptRecord
     runner: TaskRunner
-    name_server: NameServer
+    redis: RedisServer
     files: FileThread
     """The thread that a start asks whether the file system answers."""
     recorder: Recorder
@@ -76,7 +48,7 @@ class AttemptTasks:
     """Why a part of the trial's own job is gone; "" while all of it is there."""
     _exits: ExitRecorder = field(init=False)
     _running: dict[str, Task] = field(default_factory=dict)
-    _name_server_runs: bool = False
+    _redis_runs: bool = False
     _published_address: tuple[str, int] | None = None
     _failed_starts: list[TaskExit] = field(default_factory=list)
 
@@ -86,7 +58,7 @@ class AttemptTasks:
     def start(self, tasks: Sequence[str]) -> None:
         """Starts the tasks of a unit under a new incarnation."""
         if REDIS_UNIT in tasks:
-            self._start_name_server()
+            self._start_redis()
             return
         incarnation = random_tokens.token_hex(8)
         for worker in tasks:
@@ -99,21 +71,24 @@ class AttemptTasks:
             if (returncode := task.poll()) is not None:
                 del self._running[worker]
                 exits.append(self._ended(worker, task, returncode))
-        if self._name_server_runs and self.name_server.is_frozen():
-            self.recorder.event("redis_frozen", worker=REDIS_UNIT, pid=self.name_server.pid)
-            self.name_server.kill()
-        if self._name_server_runs and (returncode := self.name_server.poll()) is not None:
-            self._name_server_runs = False
+        if self._redis_runs and (returncode := self.redis.poll()) is not None:
+            self._redis_runs = False
             exits.append(TaskExit(REDIS_UNIT, returncode))
-            self.recorder.event("redis_exited", worker=REDIS_UNIT, pid=self.name_server.pid, returncode=returncode)
+            self.recorder.event("redis_exited", worker=REDIS_UNIT, pid=self.redis.pid, returncode=returncode)
         return exits
 
     def signal(self, tasks: Sequence[str], *, kill: bool) -> None:
         """Asks tasks to end, or ends them; those that have ended already are left out."""
-        if REDIS_UNIT in tasks and self._name_server_runs:
-            self.name_server.kill()
+        if REDIS_UNIT in tasks and self._redis_runs:
+            self.redis.kill()
         if workers := [task for task in tasks if task in self._running]:
             self.runner.signal(workers, kill=kill)
+
+    def end_frozen_redis(self) -> None:
+        """It runs, and has not answered for some time."""
+        if self._redis_runs:
+            self.recorder.event("redis_frozen", worker=REDIS_UNIT, pid=self.redis.pid)
+            self.redis.kill()
 
     def kill_all(self) -> None:
         """Ends all that was started here, and waits a while for the guards, which end what workers have started."""
@@ -189,18 +164,18 @@ class AttemptTasks:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def _start_name_server(self) -> None:
+    def _start_redis(self) -> None:
         try:
             self._require_files(self.directory.attempt_logs(self.attempt.attempt) / "redis.log")
-            self.name_server.start()
-            self._publish(self.name_server.address)
+            self.redis.start()
+            self._publish(self.redis.address)
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            self.name_server.kill()
+            self.redis.kill()
             self._not_started("redis_not_started", REDIS_UNIT, error)
             return
-        self._name_server_runs = True
-        _, port = self.name_server.address
-        self.recorder.event("redis_started", worker=REDIS_UNIT, pid=self.name_server.pid, port=port)
+        self._redis_runs = True
+        _, port = self.redis.address
+        self.recorder.event("redis_started", worker=REDIS_UNIT, pid=self.redis.pid, port=port)
 
     def _publish(self, address: tuple[str, int]) -> None:
         """Where workers find Redis; a restart on its port needs no file."""

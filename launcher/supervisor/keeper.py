@@ -17,12 +17,10 @@ import logging
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial import leftovers
@@ -35,10 +33,10 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
-from corral.launcher.supervisor.progress_mark import MARK_VARIABLE, wait_while_it_lives
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.units.actions import RestartPolicy
+from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
+from corral.launcher.supervisor.units import RestartPolicy
+from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.sweep import sweep
@@ -74,17 +72,17 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         SupervisorRunsError: if another supervisor holds the trial.
         OSError: if the files of the trial fail for long, or a signal comes while they do.
     """
-    lock = SupervisorLock(directory)
+    lock, wake = SupervisorLock(directory), WakeUp()
     FilePatience().insist(lambda: _acquire(lock, directory), "lock the trial")
-    forwarder = _Forwarder()
     try:
-        record = open_attempt(directory, patience=FilePatience(forwarder.has_early))
-        if record is None:
-            return 0
-        return _keep(directory, forwarder, lock, record, command=command, max_restarts=max_restarts)
+        with wake.listening():
+            patience = FilePatience(wake.has_signals)
+            record = open_attempt(directory, patience=patience)
+            if record is None:
+                return 0
+            return _keep(directory, wake, lock, record, patience, command=command, max_restarts=max_restarts)
     finally:
         sweep()
-        forwarder.close()
         lock.release()
 
 
@@ -95,14 +93,14 @@ def _acquire(lock: SupervisorLock, directory: TrialDirectory) -> None:
 
 def _keep(
     directory: TrialDirectory,
-    forwarder: "_Forwarder",
+    wake: WakeUp,
     lock: SupervisorLock,
     record: AttemptRecord,
+    patience: FilePatience,
     *,
     command: Sequence[str],
     max_restarts: int,
 ) -> int:
-    patience = FilePatience(forwarder.has_early)
     plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
     recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
     policy = RestartPolicy(
@@ -114,9 +112,9 @@ def _keep(
     with _secrets_recorded(directory, plan.trial.uuid) as recorded:
         while True:
             started_at = time.monotonic()
-            returncode = forwarder.run(
-                [*command, "--attempt", str(record.attempt), *unheard], (lock.descriptor, *recorded)
-            )
+            # The child shares the locks: the trial stays locked until it is gone too.
+            child = _Supervisor([*command, "--attempt", str(record.attempt), *unheard], (lock.descriptor, *recorded))
+            returncode = child.see_through(wake)
             if returncode in tuple(SupervisorExit):
                 return SupervisorExit(returncode).of_keeper
             # Its own children have died with it; guards end what these had started, and the rest is nobody's now.
@@ -126,15 +124,17 @@ def _keep(
             if end is not None:
                 return _leave_ended(directory, recorder, end)
             num_starts += 1
-            cause = "it had fallen silent, and was killed" if forwarder.was_silent else ""
+            cause = "it had fallen silent, and was killed" if child.was_silent else ""
             recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1, cause=cause)
             pause_s = budget.ended(time.monotonic() - started_at)
             if pause_s is None:
                 return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
-            if -returncode in forwarder.forwarded:
+            if -returncode in child.heard:
                 # It was asked to stop before it could listen: its successor is told.
                 unheard = ["--signalled", signal.Signals(-returncode).name]
-            forwarder.pause(pause_s)
+            resumes_at = time.monotonic() + pause_s
+            while not wake.has_signals() and (left_s := resumes_at - time.monotonic()) > 0:  # a signal is for the next
+                wake.wait(left_s)
 
 
 @contextlib.contextmanager
@@ -177,53 +177,35 @@ def record_failure(directory: TrialDirectory, recorder: Recorder, cause: str) ->
     recorder.event("trial_ended", state=EndState.FAILED.value, cause=cause, failed="supervisor")
 
 
-class _Forwarder:
-    """Runs one child at a time and passes signals on to it."""
+class _Supervisor:
+    """A child, from its start to its end; signals are passed on to it, and if it falls silent it is killed."""
 
-    def __init__(self) -> None:
-        self.forwarded: set[int] = set()
+    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+        self.heard: set[int] = set()
+        """Signals that were passed on."""
         self.was_silent = False
-        """Whether the last child was ended because it had fallen silent."""
-        self._early: list[int] = []
-        self._is_disturbed = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
-        self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    def run(self, command: Sequence[str], descriptors: Sequence[int]) -> int:
-        # The child shares the locks: the trial stays locked until it is gone too.
         read_end, write_end = os.pipe()
-        environment = os.environ | {MARK_VARIABLE: str(write_end)}
-        descriptors = (*descriptors, write_end)
-        with subprocess.Popen(command, env=environment, pass_fds=descriptors, preexec_fn=die_with_parent()) as child:
-            os.close(write_end)
-            self._child = child
-            self._is_disturbed.clear()
-            early, self._early = self._early, []
-            for number in early:
-                self._forward(number, None)
-            self.was_silent = wait_while_it_lives(child, read_end)
-            returncode = child.wait()
-            self._child = None
-        os.close(read_end)
-        return returncode
+        self._life = LifeWatch(read_end)
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | {MARK_VARIABLE: str(write_end)},
+            pass_fds=(*descriptors, write_end),
+            preexec_fn=die_with_parent(),
+        )
+        os.close(write_end)
 
-    def pause(self, seconds: float) -> None:
-        """Until the next child may be started; at once if there is a signal for it."""
-        self._is_disturbed.wait(0.0 if self._early else seconds)
-
-    def has_early(self) -> bool:
-        """Whether a signal waits for the next child."""
-        return bool(self._early)
-
-    def close(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self._child is None or self._child.poll() is not None:
-            self._early.append(number)  # for the next child, if there is one
-            self._is_disturbed.set()
-        else:
-            self.forwarded.add(number)
-            self._child.send_signal(number)
+    def see_through(self, wake: WakeUp) -> int:
+        """How it ended; what comes after that is for the next one."""
+        while self._process.poll() is None:
+            for number in wake.take_signals():
+                if self._process.poll() is None:
+                    self.heard.add(number)
+                    self._process.send_signal(number)
+                else:
+                    wake.put_back(number)
+            wake.wait(MARK_INTERVAL_S)
+            if self._life.is_silent():
+                self.was_silent = True
+                self._process.kill()
+        self._life.close()
+        return self._process.wait()

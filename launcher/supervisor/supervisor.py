@@ -32,16 +32,16 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
-from corral.launcher.supervisor.attempt_tasks import AttemptTasks, NameServer
-from corral.launcher.supervisor.end.continuation import Continuation
-from corral.launcher.supervisor.end.shell import EndShell
-from corral.launcher.supervisor.lease_watch import LeaseWatch
+from corral.launcher.supervisor.attempt_end import EndShell
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks
+from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
-from corral.launcher.supervisor.progress_mark import ProgressMark
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
+from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
-from corral.launcher.supervisor.units.actions import (
+from corral.launcher.supervisor.unit_specs import REDIS_UNIT, UnitNodes, WorkerCommand, units_of_plan, worker_command
+from corral.launcher.supervisor.units import (
     Action,
     AppendStop,
     CheckNodes,
@@ -53,14 +53,13 @@ from corral.launcher.supervisor.units.actions import (
     SignalTask,
     StartUnit,
     TaskExit,
+    TrialPhase,
+    UnitMachine,
 )
-from corral.launcher.supervisor.units.machine import TrialPhase, UnitMachine
-from corral.launcher.supervisor.units.nodes import UnitNodes
-from corral.launcher.supervisor.units.silence import Silence
-from corral.launcher.supervisor.units.specs import REDIS_UNIT, WorkerCommand, units_of_plan, worker_command
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
+from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.sweep import sweep
 
 _TICK_S = 0.1
@@ -90,7 +89,7 @@ class Supervisor:
         plan: RunPlan,
         attempt: AttemptRecord,
         runner: TaskRunner,
-        name_server: NameServer,
+        redis: RedisServer,
         recorder: Recorder,
         worker_command: WorkerCommand = worker_command,
         extra_jobs: ExtraJobs | None = None,
@@ -129,7 +128,7 @@ class Supervisor:
             plan=plan,
             attempt=attempt,
             runner=runner,
-            name_server=name_server,
+            redis=redis,
             files=self._starts,
             recorder=recorder,
             worker_command=worker_command,
@@ -144,6 +143,7 @@ class Supervisor:
             directory=directory,
             attempt=attempt.attempt,
             plan=plan,
+            log=self._log,
             continuation=continuation,
             record=self._record,
         )
@@ -199,12 +199,15 @@ class Supervisor:
         self._apply(self._unit_machine.tick(time.monotonic()))
 
     def _end_silent(self) -> None:
-        """Workers whose leases say nothing any more, though Redis answers."""
+        """Workers whose leases say nothing any more, though Redis answers; and Redis, if it does not for long."""
         for looked_at, records in self._leases.take():
             for task, silent_s in self._silence.looked(records, looked_at).items():
                 if actions := self._unit_machine.silent(task, silent_s):
                     self._record("worker_silent", worker=task, silent_s=silent_s)
                     self._apply(actions)
+        if self._silence.is_redis_frozen:
+            self._silence.redis_started(time.monotonic())
+            self._tasks.end_frozen_redis()
 
     def _drive_extra_jobs(self) -> None:
         """Before the exits are judged: those whose nodes were lost are no crashes."""
@@ -312,8 +315,10 @@ class Supervisor:
             match action:
                 case StartUnit(unit):
                     self._tasks.start(self._tasks_by_unit[unit])
-                    for task in self._tasks_by_unit[unit]:
-                        if task != REDIS_UNIT:
+                    if unit == REDIS_UNIT:
+                        self._silence.redis_started(time.monotonic())
+                    else:
+                        for task in self._tasks_by_unit[unit]:
                             self._silence.started(task)
                 case SignalTask(task, kill):
                     signals[kill].append(task)
@@ -366,7 +371,7 @@ class Supervisor:
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         verdict = self._ends.judge(end, self._log.state)
         if self._ends.is_job_ending:
-            verdict = self._ends.close(self._log)  # first of all: we may be killed at any moment
+            verdict = self._ends.close()  # first of all: we may be killed at any moment
         self._kill_leftovers()
         if self._extra_jobs is not None:
             self._extra_jobs.close()
@@ -374,7 +379,7 @@ class Supervisor:
         if not verdict.goes_on:
             self._draw_report()
         if not self._ends.is_job_ending:
-            verdict = self._ends.close(self._log)
+            verdict = self._ends.close()
         return SupervisorExit.FAILED if verdict.state is EndState.FAILED else SupervisorExit.ENDED
 
     def _hear_last_word(self) -> None:

@@ -53,6 +53,14 @@ class WakeUp:
         taken, self._signals = self._signals, []  # one that comes in between is in one list or in the other
         return taken
 
+    def put_back(self, number: signal.Signals) -> None:
+        """One that was taken is for whoever takes the next."""
+        self._signals.append(number)
+
+    def has_signals(self) -> bool:
+        """Whether some wait to be taken."""
+        return bool(self._signals)
+
     def wait(self, timeout_s: float) -> None:
         """Until something happens, or the time is over."""
         select.select([self._read_end], [], [], timeout_s)

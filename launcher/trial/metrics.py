@@ -87,19 +87,14 @@ ACCURACY = ("eval/accuracy",)
 REWARD = ("rewards/mean", "ppo/reward/mean")
 LOSS = ("sft/loss", "ppo/loss", "loss")
 STALENESS = ("staleness/mean", "staleness/max")
-GAP = ("gap/max",)
-
-
-_ALL = 0.995  # and above is written as 100%
+GAP = ("gap/of_allowed",)
 
 
 def headline(metrics: dict[str, Any]) -> str:
-    """The few numbers that say how training goes: `accuracy 0.93  reward 0.88`, and what says little for them."""
+    """The few numbers that say how training goes: `accuracy 0.93  reward 0.88`."""
     parts = []
     for label, names in (("accuracy", ACCURACY), ("reward", REWARD), ("loss", LOSS)):
         value = next((metrics[name] for name in names if isinstance(metrics.get(name), int | float)), None)
         if value is not None:
             parts.append(f"{label} {value:.3g}")
-    coverage = metrics.get("gap/coverage")  # what generator and trainer were not compared on may be anything
-    compared = [f"compared {coverage:.0%}"] if is_number(coverage) and coverage < _ALL else []
-    return "  ".join([*parts[:2], *compared])
+    return "  ".join(parts[:2])

@@ -1,14 +1,24 @@
-"""How others of the launcher reach a trial's Redis: by rdzv.json and the secrets."""
+"""The trial's Redis server, and how others of the launcher reach it: by rdzv.json and the secrets."""
 
 import json
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
+from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 
-REDIS_USERNAME = "trial"
+
+def redis_of_trial(directory: TrialDirectory, trial_uuid: str, *, attempt: int, host: str) -> RedisServer:
+    """The server of an attempt, not started yet, which is to listen on one address."""
+    return RedisServer(
+        password=TrialSecrets.load(directory.secrets_path).redis_password.reveal(),
+        trust=Trust(directory.secrets_path),
+        key_prefix=TrialKeys(trial_uuid).prefix,
+        host=host,
+        log_path=directory.attempt_logs(attempt) / "redis.log",
+    )
 
 
 def connect_name_service(directory: TrialDirectory, trial_uuid: str, *, timeout_s: float) -> NameService:

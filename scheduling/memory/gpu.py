@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 CONTEXT_BYTES = 2 * GIB
 """What a process takes of a GPU before it holds a tensor: CUDA's context, kernels, NCCL's buffers, workspaces."""
 FRAGMENTATION = 0.05

@@ -519,14 +519,14 @@ CONTRADICTION_CASES = (
         line=5,
     ),
     BrokenCase(
-        name="a-vocabulary-that-megatron-cannot-halve",
-        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:t2"),
+        name="a-vocabulary-and-key-heads-that-megatron-cannot-cut",
+        edit=("hf:d1+fsdp:d1", "hf:d1+megatron:t4"),
         files={
             "model/config.json": '{"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 8, '
             '"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 15, '
             '"max_position_embeddings": 64, "eos_token_id": 1}',
         },
-        words=("t2 cannot divide the 15 tokens of the vocabulary", "t may be 1, 3"),
+        words=("t4 cannot divide the 2 key and value heads", "t4 cannot divide the 15 tokens of the vocabulary"),
         line=4,
     ),
     BrokenCase(
@@ -562,18 +562,6 @@ CONTRADICTION_CASES = (
         },
         words=("e4 cannot divide the 6 experts", "e may be 1, 2, 3, 6"),
         line=4,
-    ),
-    BrokenCase(
-        name="graphs-of-steps-that-ask-for-experts",
-        edit=("", "engine: {cuda_graphs: true}\n"),
-        files={
-            "model/config.json": '{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, '
-            '"intermediate_size": 15, "moe_intermediate_size": 4, "num_experts": 6, "num_experts_per_tok": 2, '
-            '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
-            '"max_position_embeddings": 64, "eos_token_id": 1}',
-        },
-        words=("is a mixture of experts", "cannot be CUDA graphs", "remove engine.cuda_graphs"),
-        line=33,
     ),
     BrokenCase(
         name="experts-that-the-model-does-not-have",

@@ -194,14 +194,6 @@ def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: P
         _ppo(folder, "engine.quantization=int4")
 
 
-def test_graphs_of_the_embedded_engine_reach_the_server_and_are_not_asked_of_another(folder: Path) -> None:
-    graphs = "engine.cuda_graphs=true"
-    [server] = [worker for worker in _ppo(folder, graphs).initial_setup().workers if worker.kind == "generation_server"]
-    assert server.engine.cuda_graphs
-    with pytest.raises(ConfigError, match="cuda_graphs is of the embedded engine, and the allocation's servers are sg"):
-        _ppo(folder, "allocation=sglang:d1+fsdp:d1", graphs)
-
-
 def test_answers_that_keep_old_keys_and_values_are_told_of_and_refused_of_sglang(folder: Path) -> None:
     in_place = "weights.update_mode=in_place"
     with pytest.raises(ConfigError, match="of the embedded engine; SGLang has begun the next token") as caught:

@@ -218,6 +218,7 @@ doubting = PolicyLoss(_loss, inputs=(Key("doubt", "per_answer", "float32"),))
 """
 
 
+@pytest.mark.slow  # three looks at code that loads torch; test_customized_trial.py has all of it in one trial
 def test_what_a_loss_reads_of_a_judge_goes_from_one_to_the_other(submit: Submit, tmp_path: Path) -> None:
     submit(MINE)  # writes the inputs
     (tmp_path / "users_judge.py").write_text(JUDGE + ACTOR)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
 from corral.workers.backends.fsdp.optimizers import AdamWAndMuon, set_learning_rate
+from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 
 pytestmark = pytest.mark.gpu
 SIZES = ((512, 1024), (300,), (256, 4096), (7,), (1024, 512))
@@ -19,31 +20,33 @@ def make_parameters(device: str) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, generator=generator).to(device)) for size in SIZES]
 
 
-def make_optimizer(parameters: list[nn.Parameter], *, is_hosted: bool) -> AdamWAndMuon:
+def make_optimizer(parameters: list[nn.Parameter]) -> AdamWAndMuon:
     """Muon for the last parameter, AdamW for the others."""
     groups: list[dict[str, Any]] = [
-        {"params": parameters[:4], "weight_decay": 0.1, "is_orthogonalized": False, "lr_ratio": 1.0},
-        {"params": parameters[4:], "weight_decay": 0.1, "is_orthogonalized": True, "lr_ratio": 1.0},
+        {"params": parameters[:4], "weight_decay": 0.1, "num_matrices": 0, "lr_ratio": 1.0},
+        {"params": parameters[4:], "weight_decay": 0.1, "num_matrices": 1, "lr_ratio": 1.0},
     ]
-    return AdamWAndMuon(groups, OptimizerConfig(), MuonConfig(), compute_dtype=torch.float32, is_hosted=is_hosted)
+    return AdamWAndMuon(groups, OptimizerConfig(), MuonConfig(), compute_dtype=torch.float32)
 
 
 def train(device: str, *, is_hosted: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:
     """The parameters, what the optimizer keeps of each, and how many bytes of that are on the device."""
     parameters = make_parameters(device)
-    optimizer = make_optimizer(parameters, is_hosted=is_hosted)
+    optimizer = make_optimizer(parameters)
+    hosted = Offloaded([])
     generator = torch.Generator().manual_seed(2)
     for _ in range(NUM_STEPS):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
         set_learning_rate(optimizer, 1e-2)
+        hosted.bring_back()
         optimizer.step()
+        hosted = Offloaded(state_that_can_leave(optimizer) if is_hosted else [])
     kept, on_device = {}, 0
     for number, parameter in enumerate(parameters):
         for key, value in optimizer.state[parameter].items():
-            on_device += value.untyped_storage().nbytes() if value.ndim else 0
-            place = value if optimizer.hosted is None else optimizer.hosted.memory_of(value)
-            kept[f"{key}.{number}"] = place.cpu().clone()
+            on_device += value.untyped_storage().nbytes()
+            kept[f"{key}.{number}"] = hosted.content_of(value).cpu().clone()
     return [parameter.detach().cpu() for parameter in parameters], kept, on_device
 
 

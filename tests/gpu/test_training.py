@@ -87,13 +87,11 @@ def test_an_engine_trains_on_its_devices_like_a_plain_loop_on_the_cpu(
 
 
 def test_tensor_parallel_ranks_add_up_over_their_devices(
-    make: MakeEngine, model: Path, device: str, num_devices: int, tmp_path: Path
+    make: MakeEngine, model: Path, device: str, two_devices: int, tmp_path: Path
 ) -> None:
-    if num_devices != 2:
-        pytest.skip("the tiny model's heads are for two ranks")
-    play(train_on_all, model, FLOAT32, make, "t2", tmp_path, world_size=2, directory=tmp_path, device=device)
+    play(train_on_all, model, FLOAT32, make, "t2", tmp_path, world_size=two_devices, directory=tmp_path, device=device)
     _, expected = plain_loop(model)
-    for seen in seen_by_rank(tmp_path, 2):
+    for seen in seen_by_rank(tmp_path, two_devices):
         for own, plain in zip(seen["stats"], expected, strict=True):
             assert own["sft/loss"] == pytest.approx(plain["sft/loss"], rel=1e-3)
 
@@ -134,12 +132,10 @@ def give_weights(world: ParallelContext, models: tuple[Path, Path], make: MakeEn
 
 
 def test_weights_cross_from_one_device_to_another(
-    make: MakeEngine, model: Path, device: str, num_devices: int, tmp_path: Path
+    make: MakeEngine, model: Path, device: str, two_devices: int, tmp_path: Path
 ) -> None:
-    if num_devices != 2:
-        pytest.skip("one device gives, another one takes")
     other = save_tiny("qwen3", tmp_path / "other", seed=2)
-    play(give_weights, (model, other), make, tmp_path, world_size=2, directory=tmp_path, device=device)
+    play(give_weights, (model, other), make, tmp_path, world_size=two_devices, directory=tmp_path, device=device)
     taken, given, before = (read_weights(path) for path in (tmp_path / "taken", model, other))
     assert taken.keys() == given.keys()
     for name, tensor in given.items():

@@ -5,6 +5,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
@@ -14,6 +16,7 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import Trial
 
 
+@pytest.mark.slow  # test_committed_ledger.py and test_log.py fall back; `make damage` has whole trials do it
 def test_a_trial_falls_back_past_a_damaged_checkpoint_and_goes_on(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(num_rows=64, pause_s=0.1, overrides={"evaluation.every_steps": 1000})
 

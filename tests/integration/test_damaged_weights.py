@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,
@@ -14,6 +16,7 @@ from tests.integration.trial_helpers import DEADLINE_S, Trial
 _TOLD_WITHIN_S = 15.0
 
 
+@pytest.mark.slow  # test_republication.py goes from the complaint to the version that is published again
 def test_a_trial_goes_on_past_a_flipped_byte_in_what_it_has_published(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=96,

@@ -26,6 +26,7 @@ def test_two_ranks_share_supervised_training(start_trial: Callable[..., Trial]) 
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow  # test_megatron.py loses a rank, and every kind is killed in test_kill_each_kind.py
 def test_a_gang_that_loses_one_rank_starts_again_as_a_whole(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=60,

@@ -21,7 +21,7 @@ TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
 @pytest.mark.parametrize(
     ("eta", "commit_every_steps", "transport", "shared_prompts"),
-    [(1, 1, "shared_memory", "off"), (0, 3, "broadcast", "auto")],
+    [(1, 1, "shared_memory", "off"), pytest.param(0, 3, "broadcast", "auto", marks=pytest.mark.slow)],
 )
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     start_trial: Callable[..., Trial], eta: int, commit_every_steps: int, transport: str, shared_prompts: str

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ RANK, ALPHA = 4, 10.0
 PREFIX = "base_model.model."
 
 
+@pytest.mark.slow  # adapters are trained in tests/workers/backends, and served in test_backends.py
 def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_stays(
     start_trial: Callable[..., Trial], material: Material, tmp_path: Path
 ) -> None:

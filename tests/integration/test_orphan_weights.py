@@ -13,6 +13,8 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
@@ -22,6 +24,7 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import DEADLINE_S, Trial
 
 
+@pytest.mark.slow  # test_trainer_epoch.py shows it step by step, and test_kill_each_kind.py counts the samples
 def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=96,

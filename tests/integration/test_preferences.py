@@ -12,6 +12,7 @@ def values(trial: Trial, name: str) -> list[float]:
     return [line[name] for line in trial.metrics() if name in line]
 
 
+@pytest.mark.slow  # DPO below trains on pairs and evaluates, too; `make recipes` has the reward model
 def test_a_reward_model_comes_to_tell_right_answers_from_wrong_ones(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial("reward_model", num_rows=44, num_passes=6, overrides={"reward.optimizer.lr": 3e-3})
     trial.wait_for_end()

@@ -24,6 +24,7 @@ FIRST_KL_COEFFICIENT, VALUE_NORM_DECAY = 0.1, 0.7  # of the experiment
 ROLES = ("actor", "critic", "ref")
 
 
+@pytest.mark.slow  # states move between all layouts in tests/workers/backends, and a whole commit below
 def test_losses_go_on_as_if_nothing_had_happened(four_roles: Path) -> None:
     batches = make_batches(NUM_STEPS)
     uninterrupted, resumed = TrainerTrial(four_roles, "uninterrupted"), TrainerTrial(four_roles, "resumed")

@@ -1,6 +1,5 @@
 """A stranger on the node where a trial runs: finds every port, and gets nothing out of any of them."""
 
-import asyncio
 import contextlib
 import json
 import random
@@ -19,13 +18,16 @@ from zmq.utils.monitor import recv_monitor_message
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.rendezvous import connect_name_service
-from corral.workers.lifecycle.control import control_call
-from corral.workers.streams.security import StreamSecurity
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
 from tests.workers.trusted import redis_client
 
 NUM_BLOBS = 1000
+ROLE_BY_STREAM = {
+    "streams/master": "model_worker",
+    "streams/trajectories/0": "rollout_worker",
+    "generation/manager": "rollout_worker",
+}
 REFUSED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -43,12 +45,9 @@ class Target:
         self.secret_values = [secret.reveal() for secret in self.secrets.values()]
         with connect_name_service(trial.directory, trial.uuid, timeout_s=5.0) as names:
             records = names.get_subtree("")
-        workers = {name: json.loads(text) for name, text in records.items() if name.startswith("workers/")}
-        self.control = {name.removeprefix("workers/"): str(record["control"]) for name, record in workers.items()}
         server = json.loads(records["generation/servers/0"])
         self.http, self.http_control = str(server["url"]), str(server["control"])
-        streams = ("streams/master", "streams/trajectories/0", "generation/manager")
-        self.zeromq = [*self.control.values(), *(records[name] for name in streams)]
+        self.zeromq = {name: records[name] for name in ROLE_BY_STREAM}
         self.redis_port = int(json.loads(trial.directory.rendezvous_path.read_bytes())["port"])
 
     def listening(self) -> set[tuple[str, int]]:
@@ -79,10 +78,12 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_nothing_listens_but_what_needs_a_key(target: Target) -> None:
-    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq, target.http, target.http_control)]
+    ports = [
+        int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq.values(), target.http, target.http_control)
+    ]
     # A trial of one training rank has no gang, so torch listens nowhere.
     assert target.listening() == {("127.0.0.1", port) for port in (*ports, target.redis_port)}
-    assert len(target.listening()) == len(WORKERS) + 6
+    assert len(target.listening()) == 6
 
 
 def test_random_bytes_disturb_nobody(target: Target) -> None:
@@ -152,23 +153,30 @@ def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: 
         },
     }
     for name, options in strangers.items():
-        for endpoint in target.zeromq:
+        for endpoint in target.zeromq.values():
             events = knock(endpoint, options)
             assert zmq.EVENT_HANDSHAKE_SUCCEEDED not in events and events & REFUSED, (name, endpoint, events)
-    logs = [target.trial.directory.worker_log(0, *split(worker)) for worker in WORKERS]
+    logs = [
+        target.trial.directory.worker_log(0, kind, 0) for kind in ("master_worker", "model_worker", "gserver_manager")
+    ]
     for words in ("unknown key", "not the role generation_server"):
         target.trial.wait_for(
             lambda words=words: all(words in log.read_text() for log in logs),  # type: ignore[misc]
-            f"{words!r} in the log of every worker",
+            f"{words!r} in the log of every worker that listens",
             timeout_s=10.0,
         )
 
 
 def test_zeromq_lets_its_own_trial_in(target: Target) -> None:
-    with StreamSecurity(target.secrets, "launcher", trial_uuid=target.trial.uuid) as security:
-        for worker, endpoint in target.control.items():
-            answer = asyncio.run(control_call(endpoint, "ping", security, worker=worker, deadline_s=10.0))
-            assert answer == {"pid": target.trial.pid(worker)}
+    server = target.secrets.server.public.encode()
+    for name, endpoint in target.zeromq.items():
+        own = target.secrets.client(ROLE_BY_STREAM[name])
+        keys = {
+            zmq.CURVE_SERVERKEY: server,
+            zmq.CURVE_PUBLICKEY: own.public.encode(),
+            zmq.CURVE_SECRETKEY: own.secret.reveal().encode(),
+        }
+        assert zmq.EVENT_HANDSHAKE_SUCCEEDED in knock(endpoint, keys), name
 
 
 def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> None:
@@ -227,8 +235,3 @@ def knock(endpoint: str, options: dict[int, bytes]) -> set[zmq.Event]:
             monitor.close(linger=0)
             dealer.close(linger=0)
     return events
-
-
-def split(worker: str) -> tuple[str, int]:
-    kind, _, index = worker.partition("/")
-    return kind, int(index)

@@ -82,6 +82,7 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
     assert "\n           - arithmetic: the differences are small and follow no pattern, as rounding does" in shown
 
 
+@pytest.mark.slow  # a replica beside its policy is in the other test, and meshes apart in test_four_roles.py
 def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
     start_trial: Callable[..., Trial], in_turns: Trial, tmp_path: Path
 ) -> None:

@@ -35,11 +35,11 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Commit
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import FileNameService, NameNotFoundError, NameService, TrialKeys
+from corral.name_resolve import NameNotFoundError, NameService, TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, VersionSpan
 from corral.workers.backends import train_state
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
+from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
 from corral.workers.delivery.delivery_id import delivery_id, uid_of_delivery
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
 from corral.workers.delivery.sender import TrajectorySender
@@ -49,6 +49,7 @@ from corral.workers.master.master_worker import MasterWorker
 from corral.workers.model.model_worker import ModelWorker
 from corral.workers.streams.security import StreamSecurity
 from tests.integration.four_roles import Group, sample_of
+from tests.name_services import NamesAddress, running_names
 from tests.workers.backends.training_helpers import read_weights
 
 UUID = "cd" * 16
@@ -93,8 +94,9 @@ class TrainerTrial:
         plan = self._plan(allocation, overrides)
         if not self.directory.secrets_path.exists():
             TrialSecrets.create(self.directory.secrets_path)
-        place = _Place(self._folder / f"names-{self.directory.path.name}-{attempt}", attempt)
-        with _ranks(plan, place, killed_in_save_of), ExitStack() as stack:
+        with ExitStack() as stack:
+            place = _Place(stack.enter_context(running_names()), attempt)
+            stack.enter_context(_ranks(plan, place, killed_in_save_of))
             context = stack.enter_context(place.context(plan, "master_worker", 0))
             context.names.add(context.keys.weights_in_use(), NOTHING_IN_USE)
             stack.enter_context(_Answering(plan, place, batches, stop_after=stop_after))
@@ -150,7 +152,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 class _Place:
     """Where the workers of one attempt meet."""
 
-    names_path: Path
+    names: NamesAddress
     attempt: int
 
     @contextmanager
@@ -159,7 +161,7 @@ class _Place:
         trial, keys = TrialDirectory(plan.trial.directory), TrialKeys(UUID)
         secrets = TrialSecrets.load(trial.secrets_path)
         with (
-            FileNameService(self.names_path) as names,
+            self.names.connect() as names,
             StreamSecurity(secrets, kind, trial_uuid=UUID) as security,
             Presence(names, keys.worker(kind, index), owner=f"{kind}/{index}", ttl_s=60.0, identity=WorkerRecord()) as (
                 presence
@@ -282,7 +284,7 @@ class _Answering:
     async def _main(self) -> None:
         keys, secrets = TrialKeys(UUID), TrialSecrets.load(self._trial.secrets_path)
         with (
-            FileNameService(self._place.names_path) as names,
+            self._place.names.connect() as names,
             StreamSecurity(secrets, "rollout_worker", trial_uuid=UUID) as security,
         ):
             async with TrajectorySender(

@@ -7,7 +7,7 @@ from pathlib import Path
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.supervisor.__main__ import leave, main
-from corral.launcher.supervisor.units.specs import worker_command
+from corral.launcher.supervisor.unit_specs import worker_command
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 

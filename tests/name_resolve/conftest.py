@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.launcher.trial.redis_server import RedisServer
-from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore, NameService, RedisNameService
+from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
+from corral.name_resolve import NameService, RedisNameService
+from tests.name_services import MemoryNameService, MemoryStore
 from tests.workers.trusted import trust
 
 PASSWORD = secrets.token_hex(16)
@@ -21,15 +22,19 @@ ServiceFactory = Callable[[], NameService]
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    directory = tmp_path_factory.mktemp("redis") / "server"
-    with RedisServer(directory=directory, password=PASSWORD, trust=trust(), key_prefix=TRIAL_PREFIX) as server:
+    with make_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+def make_server(folder: Path) -> RedisServer:
+    log_path = folder / "redis.log"
+    return RedisServer(password=PASSWORD, trust=trust(), key_prefix=TRIAL_PREFIX, log_path=log_path)
 
 
 @pytest.fixture
 def own_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A server that the test may kill."""
-    with RedisServer(directory=tmp_path / "redis", password=PASSWORD, trust=trust(), key_prefix=TRIAL_PREFIX) as server:
+    with make_server(tmp_path) as server:
         yield server
 
 
@@ -40,30 +45,27 @@ def connect(
     server: RedisServer, *, prefix: str = TRIAL_PREFIX, unavailable_timeout_s: float = 10.0
 ) -> RedisNameService:
     return RedisNameService(
-        server.host,
-        server.port,
+        *server.address,
         PASSWORD,
         prefix,
-        server.username,
+        REDIS_USERNAME,
         tls=trust().client(),
         unavailable_timeout_s=unavailable_timeout_s,
     )
 
 
-@pytest.fixture(params=["memory", "file", "redis"])
-def make_service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceFactory]:
+@pytest.fixture(params=["memory", "redis"])
+def make_service(request: pytest.FixtureRequest) -> Iterator[ServiceFactory]:
     """Each call gives another service on the same store, as if in another process."""
-    factory = _factory(request, tmp_path)
+    factory = _factory(request)
     with ExitStack() as services:
         yield lambda: services.enter_context(factory())
 
 
-def _factory(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceFactory:
+def _factory(request: pytest.FixtureRequest) -> ServiceFactory:
     if request.param == "memory":
         store = MemoryStore()
         return lambda: MemoryNameService(store)
-    if request.param == "file":
-        return lambda: FileNameService(tmp_path / "names")
     server: RedisServer = request.getfixturevalue("redis_server")
     prefix = f"{TRIAL_PREFIX}test-{next(_test_numbers)}/"
     return lambda: connect(server, prefix=prefix)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.name_resolve import TrialKeys
+from tests.name_services import MemoryNameService
 
 KEYS = TrialKeys("0123456789abcdef0123456789abcdef")
 

@@ -1,19 +1,17 @@
 """Leases on every backend: they live with their owner, and yield to nobody and overwrite nobody."""
 
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.launcher.trial.redis_server import RedisServer
-from corral.name_resolve import FileNameService, NameExistsError, NameNotFoundError, NameService, NameServiceError
-from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, ServiceFactory, connect, wait_until
+from corral.name_resolve import NameExistsError, NameNotFoundError, NameService, NameServiceError
+from tests.name_resolve.conftest import ServiceFactory, wait_until
+from tests.name_services import running_names
 
 SHORT_TTL_S = 0.3  # refreshed each 0.1 s
 
@@ -208,40 +206,26 @@ def test_a_backend_that_refuses_for_a_while_is_reported_once(
 
 HOLDER = """
 import sys, time
-from tests.workers.trusted import trust
-from corral.name_resolve import FileNameService, RedisNameService
-kind, where, password, prefix = sys.argv[1:]
-if kind == "file":
-    service = FileNameService(where)
-else:
-    host, port = where.split(":")
-    service = RedisNameService(host, int(port), password, prefix, "trial", tls=trust().client())
+from pathlib import PosixPath
+from tests.name_services import NamesAddress
+service = {address!r}.connect()
 service.lease("workers/victim", "alive", ttl_s=1.0, owner="victim")
 print("leased", flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("backend", ["file", "redis"])
-def test_the_lease_of_a_killed_process_expires(backend: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    prefix = f"{TRIAL_PREFIX}killed/"
-    observer: NameService
-    if backend == "file":
-        where, observer = str(tmp_path / "names"), FileNameService(tmp_path / "names")
-    else:
-        where, observer = f"{redis_server.host}:{redis_server.port}", connect(redis_server, prefix=prefix)
-    command = [sys.executable, "-c", HOLDER, backend, where, PASSWORD, prefix]
-    with observer, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "leased\n"
-            observer.add("reference", "x", ttl_s=1.5)
-            wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
-            assert observer.get("workers/victim") == "alive"
-            gone = threading.Event()
-            with observer.watch(["workers/victim"], gone.set, poll_interval_s=0.05):
-                holder.send_signal(signal.SIGKILL)
-                assert gone.wait(20), "a watch fires when a killed owner's lease has expired"
-            observer.lease("workers/victim", "successor", ttl_s=30, owner="successor")
-            assert observer.get("workers/victim") == "successor"
-        finally:
-            holder.kill()
+def test_the_lease_of_a_killed_process_expires() -> None:
+    with running_names() as address, address.connect() as observer:
+        command = [sys.executable, "-c", HOLDER.format(address=address)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+            try:
+                assert holder.stdout is not None and holder.stdout.readline() == "leased\n"
+                observer.add("reference", "x", ttl_s=1.5)
+                wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+                assert observer.get("workers/victim") == "alive"
+            finally:
+                holder.kill()
+        wait_until(lambda: observer.find_subtree("workers") == [], "the killed owner's lease expires")
+        observer.lease("workers/victim", "successor", ttl_s=30, owner="successor")
+        assert observer.get("workers/victim") == "successor"

@@ -1,16 +1,17 @@
-"""What only Redis can do to a name service: restart, refuse, forget its scripts, share a server with other trials."""
+"""What only Redis can do to a name service: restart, refuse, share a server with other trials."""
 
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import redis
 
-from corral.launcher.trial.redis_server import RedisServer
+from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve import (
     NameExistsError,
     NameServiceError,
@@ -19,18 +20,19 @@ from corral.name_resolve import (
     RedisNameService,
 )
 from corral.name_resolve import redis as redis_module
-from corral.name_resolve.redis_scripts import run_scripts
+from corral.name_resolve.lease import Put
+from corral.name_resolve.redis import ScriptCall
 from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, connect, wait_until
 from tests.workers.trusted import redis_client, trust
 
 
 def raw_client(server: RedisServer) -> redis.Redis:
-    return redis_client(server.host, server.port, username=server.username, password=PASSWORD)
+    return redis_client(*server.address, username=REDIS_USERNAME, password=PASSWORD)
 
 
 def kill(server: RedisServer) -> None:
     os.kill(server.pid, signal.SIGKILL)
-    wait_until(lambda: not server.is_running(), "the killed Redis is gone")
+    wait_until(lambda: server.poll() is not None, "the killed Redis is gone")
 
 
 def test_a_lease_is_back_within_10_s_after_redis_lost_everything(own_redis_server: RedisServer) -> None:
@@ -38,7 +40,7 @@ def test_a_lease_is_back_within_10_s_after_redis_lost_everything(own_redis_serve
         lease = owner.lease("workers/a", "v", ttl_s=60, owner="me")  # a long TTL must not mean a long absence
         observer.add("plain", "x")
         kill(own_redis_server)
-        own_redis_server.restart()
+        own_redis_server.start()
         assert observer.wait("workers/a", timeout_s=120) == "v"
         assert not lease.lost
         assert observer.find_subtree("") == ["workers/a"], "nothing that nobody refreshes comes back"
@@ -50,7 +52,7 @@ def test_operations_wait_through_a_restart(own_redis_server: RedisServer) -> Non
         kill(own_redis_server)
         waiting = threading.Thread(target=names.add, args=("after", "y"))
         waiting.start()
-        own_redis_server.restart()
+        own_redis_server.start()
         waiting.join(120)
         assert names.get_subtree("") == {"after": "y"}
 
@@ -62,14 +64,14 @@ def test_a_wait_goes_on_through_a_restart(own_redis_server: RedisServer) -> None
         thread.start()
         wait_until(lambda: is_subscribed(own_redis_server, "a"), "the waiter has subscribed")
         kill(own_redis_server)
-        own_redis_server.restart()
+        own_redis_server.start()
         wait_until(lambda: is_subscribed(own_redis_server, "a"), "the waiter has subscribed again")
         adder.add("a", "v")
         thread.join(30)
     assert found == ["v"]
 
 
-@pytest.mark.parametrize("register", ["add", "lease", "incr"])
+@pytest.mark.parametrize("register", ["add", "lease"])
 def test_a_wait_is_woken_by_the_registration_itself(
     own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, register: str
 ) -> None:
@@ -82,10 +84,8 @@ def test_a_wait_is_woken_by_the_registration_itself(
         time.sleep(0.1)  # by now it has looked again, and sleeps until a message comes
         if register == "add":
             adder.add("a", "1")
-        elif register == "lease":
-            adder.lease("a", "1", ttl_s=60, owner="me")
         else:
-            adder.incr("a")
+            adder.lease("a", "1", ttl_s=60, owner="me")
         thread.join(10)  # its last look, at its deadline, would find the name in any case
         assert found == ["1"]
 
@@ -107,7 +107,7 @@ def test_a_lease_update_during_an_outage_is_published_after_it(own_redis_server:
         lease = owner.lease("a", "old", ttl_s=60, owner="me")
         kill(own_redis_server)
         lease.update("new")
-        own_redis_server.restart()
+        own_redis_server.start()
         assert observer.wait("a", timeout_s=120) == "new"
 
 
@@ -118,22 +118,9 @@ def test_leaving_during_an_outage_is_no_error(own_redis_server: RedisServer) -> 
     kill(own_redis_server)
     lease.release()
     names.close()
-    own_redis_server.restart()
+    own_redis_server.start()
     with connect(own_redis_server) as observer:
         assert observer.find_subtree("") == []
-
-
-def test_a_watch_takes_a_restart_for_no_death(own_redis_server: RedisServer) -> None:
-    with connect(own_redis_server) as names:
-        names.add("a", "v")  # nobody refreshes it, so after the restart only the grace keeps the watch from firing
-        with names.watch(["a"], lambda: None, poll_interval_s=0.02) as watch:
-            surveys_before = watch.num_surveys
-            wait_until(lambda: watch.num_surveys > surveys_before + 1, "the watch has seen the name")
-            kill(own_redis_server)
-            own_redis_server.restart()
-            surveys_before = watch.num_surveys
-            wait_until(lambda: watch.num_surveys > surveys_before + 5, "the watch has looked at the empty server")
-            assert not watch.fired
 
 
 def test_an_unreachable_redis_is_named_after_a_bounded_time() -> None:
@@ -149,7 +136,6 @@ def test_an_unreachable_redis_is_named_after_a_bounded_time() -> None:
                 lambda: names.add("a", "v"),
                 lambda: names.lease("a", "v", ttl_s=1, owner="me"),
                 lambda: names.get_subtree(""),
-                lambda: names.incr("a"),
             ):
                 with pytest.raises(NameServiceUnavailableError, match=f"Redis at 127.0.0.1:{port} is unreachable") as e:
                     operation()
@@ -178,7 +164,7 @@ def test_a_hung_redis_is_unavailable_and_not_a_hang(own_redis_server: RedisServe
 def test_wrong_credentials_are_an_immediate_error_without_the_password(
     redis_server: RedisServer, username: str | None, password: str | None
 ) -> None:
-    where = redis_server.host, redis_server.port
+    where = redis_server.address
     with RedisNameService(*where, password, TRIAL_PREFIX, username, tls=trust().client()) as names:
         with pytest.raises(NameServiceError, match="refuses user") as caught:
             names.get("a")
@@ -206,7 +192,7 @@ def test_two_prefixes_in_one_server_do_not_see_each_other(own_redis_server: Redi
     ):
         first.add("a", "1")
         second.add("a", "10")
-        assert first.clear_subtree("") == 1
+        first.delete("a")
         assert second.get_subtree("") == {"a": "10"}
 
 
@@ -218,23 +204,18 @@ def test_expired_names_leave_the_index(redis_service: RedisNameService, own_redi
         assert client.zrange(TRIAL_PREFIX + "~names", 0, -1) == ["a/stays"]
 
 
-def test_a_cleared_trial_leaves_nothing_that_stays(
-    redis_service: RedisNameService, own_redis_server: RedisServer
-) -> None:
+def test_a_deleted_name_leaves_the_index(redis_service: RedisNameService, own_redis_server: RedisServer) -> None:
     redis_service.add("a", "v")
-    redis_service.watch(["a"], lambda: None, poll_interval_s=0.02).close()
-    redis_service.clear_subtree("")
+    redis_service.delete("a")
     with raw_client(own_redis_server) as client:
         assert client.exists(TRIAL_PREFIX + "~names") == 0
-        assert int(client.ttl(TRIAL_PREFIX + "~store")) != -1, "the token of the store must expire by itself"
 
 
 def test_a_subtree_larger_than_one_command_is_complete(redis_service: RedisNameService) -> None:
     numbers = [f"n/{number:04d}" for number in range(1203)]
-    for number in numbers:
-        redis_service.incr(number)
+    puts = [Put(name=number, value="v", owner="me", ttl_s=None) for number in numbers]
+    assert redis_service._put(puts) == [""] * len(numbers)
     assert redis_service.find_subtree("n") == numbers
-    assert redis_service.clear_subtree("n") == len(numbers)
 
 
 def test_a_record_that_is_not_ours_is_an_error_that_names_its_key(
@@ -246,8 +227,11 @@ def test_a_record_that_is_not_ours_is_an_error_that_names_its_key(
         redis_service.get("a")
     with pytest.raises(NameExistsError, match="owner unknown"):
         redis_service.add("a", "v")
-    with pytest.raises(NameServiceError, match="Redis at .* answers"):
-        redis_service.incr("a")
+    with raw_client(own_redis_server) as client:
+        client.delete(TRIAL_PREFIX + "a")
+        client.rpush(TRIAL_PREFIX + "a", "not even a text")
+    with pytest.raises(NameServiceError, match="Redis at .* answers: .*WRONGTYPE"):
+        redis_service.add("a", "v")
 
 
 def test_a_deletion_whose_reply_was_lost_is_no_error(
@@ -270,11 +254,12 @@ def test_an_add_whose_reply_was_lost_recognises_its_own_record(
 def lose_first_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server executes the first batch of scripts, and the connection breaks before its reply is read."""
     calls = iter([redis.ConnectionError("connection lost after execution")])
+    evaluate = RedisNameService._evaluate
 
-    def run(*args: Any, **kwargs: Any) -> list[Any]:
-        replies = run_scripts(*args, **kwargs)
+    def lose(names: RedisNameService, scripts: Sequence[ScriptCall]) -> list[Any]:
+        replies = evaluate(names, scripts)
         for error in calls:
             raise error
         return replies
 
-    monkeypatch.setattr(redis_module, "run_scripts", run)
+    monkeypatch.setattr(RedisNameService, "_evaluate", lose)

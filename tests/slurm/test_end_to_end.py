@@ -89,7 +89,8 @@ def test_sglang_generates_on_a_node_of_its_own_and_leaves_nothing_there(start_jo
 
 
 def is_sglang(pid: int) -> bool:
-    return b"sglang.launch_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return any(argument.endswith(b"/generation/sglang_entry") for argument in arguments)
 
 
 def running_in(group: int) -> list[int]:

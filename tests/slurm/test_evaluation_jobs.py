@@ -2,21 +2,17 @@
 
 import json
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import submitit
-from submitit.slurm.slurm import SlurmJob
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import progress_path, read_result, result_path
 from corral.launcher.evaluation.jobs import EvaluationResources, submit_to_slurm
 from corral.launcher.evaluation.plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
 from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus, wait_for
-from corral.launcher.evaluation.watcher import QueueWatcher
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import run_program
@@ -63,7 +59,7 @@ def submit(directory: TrialDirectory, step: str = "latest", *, batch_size: int =
 
 
 def watched(directory: TrialDirectory) -> EvaluationReader:
-    return EvaluationReader(directory.evaluations_path, watcher=QueueWatcher(delay_s=2))
+    return EvaluationReader(directory.evaluations_path)
 
 
 def wait_for_state(reader: EvaluationReader, step: int, state: str) -> EvaluationStatus:
@@ -119,17 +115,6 @@ def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
     assert (status.state, status.job_id) == ("DONE", resumed_job)
     result = read_result(result_path(gated[0].evaluations_path, 2))
     assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
-
-
-def test_submitit_itself_learns_of_a_crash_without_accounting(site: Cluster, tmp_path: Path) -> None:
-    executor = submitit.AutoExecutor(folder=tmp_path / "jobs", cluster="slurm")
-    executor.update_parameters(timeout_min=2, slurm_mem="100MB", cpus_per_task=1)
-    job: submitit.Job[None] = executor.submit(signal.raise_signal, signal.SIGKILL)
-    watcher = QueueWatcher(delay_s=2)
-    job.watcher = watcher
-    watcher.register_job(job.job_id)
-    wait_until(job.done, f"the end of job {job.job_id}")
-    assert isinstance(job, SlurmJob) and job.state == "FAILED"
 
 
 def test_an_evaluation_asked_for_from_inside_a_job_is_a_job_of_its_own(

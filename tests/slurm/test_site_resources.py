@@ -9,7 +9,7 @@ import pytest
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.stop import stop_trial
-from corral.launcher.submit.cluster import node_shapes
+from corral.launcher.submit.cluster import most_common_shape
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.conftest import for_this_process
@@ -48,10 +48,11 @@ def _wait_for_all(trial: SlurmTrial) -> None:
 
 def test_every_step_gets_its_cores_where_a_core_is_two_cpus(make_slurm_trial: Any, threaded_cluster: Cluster) -> None:
     client = SlurmClient()
-    shapes = node_shapes(client.nodes(), client.partitions())
+    shape = most_common_shape(client.nodes())
+    assert shape is not None
     # Six workers of one CPU each, in an allocation of 7 CPUs, would be six steps for four cores: two would never start.
     trial = make_slurm_trial({"master_worker/0": ["master"]}, model_workers=3)
-    trial.layout = plan_layout(trial.plan, shapes)
+    trial.layout = plan_layout(trial.plan, {None: shape})
     assert {step.cpus for step in trial.layout.steps.values()} == {2}
     trial.submit()
     _wait_for_all(trial)

@@ -5,12 +5,16 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import ReplyPayload, Request
+from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
 
 LOOPBACK = "127.0.0.1"
@@ -49,6 +53,38 @@ def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
 async def ask(client: RequestClient, worker: str, request: Request, *, deadline_s: float) -> ReplyPayload:
     """One worker's answer."""
     return (await client.post({worker: request}, deadline_s=deadline_s).results())[worker]
+
+
+class Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="words"):
+    text: str
+
+
+@contextlib.contextmanager
+def echo(security: StreamSecurity, *, address: str = LOOPBACK) -> Iterator[str]:
+    """The address of a server, in a thread of its own, that says to a master what the master says."""
+
+    async def handle(role: str, request: Words) -> Words:
+        return request
+
+    async def start() -> AsyncRequestServer[Words]:
+        return AsyncRequestServer(security, Words, handle, address=address, roles={"master_worker"}, purpose="echo")
+
+    thread = LoopThread("echo")
+    try:
+        server = thread.wait(start())
+        try:
+            yield server.endpoint
+        finally:
+            thread.wait(server.close())
+    finally:
+        thread.close()
+
+
+async def said(endpoint: str, text: str, security: StreamSecurity, *, deadline_s: float) -> str:
+    """What an `echo` answers."""
+    client = AsyncRequestClient[Words, Words](security, Words, lambda: endpoint, server="model_worker/3")
+    async with client:
+        return (await client.request(Words(text), deadline_s=deadline_s)).text
 
 
 class Cable:

@@ -28,7 +28,6 @@ from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,
     Fetch,
-    Flush,
     Generate,
     Give,
     Inference,
@@ -58,7 +57,6 @@ STEP = "workers/master/test_step_state.py"
 STREAM = "workers/requests/test_client_and_handler.py"
 SPLIT = "workers/master/test_split_placement.py"
 DEFERRED = "workers/requests/test_deferred_answers.py"
-FLUSHES = "workers/requests/test_flush_queue.py"
 PLANE = "workers/model/test_data_plane.py"
 SHARED = "workers/shared_prompts/test_engine.py"
 SYNCHRONOUS = "integration/test_synchronous_ppo.py"
@@ -132,17 +130,12 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     SaveCheckpoint: dict.fromkeys(("role", "state", "weights"), BEHIND)
     | {"copies": f"{WORKER}::without_a_copy_all_is_on_disk_before_the_next_request"},
     Written: {"role": BEHIND},
-    Flush: {
-        "level": f"{FLUSHES}::a_later_level_does_not_overtake_an_earlier_one",
-        "request_ids": f"{FLUSHES}::a_level_waits_for_a_request_that_the_network_lost",
-    },
     WorkerRequest: {
         "request": OWN_SHARE,
         "pre_hooks": OWN_SHARE,
         "post_hooks": f"{STREAM}::hooks_arrive_with_the_request",
         "riders": f"{DEFERRED}::riders_are_done_before_what_carries_them_in_order_and_once",
         "passengers": f"{DEFERRED}::a_passenger_comes_with_the_next_message_and_has_its_own_answer",
-        "flush": f"{STREAM}::a_flush_aboard_starts_its_request_after_all_that_was_posted_before",
     },
 }
 

@@ -14,7 +14,7 @@ counts. Those of older ones are apart by what was learned meanwhile, too: by abo
 moved other answers, which is measured on a few (functional/drift.py). What their mean is apart beyond was not learned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,8 +25,14 @@ from torch import Tensor
 
 from corral.scheduling.keys import KeyLayout
 from corral.workers.algorithms.base import response_mask
-from corral.workers.algorithms.functional.drift import Alarm, Comparison, Drift
-from corral.workers.algorithms.functional.logprob_gap import ComparedTokens, LogprobGap, comparable
+from corral.workers.algorithms.functional.logprob_gap import (
+    Alarm,
+    ComparedTokens,
+    Comparison,
+    Drift,
+    LogprobGap,
+    comparable,
+)
 from corral.workers.algorithms.gap_causes import TwoSides, likely_causes
 from corral.workers.backends.base import LossFunction, LossOutput
 from corral.workers.backends.micro_batches import MicroBatch, scatter_to_answers
@@ -133,16 +139,19 @@ class GapWatch:
             )
         }
         present, since = looks["present"], looks["older"]
+        comparisons = [present.comparison(is_one=True), since.comparison(is_one=False)]
         num_tokens = context.sum_over_ranks({"tokens": float(response_mask(of).sum())})["tokens"]
         coverage = (present.gap.num_tokens + since.gap.num_tokens) / max(num_tokens, 1.0)
         self._has_older = self._has_older or bool(drift)
         if self._has_older or self._is_first:
             self._scored = _some_answers(sample, logprobs)
         self._is_first = False
-        self._note(present, since, version=version, coverage=coverage, context=context)
+        self._note(present, since, comparisons, version=version, coverage=coverage, context=context)
         stats = {"gap/tokens": float(present.gap.num_tokens), "gap/coverage": coverage} | drift
         if since.gap.num_tokens:
             stats["drift/allowed"] = since.allowed
+        if known := [one.of_allowed for one in comparisons if one.num_tokens]:
+            stats["gap/of_allowed"] = max(known)
         if self._alarm.is_raised is not None:
             stats["gap/alarm"] = float(self._alarm.is_raised)
         if present.gap.num_tokens:
@@ -185,11 +194,18 @@ class GapWatch:
         return {"drift/moved": moved}
 
     def _note(
-        self, present: "_Look", older: "_Look", *, version: int, coverage: float, context: ParallelContext
+        self,
+        present: "_Look",
+        older: "_Look",
+        comparisons: Sequence[Comparison],
+        *,
+        version: int,
+        coverage: float,
+        context: ParallelContext,
     ) -> None:
         """Tell what has changed; of two findings that of the present weights, which says more."""
-        is_one = present.comparison(is_one=True)
-        before, self._alarm = self._alarm, self._alarm.after([is_one, older.comparison(is_one=False)])
+        is_one = comparisons[0]
+        before, self._alarm = self._alarm, self._alarm.after(comparisons)
         is_alarm = bool(self._alarm.is_raised)
         if self._alarm.is_raised != before.is_raised:
             is_older = not is_one.is_beyond if is_alarm else not is_one.num_tokens
@@ -258,7 +274,7 @@ class _Look:
         found = self.gap.largest if is_one else self.gap.mean
         return Comparison(
             num_tokens=self.gap.num_tokens,
-            is_beyond=self.gap.num_tokens > 0 and found > self.allowed,
+            of_allowed=found / self.allowed if self.gap.num_tokens else 0.0,
             mean=self.gap.mean,
             shows=0.0 if is_one else self.allowed,
         )

@@ -41,42 +41,31 @@ def center_logprobs(micro_batch: MicroBatch, config: PPOConfig) -> Tensor:
     return micro_batch.tensors["proximal_logprobs" if config.use_decoupled_loss else "old_logprobs"]
 
 
+def _read(micro_batch: MicroBatch, config: PPOConfig) -> dict[str, Any]:
+    """What every built-in loss is told besides the scores."""
+    return {
+        "center_logprobs": center_logprobs(micro_batch, config),
+        "advantages": micro_batch.tensors["advantages"],
+        "loss_mask": micro_batch.tensors["loss_mask"],
+        "eps_clip": config.eps_clip,
+        "eps_clip_high": config.eps_clip_high,
+    }
+
+
 def ppo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
     """Clipped per token."""
-    return policy_losses.ppo_clip(
-        scores.logprobs,
-        center_logprobs=center_logprobs(micro_batch, config),
-        advantages=micro_batch.tensors["advantages"],
-        loss_mask=micro_batch.tensors["loss_mask"],
-        eps_clip=config.eps_clip,
-        eps_clip_high=config.eps_clip_high,
-        c_clip=config.c_clip,
-    )
+    return policy_losses.ppo_clip(scores.logprobs, c_clip=config.c_clip, **_read(micro_batch, config))
 
 
 def gspo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
     """Clipped per answer."""
-    return policy_losses.gspo(
-        scores.logprobs,
-        center_logprobs=center_logprobs(micro_batch, config),
-        advantages=micro_batch.tensors["advantages"],
-        loss_mask=micro_batch.tensors["loss_mask"],
-        answer_lengths=[length - 1 for length in micro_batch.segment_lengths],
-        eps_clip=config.eps_clip,
-        eps_clip_high=config.eps_clip_high,
-    )
+    lengths = [length - 1 for length in micro_batch.segment_lengths]
+    return policy_losses.gspo(scores.logprobs, answer_lengths=lengths, **_read(micro_batch, config))
 
 
 def cispo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
     """REINFORCE with a clipped weight."""
-    return policy_losses.cispo(
-        scores.logprobs,
-        center_logprobs=center_logprobs(micro_batch, config),
-        advantages=micro_batch.tensors["advantages"],
-        loss_mask=micro_batch.tensors["loss_mask"],
-        eps_clip=config.eps_clip,
-        eps_clip_high=config.eps_clip_high,
-    )
+    return policy_losses.cispo(scores.logprobs, **_read(micro_batch, config))
 
 
 LOSSES: Mapping[str, PolicyLoss] = {"ppo": PolicyLoss(ppo), "gspo": PolicyLoss(gspo), "cispo": PolicyLoss(cispo)}

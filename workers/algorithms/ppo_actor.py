@@ -30,16 +30,19 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.policy_losses import behaviour_weights, importance_ratio
-from corral.workers.algorithms.functional.reduction import reduction_weights
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
-from corral.workers.algorithms.kl_controller import KLController
 from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_mini_batches, merge_stats
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
-from corral.workers.algorithms.ppo_batch import measure_batch, prepare_actor_sample, with_loss_weights
-from corral.workers.algorithms.ppo_stats import batch_stats
+from corral.workers.algorithms.ppo_batch import (
+    KLController,
+    batch_stats,
+    measure_batch,
+    prepare_actor_sample,
+    with_loss_weights,
+)
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores

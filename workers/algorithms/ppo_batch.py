@@ -5,24 +5,35 @@
 
 Numbers that are not finite train nothing. One of them anywhere in the batch, on any rank, makes every weight of the
 loss NaN, so that the engine skips each of the step's updates and counts them, as it does where a loss overflows.
+
+The weight of the KL penalty is fixed, or adapted from step to step to a target.
+
+    coefficient ──► losses or rewards of this step
+         ▲ after(divergence of the batch)      once per train step, never per micro-batch
+
+The divergence is that of the policy that generated, measured on the whole batch before anything is trained. It does not
+depend on weights or micro-batches, so that every rank, actor and critic alike, arrives at the same coefficient.
+
+What `metrics.jsonl` says of rewards, lengths and staleness follows from the batch alone, too.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.keys import Key, KeyLayout
+from corral.experiments.config.algorithm import KLConfig, PPOConfig
+from corral.scheduling.keys import ROUTED_EXPERTS, Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
 from corral.workers.algorithms.base import response_mask
-from corral.workers.algorithms.functional.kl import approximate_kl, token_rewards
+from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 
 
@@ -142,3 +153,107 @@ def with_loss_weights(sample: SequenceSample, *, is_finite: bool) -> SequenceSam
     """The sample with `loss_weights` of 1, or of NaN where nothing may be trained."""
     num_tokens = sample.total_length("loss_mask")
     return sample.with_key("loss_weights", np.full(num_tokens, 1.0 if is_finite else np.nan, np.float32))
+
+
+_COEFFICIENT = "kl_coefficient"
+
+
+@dataclass(frozen=True, slots=True)
+class KLController:
+    """A coefficient and the rule by which it changes."""
+
+    config: KLConfig
+    coefficient: float
+
+    @classmethod
+    def at_start(cls, config: KLConfig) -> "KLController":
+        return cls(config, config.coef)
+
+    def after(self, *, observed_kl: float, num_answers: float) -> "KLController":
+        """For the next step, having seen a batch; see `adapt_kl_coefficient`."""
+        if self.config.target is None:
+            return self
+        adapted = adapt_kl_coefficient(
+            self.coefficient,
+            observed_kl=observed_kl,
+            target=self.config.target,
+            horizon=self.config.horizon,
+            num_answers=num_answers,
+        )
+        return replace(self, coefficient=adapted)
+
+    def state_dict(self) -> Numbers:
+        """What a checkpoint keeps: nothing of a coefficient that is fixed."""
+        return {} if self.config.target is None else {_COEFFICIENT: self.coefficient}
+
+    def with_state(self, state: Numbers) -> "KLController":
+        """The controller that `state_dict` described.
+
+        Raises:
+            ValueError: if it is missing.
+        """
+        if self.config.target is None:
+            return self
+        coefficient = state.get(_COEFFICIENT)
+        if not isinstance(coefficient, float | int):
+            raise ValueError(
+                f"kl.target is set, but the checkpoint has no {_COEFFICIENT!r}: it was written without an adaptive "
+                "coefficient; remove kl.target, or start a new trial from its weights"
+            )
+        return replace(self, coefficient=float(coefficient))
+
+
+def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContext) -> dict[str, float]:
+    """Statistics of the global batch that do not depend on the current weights; one sum and one maximum over ranks."""
+    rewards = np.asarray(sample.data["rewards"], dtype=np.float64)
+    trained = np.asarray(sample.data["loss_mask"])
+    responses = response_mask(sample)
+    sums = {
+        "answers": float(rewards.size),
+        "rewards": float(rewards.sum()),
+        "squared_rewards": float(np.square(rewards).sum()),
+        "response_tokens": float(responses.sum()),
+        "trained_tokens": float(trained.sum()),
+    }
+    maxima = {"response_tokens": float(max(_response_lengths(sample, responses), default=0))}
+    if "seq_no_eos_mask" in sample.data:
+        sums["no_eos"] = float(np.asarray(sample.data["seq_no_eos_mask"]).sum())
+    if "versions" in sample.data:
+        staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
+        sums["staleness"] = float(staleness.sum())
+        maxima["staleness"] = float(staleness.max(initial=0))
+    if ROUTED_EXPERTS in sample.data:
+        sums["replayed"] = float(_is_told(sample)[responses].sum())
+    total, largest = context.sum_over_ranks(sums), context.max_over_ranks(maxima)
+    num_answers, num_tokens = max(total["answers"], 1.0), max(total["response_tokens"], 1.0)
+    mean = total["rewards"] / num_answers
+    stats = {
+        "rewards/mean": mean,
+        "rewards/std": max(0.0, total["squared_rewards"] / num_answers - mean**2) ** 0.5,
+        "response_length/mean": total["response_tokens"] / num_answers,
+        "response_length/max": largest["response_tokens"],
+        "ppo/capped_fraction": 1.0 - total["trained_tokens"] / num_tokens,
+        "ppo/num_answers": total["answers"],
+    }
+    if "no_eos" in total:
+        stats["no_eos_fraction"] = total["no_eos"] / num_answers
+    if "staleness" in total:
+        stats |= {"staleness/mean": total["staleness"] / num_tokens, "staleness/max": largest["staleness"]}
+    if "replayed" in total:
+        stats["ppo/replayed_fraction"] = total["replayed"] / num_tokens
+    return stats
+
+
+def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
+    """By shifted token, whether the experts are known that computed what it was drawn from."""
+    rows = sample.data[ROUTED_EXPERTS].reshape(sample.total_length(), -1)
+    has_next = np.ones(len(rows), np.bool_)
+    has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
+    is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
+    return is_told[has_next]
+
+
+def _response_lengths(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> list[int]:
+    ends = np.cumsum([length - 1 for length in sample.answer_lengths()], dtype=np.int64)
+    counts = np.concatenate([[0], np.cumsum(responses)])
+    return [int(n) for n in np.diff(np.concatenate([[0], counts[ends]]))]

@@ -9,21 +9,17 @@ The engine makes the scores and a loss reads them: no loss ever sees logits, so 
 vocabulary, computed in chunks, or on the last of several pipeline stages changes no algorithm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
+from torch import Tensor
 
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.backends.files.share import WeightShare
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers, StateShard
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.data.sequence_sample import SequenceSample
 
 ScoresT = TypeVar("ScoresT")
@@ -55,30 +51,17 @@ StepCondition: TypeAlias = Callable[[Mapping[str, float]], bool]
 
 
 class TrainEngine(Protocol[ScoresT_co]):
-    """One rank's share of a model. All ranks of the model's mesh call the same methods in the same order."""
+    """One rank's share of a model, as algorithms see it; the rest of it is `mesh_engine.MeshEngine`.
+
+    All ranks of the model's mesh call the same methods in the same order.
+    """
 
     context: ParallelContext
     """This rank's place in the model's mesh."""
     micro_batches: MicroBatchSpec
     """How the samples of the present call are cut; set before each call."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model as transformers has it, for generation: it may be cut over ranks, or a copy made for the asker.
-
-        A collective of the mesh, and so is each use of a model that is cut.
-        """
-
-    num_parameters: int
-    """Of the whole model, as it is exported."""
-    num_trained: int
-    """Those that a step changes: all of them, or adapters and a new score layer."""
     step: int
     """Optimizer steps made so far; skipped ones do not count."""
-    num_nonfinite: int
-    """Optimizer steps of this engine's life that were skipped because loss or gradient was not finite."""
-    is_damaged: bool
-    """Whether a step has made weights that are not finite: what was finite must be loaded again."""
 
     def train_batch(
         self,
@@ -107,71 +90,6 @@ class TrainEngine(Protocol[ScoresT_co]):
         """The head's scores of every answer, packed in the sample's order; no gradient.
 
         lm: `logprobs` and `entropy` per shifted token. value: `values` per token. scalar: `scores` per answer.
-        """
-
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors by their names in Hugging Face's format, one after the other, on this rank's device.
-
-        With adapters: the model that it and they amount to, made anew.
-
-        Every rank of the mesh must read to the end: making a tensor whole may be a collective. A tensor may be the
-        engine's own: copy what must outlive the next step, and write to none.
-        """
-
-    def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
-        """Take over weights of the same names and shapes: own = eta * given + (1 - eta) * own.
-
-        Every rank of the mesh is given the same whole tensors and keeps its part; the optimizer's state stays.
-
-        Raises:
-            ValueError: if a weight is missing, unknown, given twice or of another shape, `eta` is outside [0, 1], or
-                adapters are trained beside weights that stay.
-        """
-
-    def offload(self) -> None:
-        """Move parameters and optimizer state to host memory, until `onload` or the next use.
-
-        Tensors that `export_weights` gave must not be read meanwhile.
-        """
-
-    def onload(self) -> None:
-        """Bring back what `offload` moved; nothing happens if it is here."""
-
-    def save_weights(
-        self, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None] = no_progress
-    ) -> dict[str, FileEntry]:
-        """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.
-
-        Every rank writes some of the files; all of them together are the model. What is returned is on disk. With
-        adapters, the folder `adapter` has them in peft's format besides.
-
-        Args:
-            base: an earlier version that `save_weights` wrote, under a manifest: each weight file that differs little
-                from the same one there has a delta beside it.
-
-        Returns:
-            The files that this rank wrote, by name.
-        """
-
-    def weight_share(self) -> WeightShare:
-        """What `save_weights` writes on this rank, to be written, or copied and written later; a collective."""
-
-    def state_shard(self, *, extra: Numbers | None = None) -> StateShard:
-        """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
-
-        The tensors are the engine's own: write them, or copy them, before the next step.
-
-        Args:
-            extra: numbers that belong to the role and to none of its parameters; the same on every rank.
-        """
-
-    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> Numbers:
-        """Continue from what all ranks' `state_shard` wrote, possibly with another number of ranks.
-
-        `on_progress` is called for every part that is read, since a large state takes longer than any useful deadline.
-
-        Returns:
-            The extra numbers that were saved.
         """
 
 

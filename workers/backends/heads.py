@@ -86,45 +86,35 @@ class LanguageModelHead:
         return {"logprobs": scores.logprobs, "entropy": scores.entropy}
 
 
-class ValueHead:
-    """A critic: what reward is to be expected after each token; the temperature changes nothing."""
+class ScoreHead:
+    """A critic, or a reward model: numbers that a layer of its own makes; the temperature changes nothing.
 
-    model_class = saved_class = AutoModelForTokenClassification
-    layouts: Mapping[str, KeyLayout] = MappingProxyType({"values": KeyLayout.PER_TOKEN})
-    has_score_layer = True
-
-    def install(self, model: Any) -> None:
-        """`load_model` gave it its score layer."""
-
-    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return _by_token(forward_row(model, micro_batch), micro_batch)
-
-    def joined(self, scores: Tensor, join: Join) -> Tensor:
-        return join(scores, KeyLayout.PER_TOKEN)
-
-    def by_name(self, scores: Tensor) -> dict[str, Tensor]:
-        return {"values": scores}
-
-
-class ScalarHead:
-    """A reward model: one score for each answer, read at its last token; the temperature changes nothing."""
+    A critic says what reward is to be expected after each token; of a reward model's, the last of each answer is read.
+    """
 
     model_class = AutoModelForTokenClassification
-    saved_class = AutoModelForSequenceClassification
-    layouts: Mapping[str, KeyLayout] = MappingProxyType({"scores": KeyLayout.PER_ANSWER})
     has_score_layer = True
+
+    def __init__(self, name: str, layout: KeyLayout, saved_class: Any) -> None:
+        self.saved_class = saved_class
+        self.layouts: Mapping[str, KeyLayout] = MappingProxyType({name: layout})
+        self._name, self._layout = name, layout
 
     def install(self, model: Any) -> None:
         """`load_model` gave it its score layer."""
 
     def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        return _by_token(forward_row(model, micro_batch), micro_batch)[micro_batch.last_tokens]
+        """[T] float32 of the answers laid end to end, or [n] of their last tokens."""
+        values = forward_row(model, micro_batch)[0, :, 0].float()
+        if micro_batch.shared is not None:
+            values = values.index_select(0, micro_batch.shared.places)
+        return values[micro_batch.last_tokens] if self._layout is KeyLayout.PER_ANSWER else values
 
     def joined(self, scores: Tensor, join: Join) -> Tensor:
-        return join(scores, KeyLayout.PER_ANSWER)
+        return join(scores, self._layout)
 
     def by_name(self, scores: Tensor) -> dict[str, Tensor]:
-        return {"scores": scores}
+        return {self._name: scores}
 
 
 def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:
@@ -146,14 +136,12 @@ def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor
     return output
 
 
-def _by_token(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """[1, R, 1] of the row -> [T] float32 of the answers laid end to end."""
-    values = output[0, :, 0].float()
-    return values if micro_batch.shared is None else values.index_select(0, micro_batch.shared.places)
-
-
 HEADS: Mapping[str, Head[Any]] = MappingProxyType(
-    {"lm": LanguageModelHead(), "value": ValueHead(), "scalar": ScalarHead()}
+    {
+        "lm": LanguageModelHead(),
+        "value": ScoreHead("values", KeyLayout.PER_TOKEN, AutoModelForTokenClassification),
+        "scalar": ScoreHead("scores", KeyLayout.PER_ANSWER, AutoModelForSequenceClassification),
+    }
 )
 
 

@@ -1,18 +1,22 @@
-"""Copies in host memory of what later steps change, made at once and at the speed of the bus.
+"""Copies in host memory, made at once and at the speed of the bus: of what later steps change, and of what gives way.
 
     tensors of a GPU ──► one after the other into pinned blocks, all under way before the one wait for the device
     tensors of a CPU ──► memory of their own
+
+    parameters, moments ──► Offloaded: a copy of every storage; the storages have no memory ──bring_back──► as before
 
 torch rounds each piece of pinned memory up to a power of two, which is up to twice what tensors take one by one. The
 blocks are such powers, so nothing is added but what is left of the last ones. They go back to torch's own store when
 the last copy in them is let go, and the next copies are laid into the same blocks.
 """
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from corral.workers.backends.sharding import local
 
 _FIRST_BLOCK: Final = 2**20
 _LARGEST_BLOCK: Final = 2**28  # of one that has several tensors; little beside the share of a model
@@ -81,3 +85,83 @@ class Blocks:
 def _power_of_two(number: int) -> int:
     """The smallest one that is as large."""
     return 1 << max(0, number - 1).bit_length()
+
+
+class Offloaded:
+    """Memory of tensors given back to their device, with the content kept in host memory.
+
+    The tensors themselves stay where they are referred to, by the module, by the optimizer and within FSDP2, which
+    would all have to be told otherwise; only the memory below them goes and comes. Between the two nothing may read
+    them. On a CPU nothing is gained, and the same code runs.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """
+        Args:
+            tensors: of `parameters_that_can_leave` and `state_that_can_leave`, whose memory is their own.
+        """
+        copying = HostCopying()
+        self._tensors = list(tensors)  # none of them is another one by the time that it is asked for
+        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._copy_of: dict[int, Tensor] = {}
+        for tensor in self._tensors:
+            storage = local(tensor).untyped_storage()
+            if storage.nbytes():
+                if storage.data_ptr() not in self._copies:
+                    self._copies[storage.data_ptr()] = storage, copying.copy(_bytes_of(storage))
+                self._copy_of[id(tensor)] = self._copies[storage.data_ptr()][1]
+        copying.wait()
+        for storage, _ in self._copies.values():
+            storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage, _ in self._copies.values()):
+            torch.cuda.empty_cache()  # torch would keep it for itself, and others share the device
+
+    def content_of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor where its content lies, be it one of these or not."""
+        own, copy = local(tensor), self._copy_of.get(id(tensor))
+        if copy is None:
+            return own
+        memory = copy.view(own.dtype)
+        return memory.as_strided(own.shape, own.stride(), memory.storage_offset() + own.storage_offset())
+
+    def bring_back(self) -> None:
+        """Take the memory again, with the content that it had; once."""
+        for storage, copy in self._copies.values():
+            storage.resize_(copy.numel())
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        self._copy_of.clear()
+
+
+def parameters_that_can_leave(model: nn.Module) -> list[Tensor]:
+    """All parameters, after copying those whose memory cannot be given back; for the rows of a model that is cut.
+
+    On a CPU a file that is mapped, or numpy, may hold it together with the parameter. The model is told of a copy as if
+    it moved to another device, so that FSDP2 hears of it.
+    """
+    if not all(_can_leave(parameter) for parameter in model.parameters()):
+        model._apply(_that_can_leave)  # type: ignore[no-untyped-call]
+    return list(model.parameters())
+
+
+def state_that_can_leave(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of the optimizer's state, after copying those whose memory cannot be given back."""
+    states: Iterable[dict[str, Any]] = optimizer.state.values()
+    for state in states:
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = _that_can_leave(value)
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _that_can_leave(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its memory cannot be given back."""
+    return tensor if _can_leave(tensor) else tensor.clone()
+
+
+def _can_leave(tensor: Tensor) -> bool:
+    return local(tensor).untyped_storage().resizable()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The storage as [nbytes] uint8, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

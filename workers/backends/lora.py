@@ -19,12 +19,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.low_precision import CastingLinear
-from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, whole
+from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, start_of, whole
 from corral.workers.checkpoint.low_rank import LowRank
 
 _ADAPTER_PARTS: Final = (".lora_A.weight", ".lora_B.weight")
@@ -70,13 +68,9 @@ class AdaptedLinear(CastingLinear):
         Each rank adds up its own part, which has the same bits in every layout (low_rank.py): W0 and B are cut by rows
         alike, and of A it takes the columns that it has of W0.
         """
-        columns = slice(None)
-        if isinstance(self.weight, DTensor):
-            at = compute_local_shape_and_global_offset(
-                self.weight.shape, self.weight.device_mesh, self.weight.placements
-            )
-            columns = slice(at[1][1], at[1][1] + at[0][1])
-        adapter = LowRank(whole(self.lora_A.weight)[:, columns], local(self.lora_B.weight), self._scale)
+        columns = local(self.weight).shape[1]
+        A = whole(self.lora_A.weight).narrow(1, min(start_of(self.weight)[1], self.in_features - columns), columns)
+        adapter = LowRank(A, local(self.lora_B.weight), self._scale)
         merged = torch.empty_like(self.weight.detach(), dtype=dtype)
         local(merged).copy_(adapter.added_to(local(self.weight)))
         return whole(merged)

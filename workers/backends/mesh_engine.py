@@ -14,7 +14,7 @@ what is said of them, is decided here, for all backends by the same lines.
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -23,17 +23,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import OptimizerConfig
+from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
-from corral.workers.backends.device_sums import DeviceSums
-from corral.workers.backends.files.deltas import WeightBase
-from corral.workers.backends.files.share import Adapter, WeightShare
+from corral.workers.backends.files.adapters import adapter_config
+from corral.workers.backends.files.share import Adapter, WeightShare, companion_files
+from corral.workers.backends.files.weights import WeightBase
 from corral.workers.backends.heads import head_named
-from corral.workers.backends.learning_rate import learning_rate
+from corral.workers.backends.host_copies import Offloaded
+from corral.workers.backends.lora import fold_sums
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
-from corral.workers.backends.offload import Offloaded, offload
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
@@ -49,35 +49,64 @@ _OF_LOSS, _OF_STATS = "denominator of the loss", "denominator of the statistics"
 
 
 class MeshEngine(ABC):
-    """A `TrainEngine` but for the model itself; what its methods promise is told there."""
+    """A `TrainEngine`, with all that a model worker asks for besides, but for the model itself.
+
+    All ranks of the model's mesh call the same methods in the same order.
+    """
 
     num_parameters: int
+    """Of the whole model, as it is exported."""
     num_trained: int
+    """Those that a step changes: all of them, or adapters and a new score layer."""
+    step: int
+    """Optimizer steps made so far; skipped ones do not count."""
+    num_nonfinite: int
+    """Optimizer steps of this engine's life that were skipped because loss or gradient was not finite."""
+    is_damaged: bool
+    """Whether a step has made weights that are not finite: what was finite must be loaded again."""
 
     def __init__(
         self,
         model_directory: Path,
         *,
         context: ParallelContext,
-        head: str,
         optimizer: OptimizerConfig | None,
-        total_steps: int,
-        micro_batches: MicroBatchSpec | None,
-        seed: int,
-        compute_dtype: torch.dtype,
+        head: str = "lm",
+        lora: LoraConfig | None = None,
+        recompute: Recompute = "none",
+        gradient_sums: GradientSums = "each_micro_batch",
+        hosts_optimizer: bool = False,
+        is_held_low: bool = False,
+        total_steps: int = 1,
+        micro_batches: MicroBatchSpec | None = None,
+        seed: int = 0,
+        compute_dtype: torch.dtype = torch.float32,
+        takes_tf32: bool = False,
     ) -> None:
-        """Everything but the model and its optimizer, which a backend makes afterwards.
+        """Make this rank's part of the model, and of its optimizer.
 
         Args:
             model_directory: local directory in Hugging Face's format.
             context: this rank's place; the model lives on `context.device`.
-            head: a name of `HEADS`: what the model says of a micro-batch.
             optimizer: None for a model that is never trained (a reference).
+            head: a name of `HEADS`: what the model says of a micro-batch.
+            lora: trains adapters in place of the weights.
+            recompute: what of a layer is computed again in the backward pass.
+            gradient_sums: when ranks add their gradients up; each has a whole one until then (fsdp).
+            hosts_optimizer: whether the state of the optimizer lies in host memory but for the step itself (fsdp).
+            is_held_low: whether weights that products alone read are held in `compute_dtype`, which changes none of the
+                scores: for a model without an optimizer, which takes over weights whole or not at all (fsdp).
             total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
             micro_batches: see `TrainEngine`; None takes whatever comes as one.
             seed: with the step number, decides every random number of a step.
             compute_dtype: float32 or bfloat16.
+            takes_tf32: whether a GPU may round what it multiplies in float32.
+
+        Raises:
+            ValueError: if backend and layout cannot compute this model as transformers does, or weights are missing.
         """
+        assert lora is None or optimizer is not None, "adapters that nothing trains"
+        assert optimizer is None or not is_held_low, "an optimizer changes float32"
         self.context = context
         self.micro_batches = micro_batches or MicroBatchSpec()
         self.step = 0
@@ -85,25 +114,40 @@ class MeshEngine(ABC):
         self.is_damaged = False
         self._directory = model_directory
         self._config = optimizer
+        self._lora, self._recompute = lora, recompute
+        self._sums_once = gradient_sums == "last_micro_batch"
+        self._hosts_optimizer, self._is_held_low = hosts_optimizer, is_held_low
         self._total_steps = total_steps
         self._seed = seed
         self._compute_dtype = compute_dtype
-        self._head = head_named(head)
+        self._precision = "high" if takes_tf32 else "highest"
+        self._head_name, self._head = head, head_named(head)
         self._optimizer: Any = None
         self._offloaded: Offloaded | None = None
+        self._hosted: Offloaded | None = None
         self._sum_of_frozen = 0
         self._adapter_config: bytes | None = None  # adapter_config.json, where adapters are trained
-        self._companions: dict[str, bytes] = {}
         self._has_told_of_deltas = False
         self._unshared_because: str | None = "this backend computes whole answers"  # another one says otherwise
         self._has_told_of_prompts = False
+        model_config = self._load()
+        self._companions = (
+            companion_files(model_directory, model_config, self._head, dtype=compute_dtype) if context.is_first else {}
+        )
 
     # --- what a backend says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self) -> Any:
+        """Make the model, its optimizer, and what is said of both; gives the model's configuration."""
 
     @property
     @abstractmethod
     def model(self) -> nn.Module:
-        """See `TrainEngine.model`."""
+        """The model as transformers has it, for generation: it may be cut over ranks, or a copy made for the asker.
+
+        A collective of the mesh, and so is each use of a model that is cut.
+        """
 
     @abstractmethod
     def _forward(self, micro_batches: Iterator[MicroBatch], *, temperature: float) -> Iterable[tuple[MicroBatch, Any]]:
@@ -137,11 +181,24 @@ class MeshEngine(ABC):
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.export_weights`."""
+        """Whole tensors by their names in Hugging Face's format, one after the other, on this rank's device.
+
+        With adapters: the model that it and they amount to, made anew.
+
+        Every rank of the mesh must read to the end: making a tensor whole may be a collective. A tensor may be the
+        engine's own: copy what must outlive the next step, and write to none.
+        """
 
     @abstractmethod
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
-        """See `TrainEngine.import_weights`."""
+        """Take over weights of the same names and shapes: own = eta * given + (1 - eta) * own.
+
+        Every rank of the mesh is given the same whole tensors and keeps its part; the optimizer's state stays.
+
+        Raises:
+            ValueError: if a weight is missing, unknown, given twice or of another shape, `eta` is outside [0, 1], or
+                adapters are trained beside weights that stay.
+        """
 
     @abstractmethod
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -158,8 +215,16 @@ class MeshEngine(ABC):
         """Read what the `_state_shard` of all ranks of some layout wrote."""
 
     @abstractmethod
+    def _whole_trained(self) -> Iterable[tuple[str, Tensor]]:
+        """What is trained of the model, by name, whole: a collective."""
+
+    @abstractmethod
     def _own_tensors(self) -> list[Tensor]:
-        """Parameters and optimizer state, whose memory can be given back."""
+        """Parameters, and what `_moments` gives, whose memory can be given back."""
+
+    @abstractmethod
+    def _moments(self) -> list[Tensor]:
+        """What the optimizer keeps; nothing where there is none."""
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -179,7 +244,7 @@ class MeshEngine(ABC):
         count = self.context.sum_over_ranks({"count": local_count})["count"]
         if count == 0.0:
             return _SKIPPED | {"train/skipped_empty": 1.0}
-        self.onload()
+        self._begin()
         sums = DeviceSums()
 
         def loss(scores: Any, micro_batch: MicroBatch) -> Tensor:
@@ -196,7 +261,7 @@ class MeshEngine(ABC):
     @torch.no_grad()
     def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
-        self.onload()
+        self._begin()
         outputs: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in self._head.layouts}
         for micro_batch, scores in self._forward(self._micro_batches(sample), temperature=temperature):
             if not micro_batch.is_padding:
@@ -206,6 +271,11 @@ class MeshEngine(ABC):
             name: scatter_to_answers(sample, _on_host(outputs[name]), layout)
             for name, layout in self._head.layouts.items()
         }
+
+    def _begin(self) -> None:
+        """What a call on the model finds: its weights here, and products as they were asked for."""
+        self.onload()
+        torch.set_float32_matmul_precision(self._precision)
 
     def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
@@ -228,7 +298,7 @@ class MeshEngine(ABC):
                 )
         return self._unshared_because is None
 
-    def _over_mesh(self, sums: DeviceSums) -> dict[str, float]:
+    def _over_mesh(self, sums: "DeviceSums") -> dict[str, float]:
         """The sums of all data-parallel ranks, and the squared norm, of which every rank has a part."""
         own = sums.on_host()  # the first wait for the device since the step began
         if not self.context.is_dp_head:  # the ranks of one data-parallel rank have made the same sums
@@ -259,8 +329,11 @@ class MeshEngine(ABC):
                 if tensor.grad is not None:
                     local(tensor.grad).mul_(scale)
         rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
+        if self._hosted is not None:
+            self._hosted.bring_back()
         self._make_step(rate)
         self._drop_gradients()
+        self._put_moments_away()
         self.step += 1
         self.is_damaged = not self._are_weights_finite()
         return means | _SKIPPED | {"train/grad_norm": norm, "train/lr": rate, "train/tokens": count}
@@ -298,7 +371,7 @@ class MeshEngine(ABC):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def weight_share(self) -> WeightShare:
-        """See `TrainEngine.weight_share`."""
+        """What `save_weights` writes on this rank, to be written, or copied and written later; a collective."""
         self.onload()
         return WeightShare(
             weights=self._stored_weights(),
@@ -311,16 +384,40 @@ class MeshEngine(ABC):
     def save_weights(
         self, directory: Path, *, base: Path | None = None, on_progress: Callable[[], None] = no_progress
     ) -> dict[str, FileEntry]:
-        """See `TrainEngine.save_weights`."""
+        """Write the weights in Hugging Face's format: safetensors, config and tokenizer files.
+
+        Every rank writes some of the files; all of them together are the model. What is returned is on disk. With
+        adapters, the folder `adapter` has them in peft's format besides.
+
+        Args:
+            base: an earlier version that `save_weights` wrote, under a manifest: each weight file that differs little
+                from the same one there has a delta beside it.
+
+        Returns:
+            The files that this rank wrote, by name.
+        """
         weight_base = WeightBase.of(base) if base is not None else None
         files = self.weight_share().write(directory, base=weight_base, on_progress=on_progress)
         if weight_base is not None:
             self._tell_of_missing_deltas(weight_base)
         return files
 
+    def _note_adapters(self, lora: LoraConfig, layers: Collection[str], *, own_sum: int) -> None:
+        """What a state and an export of adapters say of the model that they stand on.
+
+        Args:
+            layers: that have adapters.
+            own_sum: this rank's part of the sum over what is frozen.
+        """
+        self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum": float(own_sum)})["sum"])
+        self._adapter_config = adapter_config(layers, lora, base=self._directory, head=self._head_name)
+
     def _adapter(self) -> Adapter | None:
         """The adapters that are trained, if any are and this is the first rank; a collective where they are."""
-        return None
+        if self._adapter_config is None:
+            return None
+        tensors = dict(self._whole_trained())
+        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
 
     def _tell_of_missing_deltas(self, base: WeightBase) -> None:
         """Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing."""
@@ -332,7 +429,13 @@ class MeshEngine(ABC):
             )
 
     def state_shard(self, *, extra: train_state.Numbers | None = None) -> train_state.StateShard:
-        """See `TrainEngine.state_shard`."""
+        """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
+
+        The tensors are the engine's own: write them, or copy them, before the next step.
+
+        Args:
+            extra: numbers that belong to the role and to none of its parameters; the same on every rank.
+        """
         self.onload()
         header = train_state.TrainStateHeader(
             step=self.step,
@@ -344,7 +447,13 @@ class MeshEngine(ABC):
         return self._state_shard(header)
 
     def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
-        """See `TrainEngine.load_state`; a collective, since ranks may give each other what they read."""
+        """Continue from what all ranks' `state_shard` wrote, possibly with another number of ranks; a collective.
+
+        `on_progress` is called for every part that is read, since a large state takes longer than any useful deadline.
+
+        Returns:
+            The extra numbers that were saved.
+        """
         header = train_state.read_header(directory)
         if header.sum_of_frozen and self._sum_of_frozen and header.sum_of_frozen != self._sum_of_frozen:
             raise ValueError(
@@ -352,7 +461,9 @@ class MeshEngine(ABC):
                 "those back, with the same dtype, or start a new trial"
             )
         self.onload()
+        self._hosted = None  # other moments take the place of these
         self._read_share(directory, header, on_progress)
+        self._put_moments_away()
         self.step, self._seed = header.step, header.seed
         return header.extra
 
@@ -363,15 +474,22 @@ class MeshEngine(ABC):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def offload(self) -> None:
-        """See `TrainEngine.offload`."""
+        """Move parameters and optimizer state to host memory, until `onload` or the next use.
+
+        Tensors that `export_weights` gave must not be read meanwhile.
+        """
         if self._offloaded is None:
-            self._offloaded = offload(self._own_tensors())
+            self._offloaded = Offloaded(self._own_tensors())
 
     def onload(self) -> None:
-        """See `TrainEngine.onload`."""
+        """Bring back what `offload` moved; nothing happens if it is here."""
         if self._offloaded is not None:
             self._offloaded.bring_back()
             self._offloaded = None
+
+    def _put_moments_away(self) -> None:
+        if self._hosts_optimizer:
+            self._hosted = Offloaded(self._moments())
 
 
 def _on_host(outputs: Sequence[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBatch, Tensor]]:
@@ -381,3 +499,42 @@ def _on_host(outputs: Sequence[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBa
     together = torch.cat([values for _, values in outputs]).cpu()
     parts = torch.split(together, [len(values) for _, values in outputs])
     return [(micro_batch, part) for (micro_batch, _), part in zip(outputs, parts, strict=True)]
+
+
+class DeviceSums:
+    """Scalars added up by name over micro-batches, in float64 and on the device until the host needs them.
+
+    A number that is read for each micro-batch keeps the host waiting until the device has computed it, and then the
+    device until the host has enqueued more; read once after all of them, it costs one wait for a step.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Scalars of any type, all of one device; waits for nothing."""
+        for name, value in values.items():
+            wide = value.detach().to(torch.float64)
+            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+
+    def on_host(self) -> dict[str, float]:
+        """All sums, after one wait for the device."""
+        if not self._sums:
+            return {}
+        return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
+    """Learning rate of the optimizer step number `step`, counted from 0: a resumed run needs no scheduler's state.
+
+    It rises linearly to `lr` over the warm-up, which ends *at* the peak, and then follows the schedule down to
+    `lr * min_lr_ratio` at `total_steps`, or stays.
+    """
+    warmup_steps = math.ceil(config.warmup_steps_proportion * total_steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    remaining = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)

@@ -3,11 +3,11 @@
     whole module ── shard ──► each rank holds rows of every parameter
     rows ── whole ──► whole tensors, one at a time ── take_over ──► rows of another module's parameters
 
-Every function of a cut tensor is a collective of its mesh unless it says otherwise; of a tensor that is not cut it is
-plain arithmetic, so that one rank runs the same code.
+This rank's part of a tensor is `local`, all of it is `whole`. Every function of a cut tensor is a collective of its
+mesh unless it says otherwise; of a tensor that is not cut it is plain arithmetic, so that one rank runs the same code.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from corral.scheduling.memory.fsdp import cut_dim
+from corral.scheduling.memory.model import cut_dim
 from corral.workers.backends.parallel_context import ParallelContext
 
 TENSOR: Final = "tensor"
@@ -106,7 +107,7 @@ def is_cut_by_tensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_with_gradient(tensor: Tensor) -> Tensor:
     """A tensor-parallel rank's part of a tensor, or the tensor itself, with gradient; no collective."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -115,6 +116,13 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's rows of a tensor that is cut, or the tensor itself; without gradient, no collective."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def start_of(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part of a tensor begins in it, by dimension; no collective."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -151,25 +159,37 @@ def take_over(parameters: Mapping[str, nn.Parameter], weights: Iterable[tuple[st
         ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of the parameters. Those that came
             before the first wrong one are taken over by then.
     """
-    if not 0.0 <= eta <= 1.0:
-        raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
-    missing = dict(parameters)
-    for name, weight in weights:
-        parameter = missing.pop(name, None)
-        if parameter is None:
-            problem = "was given twice" if name in parameters else "is no parameter of this model"
-            raise ValueError(f"weight {name!r} {problem}; its parameters are {_first(parameters)}")
+    for name, weight in each_once(parameters, weights, eta=eta):
         try:
-            given = local(cut_like(weight.detach(), parameter))
+            given = local(cut_like(weight, parameters[name]))
         except ValueError as error:
             raise ValueError(f"weight {name!r} does not fit: {error}") from error
-        own = local(parameter)
+        own = local(parameters[name])
         if eta == 1.0:
             own.copy_(given)
         else:
             own.lerp_(given.to(own.dtype), eta)
+
+
+def each_once(
+    names: Collection[str], weights: Iterable[tuple[str, Tensor]], *, eta: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights that are taken over, without gradient.
+
+    Raises:
+        ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of these names.
+    """
+    if not 0.0 <= eta <= 1.0:
+        raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
+    missing = dict.fromkeys(names)
+    for name, weight in weights:
+        if name not in missing:
+            problem = "was given twice" if name in names else "is no parameter of this model"
+            raise ValueError(f"weight {name!r} {problem}; its parameters are {_first(names)}")
+        del missing[name]
+        yield name, weight.detach()
     if missing:
-        raise ValueError(f"{len(missing)} of {len(parameters)} weights were not given: {_first(missing)}")
+        raise ValueError(f"{len(missing)} of {len(names)} weights were not given: {_first(missing)}")
 
 
 def _cut_modules(model: nn.Module) -> Iterator[FSDPModule]:

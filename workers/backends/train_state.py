@@ -4,7 +4,7 @@
     train_state-00000-of-00002.safetensors  parameter.<name>[...], exp_avg.<name>[...], exp_avg_sq.<name>[...]: rank 0's
     train_state-00001-of-00002.safetensors                         ... rank 1's
 
-Names and tensors are those of the whole model, as `TrainEngine.export_weights` gives them, in float32; what a rank's
+Names and tensors are those of the whole model, as `MeshEngine.export_weights` gives them, in float32; what a rank's
 file has of them are parts (files/parts.py). So a reader takes what it lacks from whatever files have it, whichever
 backend, layout and number of ranks wrote them. Which tensors there are besides parameters is the optimizer's business:
 AdamW keeps two moments and a step, Muon a momentum.

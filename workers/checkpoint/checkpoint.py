@@ -34,7 +34,6 @@ from typing import Any, Final
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
-from corral.workers.checkpoint.kept_weights import link_weights
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
@@ -46,6 +45,7 @@ from corral.workers.checkpoint.ledger import (
 from corral.workers.checkpoint.manifest import (
     CorruptCheckpointError,
     SealedDirectory,
+    link_weights,
     read_manifest,
     verify_manifest,
     write_manifest,

@@ -5,6 +5,14 @@
 
 Sealing reads nothing: it trusts the digests of those who wrote. Only a reader reads. Whoever verifies is told of every
 piece that was hashed (`on_progress`), so that a deadline can be one without progress, whatever the size.
+
+A version of the weights gets a second name that stays, as a commit or an export (`link_weights`).
+
+    weights/v00000007-e1:  model.safetensors, config.json, ... ──second names──► checkpoints/.../weights, exports/...
+                           model.safetensors.delta             ──► left behind, and a manifest of what was not
+
+A delta saves bytes to a host that holds the version before, and that one is gone long before a commit or an export is.
+Beside the whole files that it leads to it would only be stored, copied, and verified at every recovery.
 """
 
 import logging
@@ -19,10 +27,10 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from corral.experiments.trial.directory import atomic_write, fsync_directory
+from corral.experiments.trial.directory import atomic_write, fsync_directory, link_files
 from corral.workers.checkpoint.content_digest import DIGEST_NAME, ContentDigest, digest_of, mismatch
-from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, no_progress
-from corral.workers.checkpoint.file_threads import for_each_file
+from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, for_each_file, no_progress
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -202,3 +210,23 @@ def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
         digest.update(piece[:size])
         on_progress()
     return digest.hexdigest()
+
+
+def link_weights(version: SealedDirectory, target: Path) -> SealedDirectory:
+    """Makes the directory `target` with second names of all that a loader of the version wants; nothing is hashed.
+
+    Guarantee: what is there is whole and under a manifest: the version's own, unless that names deltas.
+
+    Raises:
+        CorruptCheckpointError: the version's manifest is not there any more.
+    """
+    if not any(name.endswith(DELTA_SUFFIX) for name in version.files):
+        link_files(version.path, target)
+        return SealedDirectory(target, version.files)
+    extra = read_manifest(version.path, version.digest).extra
+    link_files(version.path, target, wants=_is_kept)
+    return write_manifest(target, {name: entry for name, entry in version.files.items() if _is_kept(name)}, extra)
+
+
+def _is_kept(name: str) -> bool:
+    return name != MANIFEST_NAME and not name.endswith(DELTA_SUFFIX)

@@ -2,12 +2,25 @@
 
 master ──leased record in name-resolve──► manager ──POST /bring_to──► generation workers, which read the manifest
                 digest: from the master's own hand to the reader's, beside the file system that carries the files
+
+What generation servers make of the weights that they are told of comes back to the trainer that has written them.
+
+    manager --reading(directory)-----> leased record in name-resolve --read_weights_in_use--> master: which stay
+            --refuse(refusal)-------->                               --read_refusal---------> master: what is damaged
+
+Where the record is missing, nobody knows what is being read, and nothing is removed until it is back.
 """
 
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from corral.name_resolve import Lease, NameNotFoundError, NameService, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 
 
@@ -37,3 +50,78 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def from_json(cls, text: str) -> "PublishedWeights":
         """Read the record; msgspec.ValidationError if it is none."""
         return msgspec.json.decode(text, type=cls)
+
+
+NOTHING_IN_USE: Final = "{}"
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server has found weights to be others than were published, more than once."""
+
+    weights: str
+    """Their directory."""
+    server: str
+    reason: str
+    is_served: bool
+    """Whether another server holds the same version: it can be had."""
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reading: list[str] = []
+    refused: Refusal | None = None
+    """The last one."""
+
+
+class WeightsInUse:
+    """The manager's side.
+
+    Example:
+        async with in_use.reading(published.directory):     # the record names it before anybody opens a file of it
+            await client.bring_to(url, published)
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._readers: Counter[Path] = Counter()
+        self._refused: Refusal | None = None
+        self._publishing = asyncio.Lock()
+
+    @asynccontextmanager
+    async def reading(self, weights: Path) -> AsyncIterator[None]:
+        """While the block runs, `weights` is being read."""
+        self._readers[weights] += 1
+        try:
+            await self._publish()
+            yield
+        finally:
+            self._readers[weights] -= 1
+            await self._publish()
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Let the trainer know, until another refusal takes its place."""
+        self._refused = refusal
+        await self._publish()
+
+    async def _publish(self) -> None:
+        async with self._publishing:  # an older text must not land after a newer one
+            record = _Record(reading=sorted(str(path) for path in +self._readers), refused=self._refused)
+            await asyncio.to_thread(self._lease.update, msgspec.json.encode(record).decode())
+
+
+def read_weights_in_use(names: NameService, key: str) -> frozenset[Path] | None:
+    """The directories that are being read, as the manager says; None if nobody knows at the moment."""
+    record = _read(names, key)
+    return None if record is None else frozenset(Path(path) for path in record.reading)
+
+
+def read_refusal(names: NameService, key: str) -> Refusal | None:
+    """What the manager was last told to be damaged, which may be long gone; None where nothing was."""
+    record = _read(names, key)
+    return None if record is None else record.refused
+
+
+def _read(names: NameService, key: str) -> _Record | None:
+    try:
+        return msgspec.json.decode(names.get(key), type=_Record)
+    except (NameNotFoundError, NameServiceError):
+        return None

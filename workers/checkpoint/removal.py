@@ -10,9 +10,10 @@ is seen half-empty under a name that means something.
 
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Final
+
+from corral.experiments.trial.removal import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,8 @@ class Remover:
             self._take_away(path)
 
     def _take_away(self, path: Path) -> None:
-        failures: list[BaseException] = []
-        shutil.rmtree(path, onerror=lambda _function, _path, info: failures.append(info[1]))
-        if failures:
-            self._tell(path, failures[0])
+        if (failure := remove_tree(path)) is not None:
+            self._tell(path, failure)
 
     def _tell(self, path: Path, error: BaseException) -> None:
         """Once: it is tried again with every step."""

@@ -172,7 +172,10 @@ class Spool(Closing):
                 self._cut_tail(segment, len(data))
         self._next_number = max(paths, default=0) + 1
         if paths and self._segments[max(paths)].size < self._segment_bytes:
-            self._open(max(paths), os.O_WRONLY)
+            try:
+                self._open(max(paths), os.O_WRONLY)
+            except OSError as error:  # an immutable one
+                logger.warning("%s takes no more records, the next one opens another: %s", paths[max(paths)], error)
         self._delete_dead_segments()
 
     def _cut_tail(self, segment: _Segment, file_size: int) -> None:

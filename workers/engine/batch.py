@@ -12,7 +12,7 @@
 
 Requests join and leave between steps. A GPU computes a step while the tokens of the one before are read: what a request
 gets beyond its end is thrown away, so outputs, versions and counters are those of reading each step at once, which is
-what a CPU does. Nothing here knows threads or sockets: loop.py runs it, http serves it.
+what a CPU does. Nothing here knows threads or sockets: loop.py runs it, server.py serves it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
-from corral.workers.engine.decoder.attention import call_cost
-from corral.workers.engine.decoder.chosen_experts import ChosenExperts
-from corral.workers.engine.decoder.decoder import Decoder
-from corral.workers.engine.decoder.row_spans import RowSpans
-from corral.workers.engine.limits import EngineLimits
+from corral.workers.engine.attention import RowSpans, TokenAttention, call_cost
+from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.device_rows import DecodeRows, StepExperts, UnreadTokens
 from corral.workers.engine.prefill import Prefill
-from corral.workers.engine.requests import AbortFinish, ActiveRequest, FinishReason, GenerationRequest, RequestOutput
-from corral.workers.engine.sampling.penalties import PenaltyBatch
-from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParams, sample_tokens
-from corral.workers.engine.sampling.stop_strings import StopStrings
-from corral.workers.engine.sampling.uniforms import TokenUniforms
+from corral.workers.engine.requests import (
+    AbortFinish,
+    ActiveRequest,
+    ChosenExperts,
+    EngineLimits,
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    StopStrings,
+)
+from corral.workers.engine.sampling import PenaltyBatch, SamplingBatch, SamplingParams, TokenUniforms, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
-from corral.workers.engine.steps.rows import DecodeRows
-from corral.workers.engine.steps.runner import step_runner
-from corral.workers.engine.steps.unread import StepExperts, UnreadTokens
 
 
 class PauseMode(Enum):
@@ -66,17 +67,12 @@ class ContinuousBatch:
         version: str,
         load_text_decoder: Callable[[], DecodeText] | None = None,
         read_lag: Literal[0, 1] | None = None,
-        cuda_graphs: bool = False,
     ) -> None:
         """
         Args:
             load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread.
             read_lag: steps on the device whose tokens are not read yet when the next one is begun; None: 1 on a GPU,
                 which computes meanwhile, and 0 on a CPU.
-            cuda_graphs: whether a GPU replays decode steps of rounded shapes; a CPU computes these shapes.
-
-        Raises:
-            ValueError: if steps of this model cannot be replayed.
         """
         self.version = version
         self.tokens_generated = 0
@@ -88,17 +84,14 @@ class ContinuousBatch:
         self.load_text_decoder = load_text_decoder
         self._decoder = decoder
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
-        # A captured step is one call of all rows, whatever their lengths.
-        spans = RowSpans(call_cost=None if cuda_graphs else call_cost(self._cache))
+        self._spans = RowSpans(call_cost=call_cost(self._cache))
         self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,
-            least_likeness=spans.least_likeness,
+            least_likeness=self._spans.least_likeness,
         )
         self._prefill = Prefill(decoder, self._cache)
         self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
-        max_positions = min(decoder.context_length, max_total_tokens) if cuda_graphs else None
-        self._run_step = step_runner(decoder, self._cache, self._rows, spans, captured_positions=max_positions)
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
         self._unread: deque[UnreadTokens] = deque()
         self._sampling: SamplingBatch | None = None
@@ -123,17 +116,9 @@ class ContinuousBatch:
         return self._scheduler.num_queued
 
     @property
-    def num_used_tokens(self) -> int:
-        return sum(request.num_tokens for request in self._scheduler.running)
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
         return not self.is_paused and bool(self._scheduler.running or self._scheduler.waiting)
-
-    @property
-    def is_drained(self) -> bool:
-        return self._scheduler.is_drained
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; it starts with the next step that has room.
@@ -144,8 +129,7 @@ class ContinuousBatch:
         Raises:
             ValueError: if it does not fit the limits, or has stop strings and the tokenizer cannot be used.
         """
-        self.limits.check(request.prompt, request.sampling)
-        self.limits.check_experts(request)
+        self.limits.check(request)
         sampling = request.sampling
         seed = sampling.sampling_seed
         if seed is None:
@@ -218,18 +202,10 @@ class ContinuousBatch:
             for active in self._scheduler.retract():
                 active.num_retractions += 1
             self._sampling = None
-            self._rows.vacate(0)
         return ended
 
     def resume(self) -> None:
         self.is_paused = False
-
-    def begin_drain(self) -> None:
-        """Hold requests that come from now on, until `end_drain`."""
-        self._scheduler.begin_drain()
-
-    def end_drain(self) -> None:
-        self._scheduler.end_drain()
 
     def flush_cache(self) -> bool:
         """Give the cache memory back; False, and nothing done, while a request needs it or is about to."""
@@ -267,12 +243,27 @@ class ContinuousBatch:
         longest_reserved = self._scheduler.longest_reserved
         self._cache.reserve(num_rows=len(running), length=max(lengths), longest_reserved=longest_reserved)
         chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
-        logits = self._run_step(lengths, chosen)
+        logits = self._next_logits(lengths, chosen)
         experts = None if chosen is None else StepExperts(self._decoder.expert_rows(chosen), lengths)
         if self._sampling is None:
             self._sampling = self._sampling_batch(running)
         self._sample(running, logits, self._sampling, experts=experts)
         return ended + self._read(but=self._read_lag)
+
+    def _next_logits(self, lengths: Sequence[int], chosen: list[Tensor] | None) -> Tensor:
+        """[B, V] float32 of what comes after the newest token of each row, which is written into the cache."""
+        decoder, num_rows = self._decoder, len(lengths)
+        decoder.reserve_positions(max(lengths))
+        positions = self._rows.positions(num_rows)
+        attend = TokenAttention(
+            self._cache,
+            positions=positions,
+            spans=self._spans.of(lengths),
+            dtype=decoder.dtype,
+            softmax_scale=decoder.softmax_scale,
+        )
+        hidden = decoder.hidden_states(self._rows.token_ids(num_rows), positions, attend, chosen=chosen)
+        return decoder.logits(hidden)
 
     def _sampling_batch(self, requests: Sequence[ActiveRequest]) -> SamplingBatch:
         params = [active.request.sampling for active in requests]
@@ -282,9 +273,7 @@ class ContinuousBatch:
         vocab_size, device = self.limits.vocab_size, self._decoder.device
         penalties = PenaltyBatch(penalized, vocab_size=vocab_size, device=device) if penalized else None
         originals = [row for row, active in enumerate(requests) if active.request.wants_original_logprobs]
-        return SamplingBatch.of(
-            params, vocab_size=vocab_size, device=device, penalties=penalties, original_rows=originals
-        )
+        return SamplingBatch(params, vocab_size=vocab_size, device=device, penalties=penalties, original_rows=originals)
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop or self.load_text_decoder is None:
@@ -357,7 +346,6 @@ class ContinuousBatch:
                 length = self._scheduler.running[target].newest_position
                 self._cache.move(source=source, target=target, length=length)
                 self._rows.move(source=source, target=target)
-            self._rows.vacate(self.num_running)
             self._sampling = None
         outputs.reverse()
         return outputs

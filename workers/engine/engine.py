@@ -20,11 +20,10 @@ from torch import nn
 
 from corral.workers.engine.answer_text import text_decoder
 from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
-from corral.workers.engine.checksums import Checksums
-from corral.workers.engine.decoder.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
+from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
-from corral.workers.engine.sampling.sampling import SamplingParams
-from corral.workers.engine.weights import WeightLayout, WeightsRejectedError, model_with, stage_weights
+from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.weights import Checksums, WeightLayout, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [
     "DTYPES",
@@ -74,7 +73,6 @@ class GenerationEngine(ContinuousBatch):
         seed: int = 0,
         version: str = "default",
         read_lag: Literal[0, 1] | None = None,
-        cuda_graphs: bool = False,
     ) -> None:
         """Load a Hugging Face model directory; nothing is downloaded.
 
@@ -83,17 +81,17 @@ class GenerationEngine(ContinuousBatch):
                 texts of answers.
             device: "cpu", "cuda" or "cuda:N".
             dtype: float32, bfloat16 or float16; log-probabilities are float32 in any case.
-            quantization: int8 multiplies by rounded weights (see int8_linear.py), made from what is loaded here and
+            quantization: int8 multiplies by rounded weights (see linear.py), made from what is loaded here and
                 from each update; None by the weights themselves.
             max_running_requests: rows of a decode step.
             max_total_tokens: cache positions in all, rows x longest; bounds the cache's memory.
             seed: of requests that bring no seed of their own.
             version: tag of the weights that are loaded here.
-            read_lag, cuda_graphs: see `ContinuousBatch`.
+            read_lag: see `ContinuousBatch`.
 
         Raises:
             UnsupportedModelError: if the architecture cannot be run exactly.
-            ValueError: if there is no such dtype, or none that can be quantised, or the model has no CUDA graphs.
+            ValueError: if there is no such dtype, or none that can be quantised.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -113,7 +111,6 @@ class GenerationEngine(ContinuousBatch):
             version=version,
             load_text_decoder=cache(partial(text_decoder, model_directory)) if has_tokenizer else None,
             read_lag=read_lag,
-            cuda_graphs=cuda_graphs,
         )
         self._decoder.pack_weights()
 

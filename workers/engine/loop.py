@@ -1,12 +1,11 @@
 """The thread that owns a GenerationEngine: commands and requests in, futures out.
 
-    any thread --submit/abort/pause/update...--> inbox --> [ commands | step | deliver | due updates ] --> futures
-                                                            ^-------- one engine thread --------^
+    any thread --submit/abort/pause/update...--> inbox --> [ commands | step | deliver ] --> futures
+                                                            ^------ one engine thread ------^
 
-Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it
-came. A weight update without a pause drains first: the requests before it end on the old weights, later ones wait for
-the new. A change-over is a pause, an update, a look at what it did, and the end of the pause, as one command. An
-exception in a step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
+Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it came.
+A change-over is a pause, an update, a look at what it did, and the end of the pause, as one command. An exception in a
+step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
@@ -28,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 OutputListener = Callable[[RequestOutput], None]
-
-_THROUGHPUT_WINDOW_S = 2.0  # long enough to smooth steps, short enough to show a stall to the next scrape
 
 
 class EngineStoppedError(RuntimeError):
@@ -46,15 +42,9 @@ class UpdateResult:
     """Requests running or queued when the weights changed."""
     replaced: StagedModel
     """The weights of before, whose memory is given back when this is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeOver:
-    """What a change-over did."""
-
-    update: UpdateResult
-    stopped_s: float
-    """How long it kept the engine from its next step. A step that was under way when it was ordered has made tokens."""
+    stopped_s: float = 0.0
+    """How long a change-over kept the engine from its next step. One that was under way when it was ordered has made
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +65,6 @@ class _Command:
             raise
 
 
-@dataclass(slots=True)
-class _PendingUpdate:
-    staged: StagedModel
-    version: str
-    flush_cache: bool
-    future: Future[UpdateResult]
-
-
-class _Throughput:
-    """Tokens per second over the last completed window."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        self._since = time.monotonic()
-        self._tokens_before = 0
-
-    def note(self, tokens_generated: int) -> None:
-        elapsed = time.monotonic() - self._since
-        if elapsed >= _THROUGHPUT_WINDOW_S:
-            self.tokens_per_s = (tokens_generated - self._tokens_before) / elapsed
-            self._since, self._tokens_before = time.monotonic(), tokens_generated
-
-
 class EngineLoop:
     """Runs an engine in its own thread. Every method may be called from any thread.
 
@@ -115,8 +82,6 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._futures: dict[str, Future[RequestOutput]] = {}
         self._listeners: dict[str, OutputListener] = {}
-        self._updates: deque[_PendingUpdate] = deque()
-        self._throughput = _Throughput()
         self._is_stopping = False
         self._is_closed = False
         self._lock = threading.Lock()
@@ -128,10 +93,6 @@ class EngineLoop:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._throughput.tokens_per_s
 
     def start(self) -> None:
         self.ended.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
@@ -172,21 +133,27 @@ class EngineLoop:
     def resume(self) -> Future[None]:
         return self._call(self.engine.resume)
 
-    def flush_cache(self) -> Future[bool]:
-        return self._call(self.engine.flush_cache)
-
     def update(
         self, staged: StagedModel, *, version: str, flush_cache: bool, abort_all_requests: bool
     ) -> Future[UpdateResult]:
-        """Apply staged weights: at once while paused or after aborting, else when the present requests have ended."""
-        future: Future[UpdateResult] = Future()
-        pending = _PendingUpdate(staged, version, flush_cache, future)
-        self._post(lambda: self._begin_update(pending, abort_all_requests=abort_all_requests), future)
-        return future
+        """Apply staged weights while paused, after aborting, or when nothing is in flight; else ValueError."""
+
+        def apply() -> UpdateResult:
+            if abort_all_requests:
+                self._deliver(self.engine.abort(None))
+            in_flight = self.engine.num_running + self.engine.num_queued
+            if in_flight and not self.engine.is_paused:
+                raise ValueError(
+                    f"{in_flight} requests are in flight, so the weights were not changed; pause generation first, or "
+                    "send abort_all_requests: true"
+                )
+            return self._apply(staged, version=version, flush_cache=flush_cache)
+
+        return self._call(apply)
 
     def change_over(
         self, staged: StagedModel, *, version: str, mode: PauseMode, check: Callable[[], None]
-    ) -> Future[ChangeOver]:
+    ) -> Future[UpdateResult]:
         """Apply staged weights between two decode steps; requests under way go on, or end, as the mode has it.
 
         Guarantee: no token is made by the new weights before `check` has returned. What it raises goes to the caller,
@@ -196,14 +163,24 @@ class EngineLoop:
         Args:
             check: looks at the engine, in its thread, while it stands still; has to be quick.
         """
-        future: Future[ChangeOver] = Future()
-        pending = _PendingUpdate(staged, version, mode is not PauseMode.IN_PLACE, Future())
-        self._post(lambda: self._change_over(pending, mode, check, future), future)
-        return future
+        future: Future[UpdateResult] = Future()
 
-    def cancel_update(self, update: Future[UpdateResult]) -> Future[bool]:
-        """Give up an update that still waits; False if it is done already."""
-        return self._call(lambda: self._drop_update(update))
+        def change() -> None:
+            self._deliver(self.engine.pause(PauseMode.IN_PLACE))  # reads the tokens of a step that a GPU is still at
+            began = time.monotonic()
+            self._deliver(self.engine.pause(mode))
+            done = self._apply(staged, version=version, flush_cache=mode is not PauseMode.IN_PLACE)
+            try:
+                check()
+            except Exception as refusal:  # whatever it is, it says that the weights are not those of the version
+                self._deliver(self.engine.abort(None))
+                future.set_exception(refusal)
+                return
+            self.engine.resume()
+            future.set_result(replace(done, stopped_s=time.monotonic() - began))
+
+        self._post(change, future)
+        return future
 
     def _call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         future: Future[ResultT] = Future()
@@ -224,8 +201,6 @@ class EngineLoop:
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
                     self._tell_listeners()
-                self._apply_due_updates()
-                self._throughput.note(self.engine.tokens_generated)
             self._deliver(self.engine.abort(None))
         except BaseException as error:
             logger.exception("the generation engine failed; requests in flight are lost")
@@ -234,15 +209,14 @@ class EngineLoop:
 
     def _run_commands(self) -> None:
         """Everything in the inbox; waits for the first one when there is nothing else to do."""
-        is_idle = not self.engine.has_work and not self._updates
+        is_idle = not self.engine.has_work
         while (command := self._next_command(wait=is_idle)) is not None:
             is_idle = False
             command.run()
 
     def _next_command(self, *, wait: bool) -> _Command | None:
         try:
-            # An idle loop wakes now and then, so that its throughput falls to zero.
-            return self._inbox.get(timeout=_THROUGHPUT_WINDOW_S) if wait else self._inbox.get_nowait()
+            return self._inbox.get(block=wait)
         except queue.Empty:
             return None
 
@@ -255,12 +229,10 @@ class EngineLoop:
         while (command := self._next_command(wait=False)) is not None:
             if command.future.set_running_or_notify_cancel():
                 command.future.set_exception(error)
-        waiting: list[Future[Any]] = [*self._futures.values(), *(update.future for update in self._updates)]
-        for future in waiting:
+        for future in self._futures.values():
             future.set_exception(error)
         self._futures.clear()
         self._listeners.clear()
-        self._updates.clear()
         if self.failure is None:
             self.ended.set_result(None)
         else:
@@ -290,46 +262,8 @@ class EngineLoop:
                 listener(output)
             self._futures.pop(output.request_id).set_result(output)
 
-    def _begin_update(self, pending: _PendingUpdate, *, abort_all_requests: bool) -> None:
-        if abort_all_requests:
-            self._deliver(self.engine.abort(None))
-        self._updates.append(pending)
-        self.engine.begin_drain()
-
-    def _change_over(
-        self, pending: _PendingUpdate, mode: PauseMode, check: Callable[[], None], future: Future[ChangeOver]
-    ) -> None:
-        self._deliver(self.engine.pause(PauseMode.IN_PLACE))  # reads the tokens of a step that a GPU is still at
-        began = time.monotonic()
-        self._deliver(self.engine.pause(mode))
-        self._begin_update(pending, abort_all_requests=False)
-        self._apply_due_updates()
-        try:
-            check()
-        except Exception as refusal:  # whatever it is, it says that the weights are not those of the version
-            self._deliver(self.engine.abort(None))
-            future.set_exception(refusal)
-            return
-        self.engine.resume()
-        future.set_result(ChangeOver(pending.future.result(), stopped_s=time.monotonic() - began))
-
-    def _apply_due_updates(self) -> None:
-        if not self._updates or not (self.engine.is_paused or self.engine.is_drained):
-            return
-        while self._updates:
-            pending = self._updates[0]
-            num_in_flight = self.engine.num_running + self.engine.num_queued
-            replaced = self.engine.apply_weights(pending.staged, version=pending.version)
-            is_stale = pending.flush_cache and not self.engine.flush_cache()
-            self._updates.popleft()
-            pending.future.set_result(UpdateResult(is_stale, num_in_flight, replaced))
-        self.engine.end_drain()
-
-    def _drop_update(self, update: Future[UpdateResult]) -> bool:
-        dropped = [pending for pending in self._updates if pending.future is update]
-        for pending in dropped:
-            self._updates.remove(pending)
-            pending.future.set_exception(TimeoutError("the weight update was given up while it waited"))
-        if not self._updates:
-            self.engine.end_drain()
-        return bool(dropped)
+    def _apply(self, staged: StagedModel, *, version: str, flush_cache: bool) -> UpdateResult:
+        num_in_flight = self.engine.num_running + self.engine.num_queued
+        replaced = self.engine.apply_weights(staged, version=version)
+        is_stale = flush_cache and not self.engine.flush_cache()
+        return UpdateResult(is_stale, num_in_flight, replaced)

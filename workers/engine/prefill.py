@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from corral.workers.engine.decoder.attention import PromptAttention
-from corral.workers.engine.decoder.cache import KVCache
-from corral.workers.engine.decoder.decoder import Decoder
+from corral.workers.engine.attention import KVCache, PromptAttention
+from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest
-from corral.workers.engine.to_device import to_device
+from corral.workers.engine.sampling import to_device
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens of one forward pass: bounds its activations, far above where batching pays
 _INPUT_LOGPROB_BLOCK = 1024  # positions whose logits [block, V] exist at once

@@ -1,19 +1,51 @@
 """What goes into the embedded engine and what comes out: GenerationRequest -> ActiveRequest -> RequestOutput.
 
+    request --EngineLimits.check--> ValueError with the value and the limit, before it is queued
+
 Every output token has its log-probability and belongs to one span of `weight_versions`, the tag of the weights that
 made it. An interrupted request has several spans; together they cover the output without gap or overlap.
+
+An answer ends where its text has a stop string:
+
+    output ids  ... 17 4 | 88 12 5 |     window of as many tokens as the longest string has bytes, and one more
+                         v
+    decoded text       "...\\n\\nQuestion"     contains "\\n\\n": the answer ends with the token that completed it
+
+The window moves with every token, so a string is seen with its last token, and the tokens that spell it stay in the
+output, as in SGLang. That one's window is of as many tokens as its tokenizer makes of the string, and one more: it can
+miss a string that the model spells in smaller pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from corral.scheduling.policy_version import VersionSpan
-from corral.workers.engine.decoder.chosen_experts import ChosenExperts, Rows
-from corral.workers.engine.sampling.penalties import PenalizedRow
-from corral.workers.engine.sampling.sampling import SamplingParams
-from corral.workers.engine.sampling.stop_strings import StopStrings
-from corral.workers.engine.sampling.uniforms import TokenUniforms
+from corral.workers.engine.sampling import PenalizedRow, SamplingParams, TokenUniforms
+
+ExpertRows = npt.NDArray[np.int16]
+"""The experts that made an answer, as SGLang counts them: [tokens, layers of the model, top_k]. Row t is of token t:
+who computed it when it was read, and so made token t + 1."""
+
+
+class StopStrings:
+    """The stop strings of one request."""
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        """decode: token ids -> text, special tokens included."""
+        self._strings = strings
+        self._decode = decode
+        # A token stands for a byte at least. One more, since decoders may strip what the first token begins with.
+        self._num_tokens = max(len(string.encode(errors="surrogatepass")) for string in strings) + 1
+
+    def matched(self, output_ids: Sequence[int]) -> str | None:
+        """The first of the strings that the end of the output has; to be asked after every token."""
+        text = self._decode(output_ids[-self._num_tokens :])
+        return next((string for string in self._strings if string in text), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +109,34 @@ class RequestOutput:
     num_retractions: int
     cached_tokens: int
     """Prompt tokens that were not computed because another request of the same batch had the same prompt."""
-    experts: Rows | None = None
+    experts: ExpertRows | None = None
     """Of the tokens from `experts_from` to the one before the last; None where they were not asked for, or nothing was
     computed."""
+
+
+class ChosenExperts:
+    """The rows of one request, from the first token that is asked for.
+
+    A request that is read again by later weights keeps the rows that it has. The last token of an answer has none:
+    nobody has read it.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._end = first
+        self._pieces: list[ExpertRows] = []
+
+    def note(self, rows: ExpertRows, *, start: int) -> None:
+        """Take in the rows of the tokens from `start` on, but for those that are known."""
+        assert start <= self._end or not self._pieces, "tokens are read in order"
+        new = rows[max(0, self._end - start) :]
+        if len(new):
+            self._pieces.append(new)
+            self._end += len(new)
+
+    def before(self, end: int) -> ExpertRows | None:
+        """The rows of the tokens before `end`; None if nothing was read yet."""
+        return np.concatenate(self._pieces)[: max(0, end - self._first)] if self._pieces else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,22 +201,15 @@ class ActiveRequest:
             return LengthFinish(end)
         return None
 
-    def note_experts(self, rows: Rows, *, start: int) -> None:
+    def note_experts(self, rows: ExpertRows, *, start: int) -> None:
         """Who computed the tokens from `start` on; forgotten where nobody asks."""
         if self.experts is not None:
             self.experts.note(rows, start=start)
 
     def penalized(self, row: int) -> PenalizedRow:
         """Its penalties, as a row of a batch."""
-        sampling = self.request.sampling
         return PenalizedRow(
-            row=row,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            min_new_tokens=sampling.min_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            output_ids=self.output_ids,
+            row=row, sampling=self.request.sampling, stop_token_ids=self.stop_token_ids, output_ids=self.output_ids
         )
 
     def output(self, reason: FinishReason | None, *, version: str) -> RequestOutput:
@@ -186,3 +236,52 @@ class ActiveRequest:
         return tuple(
             VersionSpan(version, start, end) for (version, start), end in zip(self.version_starts, ends, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request must fit into; constant, so any thread may check against it."""
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    has_tokenizer: bool
+    has_experts: bool
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that the model cannot run.
+
+        Raises:
+            ValueError: naming the value and the limit.
+        """
+        prompt, sampling, experts_from = request.prompt, request.sampling, request.experts_from
+        if not prompt:
+            raise ValueError("the prompt is empty; input_ids needs at least one token id")
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= self.vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise ValueError(
+                f"token id {outside} at position {prompt.index(outside)} of the prompt is outside the vocabulary "
+                f"[0, {self.vocab_size})"
+            )
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(
+                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
+                "send stop_token_ids"
+            )
+        asked = len(prompt) + sampling.max_new_tokens
+        for limit, name in (
+            (self.context_length, "the model's context length"),
+            (self.max_total_tokens, "max_total_tokens"),
+        ):
+            if asked > limit:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} may reach {asked} "
+                    f"tokens, more than {name} of {limit}"
+                )
+        if experts_from is not None and not self.has_experts:
+            raise ValueError("return_routed_experts needs a mixture of experts, and the model has no experts")
+        if experts_from is not None and experts_from > len(prompt):
+            raise ValueError(
+                f"routed_experts_start_len must be at most the prompt's {len(prompt)} tokens, got {experts_from}"
+            )

@@ -3,7 +3,6 @@
     add() -> WAITING --admit()--> RUNNING (row 0..B-1) --remove()--> gone
                 ^                    |
                 +----- retract() ----+            (to the front)
-    add() -> HELD  while a drain is on; end_drain() moves HELD behind WAITING
 
 Admission is first come, first served, and never passes over a request: a long one waits for rows to empty, but cannot
 be starved by short ones. The budget counts the rectangle that the cache will need, rows x the longest reservation, so
@@ -54,17 +53,10 @@ class BatchScheduler(Generic[RequestT]):
         self._least_likeness = least_likeness
         self.running: list[RequestT] = []
         self.waiting: deque[RequestT] = deque()
-        self.held: deque[RequestT] = deque()
-        self._is_draining = False
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether every request that came before `begin_drain` has ended."""
-        return self._is_draining and not self.running and not self.waiting
 
     @property
     def num_queued(self) -> int:
-        return len(self.waiting) + len(self.held)
+        return len(self.waiting)
 
     @property
     def longest_reserved(self) -> int:
@@ -72,7 +64,7 @@ class BatchScheduler(Generic[RequestT]):
 
     def add(self, request: RequestT) -> None:
         """Queue a request; whoever adds it has checked that it fits into `max_total_tokens`, or it would never run."""
-        (self.held if self._is_draining else self.waiting).append(request)
+        self.waiting.append(request)
 
     def admit(self) -> list[RequestT]:
         """Move waiting requests to running while rows and cache allow; they take the rows after the present ones."""
@@ -118,16 +110,6 @@ class BatchScheduler(Generic[RequestT]):
 
     def withdraw(self, is_wanted: Callable[[RequestT], bool]) -> list[RequestT]:
         """Take matching requests out of the queue (not out of the running ones)."""
-        withdrawn = [request for queue in (self.waiting, self.held) for request in queue if is_wanted(request)]
+        withdrawn = [request for request in self.waiting if is_wanted(request)]
         self.waiting = deque(request for request in self.waiting if not is_wanted(request))
-        self.held = deque(request for request in self.held if not is_wanted(request))
         return withdrawn
-
-    def begin_drain(self) -> None:
-        """From now on new requests are held, so that the present ones can end."""
-        self._is_draining = True
-
-    def end_drain(self) -> None:
-        self._is_draining = False
-        self.waiting.extend(self.held)
-        self.held.clear()

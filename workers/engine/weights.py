@@ -4,18 +4,23 @@
                  any failure: WeightsRejectedError, and the old weights serve on untouched
 
 All of it may run in another thread while the engine generates. Values are converted to the engine's dtype, exactly as
-at the start of the server.
+at the start of the server. Which weights it computes with is asked as of SGLang's /weights_checker:
+
+    new weights, the old ones generate on --Checksums.of--> hashed, and kept beside the tensor's count of writes
+    between two steps, live by now ---------Checksums.of--> the same, not hashed but for what was written into since
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -230,3 +235,41 @@ def _take_out_tied_head(tensors: dict[str, Tensor]) -> None:
         torch.equal(head, tensor) for name, tensor in tensors.items() if "embed_tokens" in name
     ):
         raise WeightsRejectedError(f"the model ties {_TIED_HEAD} to its embedding, but the file's two differ")
+
+
+_HASH_THREADS: Final = 2  # two large tensors are what is asked for with every update
+_HASH_BYTES: Final = 8
+
+
+class Checksums:
+    """SHA-256 of the bytes of each parameter of one model, its first 8 bytes. Any thread may ask."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._known: dict[str, tuple[int, str]] = {}
+        """By name: the tensor's count of writes when it was hashed, and what came out."""
+
+    def names(self, *, skipped: Sequence[str]) -> list[str]:
+        """Of the parameters whose names contain none of `skipped`."""
+        return [name for name in self._parameters if not any(part in name for part in skipped)]
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """By name, as 16 hexadecimal digits."""
+        wanted = list(names)
+        if unknown := [name for name in wanted if not self._is_known(name)]:
+            with ThreadPoolExecutor(_HASH_THREADS) as pool:
+                self._known.update(zip(unknown, pool.map(self._hashed, unknown), strict=True))
+        return {name: self._known[name][1] for name in wanted}
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._known and self._known[name][0] == self._parameters[name]._version
+
+    def _hashed(self, name: str) -> tuple[int, str]:
+        tensor = self._parameters[name]
+        num_writes = tensor._version  # of before: a write meanwhile is seen the next time
+        return num_writes, _checksum(tensor)
+
+
+def _checksum(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).digest()[:_HASH_BYTES].hex()

@@ -32,10 +32,11 @@ from corral.experiments.trial.evaluation import (
     progress_path,
     read_result,
 )
+from corral.experiments.trial.removal import remove_file
 from corral.workers.engine.engine import DTYPES, load_model
 from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
 from corral.workers.lifecycle.worker import WrongDevicesError
-from corral.workers.user_code.kept import use_kept_code
+from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, f
 
 def _clean_up(request: EvaluationRequest) -> None:
     """The result is there. The request stays: SLURM may start a job again that was about to end."""
-    progress_path(request.result).unlink(missing_ok=True)
+    remove_file(progress_path(request.result))
     if request.are_weights_ours:
         shutil.rmtree(request.weights, ignore_errors=True)
 

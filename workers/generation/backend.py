@@ -7,15 +7,27 @@ start ──► url ──► rollout workers and the manager speak SGLang's HTT
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from corral.experiments.config.rollout import UpdateMode
-from corral.workers.engine.progress import Progress
 from corral.workers.generation.weight_proof import WeightProof
 
 
 class BackendLostError(RuntimeError):
     """The server died, or hangs; a new start may serve again."""
+
+
+class Progress(TypedDict):
+    """What a heartbeat reports of a server."""
+
+    running: int
+    """Requests that are being decoded."""
+    queued: int
+    """Requests that wait for a place."""
+    tokens_generated: int
+    """Since the server started."""
+    version: str
+    """Tag of the weights that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

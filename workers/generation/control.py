@@ -4,24 +4,89 @@
     worker of another host ──GET /weights/DIGEST/FILE, admin key────────┘ └──► GivenWeights
 
 Apart from the server's, since the worker must know what happens to its server, and what must not reach the server.
+
+    is DIGEST held? is FILE in its manifest? ──sendfile──► its bytes
+        `──► 404, whatever else it names
+
+Only what a manifest lists has a name here, and only while its version is held: a path is never made from what was asked
+for before that was found among those names. The asking end is `workers/weight_transport/peers.py`.
 """
 
+import asyncio
 import hmac
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.generation.given_weights import GivenWeights
-from corral.workers.generation.http_calls import RefusedError, ServerError, get_text, post
+from corral.workers.generation.server_client import RefusedError, ServerError, get_text, post
 from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
+
+_SLOWEST_BYTES_PER_S: Final = 10e6  # who takes less is faster with the shared file system
+_LONGEST_PAUSE_S: Final = 30.0
+
+Held = Callable[[str], Path | None]
+"""The directory of a version by the digest of its manifest, or None if it is not held."""
+
+
+class GivenWeights:
+    """Answers on the running loop, behind whoever checks keys."""
+
+    def __init__(
+        self,
+        held: Held,
+        *,
+        slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S,
+        longest_pause_s: float = _LONGEST_PAUSE_S,
+    ) -> None:
+        """
+        Args:
+            slowest_bytes_per_s: by which a receiver has to take a file.
+            longest_pause_s: what it may take besides.
+        """
+        self._held = held
+        self._slowest_bytes_per_s = slowest_bytes_per_s
+        self._longest_pause_s = longest_pause_s
+
+    def routes(self) -> list[web.RouteDef]:
+        """For an application."""
+        return [web.get("/weights/{digest}/{name:.+}", self._give)]
+
+    async def _give(self, request: web.Request) -> web.StreamResponse:
+        digest, name = request.match_info["digest"], request.match_info["name"]
+        directory = self._held(digest)
+        if directory is None:
+            return web.Response(status=404, text=f"this worker does not hold {digest}")
+        try:
+            manifest = await asyncio.to_thread(read_manifest, directory, digest)
+        except CorruptCheckpointError as error:
+            return web.Response(status=404, text=str(error))
+        if (entry := manifest.files.get(name)) is None:
+            return web.Response(status=404, text=f"{digest} has no file {name!r}")
+        return _TimedFile(directory / name, timeout_s=self._longest_pause_s + entry.size / self._slowest_bytes_per_s)
+
+
+class _TimedFile(web.FileResponse):
+    """A host that vanished would hold the file, and with it memory of this host, until TCP gives up."""
+
+    def __init__(self, path: Path, *, timeout_s: float) -> None:
+        super().__init__(path)
+        self._timeout_s = timeout_s
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send it; TimeoutError ends the connection."""
+        async with asyncio.timeout(self._timeout_s):
+            return await super().prepare(request)
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -37,7 +102,7 @@ class BringTo(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     version: str = Field(min_length=1)
-    weights: str = Field(min_length=1)
+    weights: Path
     """A directory."""
     digest: str | None
     """Digest of its manifest; None where whoever published it knows none."""
@@ -92,21 +157,15 @@ class ControlServer:
             return web.Response(status=_TORN if isinstance(error, WeightsTornError) else 409, text=str(error))
 
     async def _bring_to(self, request: web.Request) -> web.Response:
-        await self._updates.bring_to(**_arguments(await request.read()))
+        await self._updates.bring_to(**BringTo.model_validate_json(await request.read()).model_dump())
         return web.Response()
 
     async def _stage(self, request: web.Request) -> web.Response:
-        arguments = _arguments(await request.read())
-        arrived = await self._updates.stage(**arguments)
-        is_held = arguments["digest"] is not None and self._updates.held(arguments["digest"]) is not None
+        order = BringTo.model_validate_json(await request.read())
+        arrived = await self._updates.stage(**order.model_dump())
+        is_held = order.digest is not None and self._updates.held(order.digest) is not None
         staged = Staged(is_held=is_held, failed_sources=list(arrived.failed_sources))
         return web.Response(body=msgspec.json.encode(staged), content_type="application/json")
-
-
-def _arguments(body: bytes) -> dict[str, Any]:
-    """Of an update; ValidationError if they are none."""
-    order = BringTo.model_validate_json(body)
-    return {**order.model_dump(), "weights": Path(order.weights)}
 
 
 class ControlClient:

@@ -6,18 +6,18 @@ new weights ──prepare: read and built beside the old ones──► swap: one
 
 import ssl
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.engine import GenerationEngine, PauseMode
-from corral.workers.engine.http.api import EngineServer
 from corral.workers.engine.loop import EngineStoppedError
-from corral.workers.engine.progress import Progress
+from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError
-from corral.workers.generation.backend import NewWeights
-from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.backend import NewWeights, Progress
+from corral.workers.generation.server_client import ServerError
 
 
 def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> GenerationEngine:
@@ -28,7 +28,6 @@ def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> Genera
         device=device,
         dtype=spec.engine.dtype,
         quantization=spec.engine.quantization,
-        cuda_graphs=spec.engine.cuda_graphs,
         max_running_requests=spec.engine.max_running_requests,
         max_total_tokens=spec.engine.max_total_tokens,
         seed=seed,
@@ -36,38 +35,28 @@ def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> Genera
     )
 
 
+@dataclass
 class EmbeddedBackend:
     """Loads the engine when it starts; an engine that fails ends the worker, whose process it shares."""
 
-    def __init__(
-        self,
-        load_engine: Callable[[], GenerationEngine],
-        *,
-        api_key: str,
-        admin_key: str,
-        address: str,
-        tls: ssl.SSLContext,
-    ) -> None:
-        """
-        Args:
-            load_engine: reads the initial weights.
-            api_key: what clients must send as bearer token.
-            admin_key: what those must send who change the server.
-            address: the interface to listen on.
-            tls: how the server proves itself.
-        """
-        self._load_engine = load_engine
-        self._api_key = api_key
-        self._admin_key = admin_key
-        self._address = address
-        self._tls = tls
-        self._server: EngineServer | None = None
+    load_engine: Callable[[], GenerationEngine]
+    """Reads the initial weights."""
+    _: KW_ONLY
+    api_key: str
+    """What clients must send as bearer token."""
+    admin_key: str
+    """What those must send who change the server."""
+    address: str
+    """The interface to listen on."""
+    tls: ssl.SSLContext
+    """How the server proves itself."""
+    _server: EngineServer | None = field(default=None, init=False)
 
     async def start(self) -> str:
         """Load the weights and listen."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._server = EngineServer(
-            self._load_engine(), self._api_key, self._address, tls=self._tls, admin_key=self._admin_key
+            self.load_engine(), self.api_key, self.address, tls=self.tls, admin_key=self.admin_key
         )
         return await self._server.start()
 
@@ -75,7 +64,13 @@ class EmbeddedBackend:
         """Zeros until it has started."""
         if self._server is None:
             return Progress(running=0, queued=0, tokens_generated=0, version="")
-        return self._server.progress()
+        engine = self._server.engine
+        return Progress(
+            running=engine.num_running,
+            queued=engine.num_queued,
+            tokens_generated=engine.tokens_generated,
+            version=engine.version,
+        )
 
     async def prepare(self, weights: Path) -> None:
         """Read and check them beside those that it generates with; ServerError if they are not its model's."""
@@ -103,7 +98,7 @@ class EmbeddedBackend:
         except (WeightsRejectedError, EngineStoppedError) as error:
             raise ServerError(str(error)) from error
         except TimeoutError as error:
-            raise ServerError(f"a decode step of {self._address} did not end before it had to change over") from error
+            raise ServerError(f"a decode step of {self.address} did not end before it had to change over") from error
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""

@@ -12,20 +12,45 @@ import json
 import logging
 import time
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import BackendLostError, GenerationBackend
-from corral.workers.generation.backends import make_backend
 from corral.workers.generation.control import ControlServer
-from corral.workers.generation.restart_budget import RestartBudget
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.transports import make_transport
+from corral.workers.weight_transport.staging import make_staging
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """Counts deaths that came one soon after the other.
+
+    Example:
+        budget = RestartBudget(max_restarts=1, healthy_after_s=600.0)
+        budget.take(ran_s=5.0)      # True: start it again
+        budget.take(ran_s=5.0)      # False: give up
+        budget.take(ran_s=3600.0)   # True: that one was well
+    """
+
+    max_restarts: int
+    healthy_after_s: float
+    num_used: int = 0
+
+    def take(self, *, ran_s: float) -> bool:
+        """Whether a server that died after `ran_s` is started again."""
+        if ran_s >= self.healthy_after_s:
+            self.num_used = 0
+        if self.num_used >= self.max_restarts:
+            return False
+        self.num_used += 1
+        return True
+
 
 _BEAT_S = 0.5
 _SETUP_MARGIN_S = 30.0  # the backend gives up first, and says why
@@ -42,13 +67,10 @@ class GenerationServer(Worker):
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
 
-    def status(self) -> dict[str, Any]:
-        return dict(self._backend.progress()) if self._backend is not None else {}
-
     async def _main(self) -> None:
         secrets, trust = self.context.secrets, self.context.trust
         api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
-        transport = make_transport(
+        staging = make_staging(
             self._spec.weights,
             trial_uuid=self.context.plan.trial.uuid,
             worker=self.context.worker_id,
@@ -56,9 +78,9 @@ class GenerationServer(Worker):
             tls=trust.client(),
         )
         async with open_session(trust.client()) as session:
-            with closing(transport):
+            with closing(staging):
                 client = GenerationServerClient(session, api_key=api_key, admin_key=admin_key)
-                updates = WeightUpdates(client, transport, mode=self._spec.weights.update_mode)
+                updates = WeightUpdates(client, staging, mode=self._spec.weights.update_mode)
                 backend = self._backend = make_backend(self._spec, self.context, client=client)
                 control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
                 try:
@@ -124,3 +146,50 @@ class GenerationServer(Worker):
                 "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
             )
             self.context.presence.beat(version=progress["version"], weight_update=updates.last)
+
+
+def make_backend(
+    spec: GenerationServerSpec, context: WorkerContext, *, client: GenerationServerClient
+) -> GenerationBackend:
+    """
+    Args:
+        client: by which a server in another process is told to take over weights.
+    """
+    seed = context.plan.seed * 1009 + spec.index
+    if spec.backend == "sglang":
+        return _sglang(spec, context, seed=seed, client=client)
+    return _embedded(spec, context, seed=seed)
+
+
+def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) -> GenerationBackend:
+    import torch  # which takes seconds
+
+    from corral.workers.generation.embedded import EmbeddedBackend, load_engine
+
+    device = "cuda" if context.check_gpus(torch.cuda.device_count()) else "cpu"
+    return EmbeddedBackend(
+        partial(load_engine, spec, device=device, seed=seed),
+        api_key=context.secrets.http_api_key.reveal(),
+        admin_key=context.secrets.http_admin_key.reveal(),
+        address=context.address,
+        tls=context.trust.server(),
+    )
+
+
+def _sglang(
+    spec: GenerationServerSpec, context: WorkerContext, *, seed: int, client: GenerationServerClient
+) -> GenerationBackend:
+    from corral.workers.generation.sglang import SglangBackend, SglangSettings
+
+    settings = SglangSettings(
+        spec=spec,
+        address=context.address,
+        api_key=context.secrets.http_api_key,
+        admin_key=context.secrets.http_admin_key,
+        trust=context.trust,
+        log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
+        seed=seed,
+        version=spec.initial_version,
+        start_timeout_s=context.plan.supervision.setup_timeout_s,
+    )
+    return SglangBackend(settings, client=client)

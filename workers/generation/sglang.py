@@ -26,10 +26,14 @@ from corral.experiments.trial.directory import write_new_file
 from corral.experiments.trial.secrets import Secret, SecretFilter
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.progress import Progress
-from corral.workers.generation.backend import BackendLostError, NewWeights
-from corral.workers.generation.http_calls import RefusedError, ServerError, get_json, get_text
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.backend import BackendLostError, NewWeights, Progress
+from corral.workers.generation.server_client import (
+    GenerationServerClient,
+    RefusedError,
+    ServerError,
+    get_json,
+    get_text,
+)
 from corral.workers.generation.sglang_command import (
     check_gpus,
     has_gpu,

@@ -15,15 +15,18 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend, NewWeights
-from corral.workers.generation.http_calls import ServerError
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.server_client import GenerationServerClient, ServerError
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
-from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError, WeightTransport
+from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError
+
+if TYPE_CHECKING:  # it loads torch, and the manager, which speaks to this end, does not
+    from corral.workers.weight_transport.staging import WeightStaging
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,10 @@ class WeightsTornError(ServerError):
 class WeightUpdates:
     """What the manager asks a generation worker for."""
 
-    def __init__(self, client: GenerationServerClient, transport: WeightTransport, *, mode: UpdateMode) -> None:
+    def __init__(self, client: GenerationServerClient, staging: "WeightStaging", *, mode: UpdateMode) -> None:
         """mode: what an update does to the requests under way."""
         self._client = client
-        self._transport = transport
+        self._staging = staging
         self._mode = mode
         self._lock = asyncio.Lock()
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
@@ -52,11 +55,11 @@ class WeightUpdates:
     @property
     def place(self) -> str:
         """Where this worker stages versions for other hosts, too; empty if it does not."""
-        return self._transport.place
+        return self._staging.place
 
     def held(self, digest: str) -> Path | None:
         """The directory of a version that other hosts may have from this worker."""
-        return self._transport.held(digest)
+        return self._staging.held(digest)
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
@@ -118,6 +121,7 @@ class WeightUpdates:
             has_changed = time.monotonic()
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
+            await asyncio.to_thread(self._staging.taken_over)
             self._staged_before = None
             self.last = update = WeightUpdate(
                 version=version,
@@ -143,7 +147,7 @@ class WeightUpdates:
     ) -> StagedVersion:
         try:
             return await asyncio.to_thread(
-                self._transport.stage, version, weights, digest, timeout_s=timeout_s, sources=sources
+                self._staging.stage, version, weights, digest, timeout_s=timeout_s, sources=sources
             )
         except CorruptCheckpointError as error:
             raise WeightsTornError(f"weights in {weights} were refused: {error}") from error

@@ -147,12 +147,6 @@ class Presence(Closing):
             self._record = msgspec.structs.replace(self._record, restarts=self._record.restarts + 1)
             self._dirty = True
 
-    def open_control(self, address: str) -> None:
-        """Add the address of the control channel to the record."""
-        with self._lock:
-            self._record = msgspec.structs.replace(self._record, control=address)
-            self._dirty = True
-
     def snapshot(self) -> WorkerRecord:
         """The record as it would be published now, but for its beat."""
         with self._lock:

@@ -8,8 +8,8 @@
                 └─ never restarted: bad configuration (exit 2), a loss that stays not finite (exit 77), damage that only
                    a person can mend, or no progress (exit 78), user code that fails on everything (exit 81)
 
-A worker wires parts that are handed to it in a WorkerContext. Its control channel and its presence record live in
-threads of their own, so that both go on while the main thread computes.
+A worker wires parts that are handed to it in a WorkerContext. Its presence record lives in a thread of its own, which
+goes on while the main thread computes.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class WrongDevicesError(RuntimeError):
 
 
 class StopRequested(Exception):  # noqa: N818 - a wish, not an error
-    """SIGTERM arrived, or the control channel asked the worker to leave."""
+    """SIGTERM or SIGINT arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +171,6 @@ class Worker(ABC):
     @abstractmethod
     def run(self) -> None:
         """Set up, then work until the trial is done or `context.stopping` is set."""
-
-    def status(self) -> dict[str, Any]:
-        """Details for the control channel, beyond the presence record; called from another thread."""
-        return {}
 
     async def every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
         """Look at something again and again until the worker is to leave; outages of the name service are outlasted."""

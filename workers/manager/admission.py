@@ -82,10 +82,14 @@ class Admission:
         self._holders.clear()
         self._awaited = set(workers)
 
-    def allocate(self, worker: str, uid: str) -> Allocation:
-        """A rollout worker wants to start a prompt."""
+    def allocate(self, worker: str, uid: str, *, incarnation: str) -> Allocation:
+        """A rollout worker wants to start a prompt.
+
+        A process that was started again before anybody missed the one before reports, too: what that one ran has places
+        which nobody asks for again, and a gate that they close stays closed.
+        """
         holder = self._holders.get(worker)
-        if holder is None:
+        if holder is None or holder.incarnation != incarnation:
             return Allocation(reason=f"closed: {worker} has not reported yet", must_report=True)
         if self._version is None or self._awaited:
             return self._refusal()
@@ -112,7 +116,7 @@ class Admission:
             self._gate.drop(uid)
 
     def report(self, worker: str, *, incarnation: str, running: Mapping[str, int], finished: Mapping[str, int]) -> None:
-        """A rollout worker says what it holds: at its start, and whenever it is asked to."""
+        """A rollout worker says what it holds: whenever it is asked to, and as long as it has nothing to ask for."""
         holder = self._holders.get(worker)
         if holder is None or holder.incarnation != incarnation:
             for uid in (holder.running if holder else set()) - set(running):

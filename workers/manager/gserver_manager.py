@@ -15,7 +15,6 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from typing import Any
 
 import msgspec
 
@@ -25,10 +24,9 @@ from corral.name_resolve import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, Refusal, WeightsInUse
+from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, Refusal, WeightsInUse
 from corral.workers.generation.control import ControlClient
-from corral.workers.generation.http_calls import ServerError
+from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
@@ -88,15 +86,6 @@ class GserverManager(Worker):
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "gate": self._admission.explain(),
-            "requests retried elsewhere": self._num_retried,
-            "servers": {
-                server.name: f"{server.state.value} {server.version}" for server in self._table.servers.values()
-            },
-        }
-
     async def _main(self) -> None:
         context = self.context
         self._take_in_commits()
@@ -135,7 +124,7 @@ class GserverManager(Worker):
     async def _answer(self, role: str, request: ManagerRequest) -> msgspec.Struct:
         match request:
             case Allocate():
-                return self._admission.allocate(request.worker, request.uid)
+                return self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
             case Schedule():
                 return self._route(request)
             case Finish():

@@ -1,4 +1,4 @@
-"""Commits that are on their way while training goes on; there is at most one.
+"""What is durable: commits, of which at most one is on its way while training goes on, and the ledger of samples.
 
     step 7 ──begin──► ranks copy; ledger, lines, published weights as they are ──► step 8 ──► step 9 ──begin──► ...
                                 │                                                                      │
@@ -7,20 +7,39 @@
 
 What is committed is decided by the entry of the trial log alone: who dies before it leaves the commit before, whose
 ledger has none of the steps since, and a directory that no entry names, which a later epoch removes.
+
+The master writes nothing but manifests, ledgers and lines. What ranks have just written for a commit it does not read:
+their replies say what it is. The published weights lie there since an earlier moment, and are read again, beside
+training.
 """
 
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.master.disk import Disk
-from corral.workers.master.durable_state import CommitMoment, DurableState
-from corral.workers.master.epoch_parts import EpochParts
-from corral.workers.master.notices import tell
+from corral.workers.checkpoint.checkpoint import (
+    WEIGHTS,
+    CheckpointWriter,
+    collect_garbage,
+    committed_ledger,
+    state_folder,
+)
+from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, write_delta
+from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
+from corral.workers.checkpoint.removal import Remover
+from corral.workers.master.epoch import Epoch
+from corral.workers.master.metrics import LineSizes, StepLines
+from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.messages import TrainNotice
-from corral.workers.streams.closing import AsyncClosing
+from corral.workers.streams.closing import AsyncClosing, all_or_first_error
 
+_LINE_SIZES = "lines"  # in a checkpoint's manifest
 _MOST_FAILURES = 3  # in a row; a disk that stays full must not let an hour of training pass for nothing
 
 
@@ -28,24 +47,42 @@ class CommitFailedError(RuntimeError):
     """What ranks have to write cannot be written, again and again: what is trained now would never count."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitMoment:
+    """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
+
+    checkpoint: CheckpointWriter
+    version: PolicyVersion
+    delta: LedgerDelta
+    """What is consumed and was not committed before."""
+    extra: Mapping[str, Any]
+    """Of the manifest."""
+    published: SealedDirectory | None
+    """The version whose files have second names in the checkpoint."""
+
+
 class Commits(AsyncClosing):
     """Begins commits, and says when they count.
 
     Example:
-        async with Commits(parts, disk, durable) as commits:
+        async with Commits(epoch, gang, weights) as commits:
+            commits.ledger.train(7, batch)
             await commits.begin(7, version)     # returns when all is copied
             ...                                 # steps 8 and 9
             commits.check()
             await commits.settle()              # step 7 is committed, or it is known why not
     """
 
-    def __init__(self, parts: EpochParts, disk: Disk, durable: DurableState) -> None:
-        self._parts = parts
-        self._disk = disk
-        self._durable = durable
+    def __init__(self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions) -> None:
+        self._epoch = epoch
+        self._gang = gang
+        self._weights = weights
+        self._remover = Remover()
+        commit = epoch.recovery.commit
+        self.ledger = committed_ledger(epoch.trial, commit) if commit is not None else Ledger()
+        self.lines = StepLines(epoch.trial.metrics_path, epoch.trial.trajectories_path, epoch=epoch.writer.epoch)
+        self.committed_step = self.begun_step = epoch.first_step
         self._in_flight: asyncio.Task[None] | None = None
-        self.step = 0
-        """Of the last commit that was begun."""
         self._failed_in_a_row = 0
         self._writing_s = 0.0
 
@@ -55,6 +92,18 @@ class Commits(AsyncClosing):
             self._in_flight.cancel()
             await asyncio.gather(self._in_flight, return_exceptions=True)
 
+    def cut_lines(self) -> None:
+        """Cut the lines back to what the commit covers that this epoch continues."""
+        sizes, commit = LineSizes(metrics=0, trajectories=0), self._epoch.recovery.commit
+        if commit is not None:
+            manifest = read_manifest(self._epoch.trial.inside(commit.directory), commit.manifest_digest)
+            sizes = msgspec.convert(manifest.extra[_LINE_SIZES], LineSizes)
+        self.lines.cut_back(sizes)
+
+    def covers(self, step: int) -> bool:
+        """Whether all that was consumed up to this step is committed."""
+        return step <= self.committed_step and not self.ledger.has_pending
+
     async def begin(self, step: int, version: PolicyVersion) -> None:
         """Take the present state, and let it be written; waits for the commit before, if that is not settled.
 
@@ -62,12 +111,11 @@ class Commits(AsyncClosing):
             as `settle`
         """
         await self.settle()
-        parts = self._parts
-        with parts.presence.during("copy", waits_for=parts.gang.workers, deadline_s=parts.step_timeout_s):
-            moment = await self._durable.begin_commit(step, version)
-        self.step = step
-        self._in_flight = asyncio.create_task(self._finish(moment))
-        self._in_flight.add_done_callback(lambda _: parts.gang.news.set())
+        with self._epoch.during("copy", self._gang.workers):
+            moment = await self._take_moment(step, version)
+        self.begun_step = step
+        self._in_flight = asyncio.create_task(self._write(moment))
+        self._in_flight.add_done_callback(lambda _: self._gang.news.set())
 
     async def settle(self) -> None:
         """Wait until nothing is on its way.
@@ -79,9 +127,8 @@ class Commits(AsyncClosing):
         """
         if self._in_flight is None:
             return
-        parts = self._parts
         if not self._in_flight.done():
-            with parts.presence.during("commit", waits_for=parts.gang.still_writing(), deadline_s=parts.step_timeout_s):
+            with self._epoch.during("commit", self._gang.still_writing()):
                 await asyncio.wait([self._in_flight])
         task, self._in_flight = self._in_flight, None
         task.result()
@@ -96,16 +143,113 @@ class Commits(AsyncClosing):
         writing_s, self._writing_s = self._writing_s, 0.0
         return writing_s
 
-    async def _finish(self, moment: CommitMoment) -> None:
-        started = time.monotonic()
-        if problems := await self._durable.finish_commit(moment):
-            await self._note_failure(moment.step, problems)
+    # What it stands for
+
+    async def _take_moment(self, step: int, version: PolicyVersion) -> CommitMoment:
+        """What a commit stands for, as it is now; when this returns, training may go on.
+
+        Guarantee: the ledger, the lines, the published weights and what the ranks have copied are of one moment, since
+        nothing is trained, dropped or published until all of them are taken.
+        """
+        epoch = self._epoch
+        checkpoint = await epoch.disk.run(CheckpointWriter, epoch.trial, epoch=epoch.writer.epoch, step=step)
+        *_, moment = await all_or_first_error(
+            *[self._begin_save(checkpoint, role) for role in epoch.roles],
+            epoch.disk.run(self._take_files, checkpoint, version),
+        )
+        assert isinstance(moment, CommitMoment), moment
+        return moment
+
+    async def _begin_save(self, checkpoint: CheckpointWriter, role: str) -> None:
+        epoch = self._epoch
+        state = await epoch.disk.run(checkpoint.folder, state_folder(role))
+        weights = None
+        if role != epoch.spec.published_role or self._weights.written is None:
+            weights = await epoch.disk.run(checkpoint.folder, epoch.weights_folder(role))
+        await self._gang.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
+
+    def _take_files(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
+        published, names = self._weights.written, {"epoch": checkpoint.epoch, "step": checkpoint.step}
+        if published is not None:
+            checkpoint.link(WEIGHTS, published)
+        checkpoint.add_ledger(self.ledger.whole(**names))
+        return CommitMoment(
+            checkpoint=checkpoint,
+            version=version,
+            delta=self.ledger.delta_for(**names),
+            extra={"version": str(version), _LINE_SIZES: msgspec.to_builtins(self.lines.seal())},
+            published=published,
+        )
+
+    # Until it counts
+
+    async def _write(self, moment: CommitMoment) -> None:
+        started, step = time.monotonic(), moment.checkpoint.step
+        if problems := await self._finish(moment):
+            await self._epoch.disk.run(moment.checkpoint.give_up)
+            await self._note_failure(step, problems)
             return
         self._writing_s += time.monotonic() - started
         if self._failed_in_a_row:
             self._failed_in_a_row = 0
-            await self._tell(moment.step, is_alarm=False, text=f"step {moment.step} could be committed", causes=[])
-        await self._durable.remove_old_checkpoints()
+            await self._tell(step, is_alarm=False, text=f"step {step} could be committed", causes=[])
+        await self._remove_old()
+
+    async def _finish(self, moment: CommitMoment) -> Mapping[str, str]:
+        """Wait until the ranks have written what they copied, and name it in the trial log.
+
+        Returns:
+            What the file system said, by worker, if any could not write, and what is wrong with the published weights;
+            then nothing was named.
+        """
+        epoch, checkpoint = self._epoch, moment.checkpoint
+        written = dict(zip(epoch.roles, await all_or_first_error(*map(self._gang.written, epoch.roles)), strict=True))
+        problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
+        if moment.published is not None and not problems:
+            problems = await self._weights.find_damage(moment.published)
+        if problems:
+            return problems
+        for role, one in written.items():
+            checkpoint.add(state_folder(role), one.state)
+            if one.weights:
+                folder, extra = epoch.weights_folder(role), {"version": str(moment.version)}
+                sealed = await epoch.disk.run(write_manifest, checkpoint.path / folder, one.weights, extra)
+                checkpoint.add(folder, sealed.files)
+        await epoch.disk.run(self._append, moment)
+        self.ledger.mark_committed(moment.delta)
+        self.committed_step = checkpoint.step
+        return {}
+
+    def _append(self, moment: CommitMoment) -> None:
+        checkpoint, delta = moment.checkpoint, moment.delta
+        digest = checkpoint.write_manifest(moment.extra)
+        ledger_file, ledger_digest = write_delta(self._epoch.trial, delta)
+        self._epoch.writer.commit(
+            step=checkpoint.step,
+            directory=checkpoint.relative_path,
+            manifest_digest=digest,
+            ledger_file=ledger_file,
+            ledger_digest=ledger_digest,
+            trained=delta.trained_count,
+            dropped=len(delta.dropped),
+        )
+
+    async def _remove_old(self) -> None:
+        epoch = self._epoch
+        in_use = await asyncio.to_thread(self._weights.in_use)
+        if in_use is None:
+            return
+        # Servers start from the weights of a commit after every start of the trainer.
+        read_now = [path.parent for path in in_use if path.parent.parent == epoch.trial.checkpoints_path]
+        await epoch.disk.run(
+            collect_garbage,
+            epoch.trial,
+            epoch.writer.state,
+            epoch=epoch.writer.epoch,
+            keep=epoch.spec.control.keep_commits,
+            protect=set(map(epoch.trial.relative, read_now)),
+            remover=self._remover,
+        )
 
     async def _note_failure(self, step: int, problems: Mapping[str, str]) -> None:
         self._failed_in_a_row += 1
@@ -116,6 +260,6 @@ class Commits(AsyncClosing):
             raise CommitFailedError(f"{text}, as {_MOST_FAILURES} in a row could not: {causes[0]}")
 
     async def _tell(self, step: int, *, is_alarm: bool, text: str, causes: list[str]) -> None:
-        details = f"the last commit is that of step {self._durable.committed_step}"
+        details = f"the last commit is that of step {self.committed_step}"
         notice = TrainNotice(topic="commit", is_alarm=is_alarm, text=text, details=details, causes=causes)
-        await tell(self._parts, self._disk, notice, step=step)
+        await self._epoch.tell(notice, step=step)

@@ -55,13 +55,13 @@ A whole asynchronous step:
      2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, records.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver_book.py
-     6      model/trajectory_inbox.py, data_store.py and samples.py there, arrivals.py, sample_source.py and
+     6      model/samples.py and data_store.py there, trainer_gang.py, sample_source.py and
             sequence_buffer.py here, the rule in scheduling/staleness.py
-     7      step/runner.py: a coroutine for each call, with state.py (whose inputs are there) and rank_locks.py
-            (whose ranks are free); calls.py: what a call consists of, with dealing.py (who works on which samples) and
-            transfers.py (what has to move); trainer_gang.py, which asks the ranks. There model/model_worker.py, with
+     7      step.py: a coroutine for each call, with step_order.py (whose inputs are there, whose ranks are free);
+            calls.py: what a call consists of, with dealing.py (who works on which samples, and what has to move);
+            trainer_gang.py, which asks the ranks. There model/model_worker.py, with
             models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
-     8, 10  trainer_epoch.py, durable_state.py, commits.py, which lets training go on meanwhile, checkpoint/;
+     8, 10  step.py, weights.py, commits.py, which lets training go on meanwhile, checkpoint/;
             model/saves_behind.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
@@ -80,16 +80,20 @@ apart from each other run at the same time, 8 and 9 of one role beside 7 of anot
         └── every commit, stop and done; a later claim by another master ends this one (exit 75)
 
 It holds metadata only and imports no torch.
+
+Its garbage is collected by the amount that a step makes, not by that of a message. A step makes some hundred thousand
+objects that live until its end: metadata, shares, replies. With Python's usual thresholds they, and every module that
+is loaded, are searched for cycles many times a step, which is a third of what the master computes
+(benchmarks/control_plane.py). Cycles are rare here: they come with exceptions.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
@@ -98,17 +102,13 @@ from corral.experiments.trial.log_state import DoneError, StoppedError, Supersed
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.name_resolve import Lease
-from corral.scheduling.dataflow import build_dataflow, dataset_keys
-from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
     RecoveryPoint,
-    committed_ledger,
     last_valid_commit,
 )
 from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import read_refusal, read_weights_in_use
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.lifecycle.worker import (
     BadConfigurationError,
@@ -120,16 +120,25 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     run_async,
 )
-from corral.workers.master.commits import CommitFailedError
-from corral.workers.master.epoch_parts import EpochParts
-from corral.workers.master.garbage import rare_collections
-from corral.workers.master.sample_source import DatasetSource, PromptSource, SampleSource, TrajectorySource
+from corral.workers.master.calls import MeshCalls
+from corral.workers.master.commits import CommitFailedError, Commits
+from corral.workers.master.disk import Disk
+from corral.workers.master.epoch import Epoch
+from corral.workers.master.held_out import HeldOut
+from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
 from corral.workers.master.sequence_buffer import SequenceBuffer
-from corral.workers.master.trainer_epoch import NotFiniteError, Outcome, TrainerEpoch
+from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.master.weights import PublishedVersions
 from corral.workers.streams.errors import StaleEpochError
 
 logger = logging.getLogger(__name__)
+
+_COLLECTION_THRESHOLDS = (
+    500_000,
+    20,
+    20,
+)  # objects, more than a step keeps; younger collections before an older one is looked at
 
 
 class MasterWorker(Worker):
@@ -138,12 +147,10 @@ class MasterWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(MasterWorkerSpec)
-        self._graph = build_dataflow(self._spec.calls, dataset_keys(self._spec.calls))
         self._log = TrialLog(context.trial.log_path)
         self._journal = Journal(context.trial.journal_path)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._published: Lease | None = None
-        self._epoch = 0
 
     def run(self) -> None:
         try:
@@ -158,9 +165,6 @@ class MasterWorker(Worker):
         except StoppedError as error:
             logger.info("the trial was stopped: %s", error)
 
-    def status(self) -> dict[str, Any]:
-        return {"epoch": self._epoch}
-
     async def _main(self) -> None:
         # What is slow to show on a network file system is waited for, and nobody needs this loop before the claim.
         read_whole_log(self.context.trial, self._log)
@@ -170,7 +174,6 @@ class MasterWorker(Worker):
         while True:
             writer = self._log.claim(self._owner, resume=resume)
             resume = False  # only the first claim of an attempt may continue a stopped trial
-            self._epoch = writer.epoch
             self._journal.append("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
             try:
                 async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
@@ -207,32 +210,24 @@ class MasterWorker(Worker):
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = await self._recover(writer)
-        ledger = committed_ledger(self.context.trial, recovery.commit) if recovery.commit else Ledger()
-        commits = [PolicyVersion(logged.commit.epoch, logged.commit.step) for logged in recovery.honoured]
-        lineage = Lineage(commits, epoch=writer.epoch)
-        buffer = SequenceBuffer(is_consumed=ledger.consumed)
-        parts = EpochParts(
-            spec=self._spec,
-            graph=self._graph,
-            trial=self.context.trial,
-            attempt=self.context.attempt,
-            presence=self.context.presence,
-            journal=self._journal,
-            gang=gang,
-            writer=writer,
-            recovery=recovery,
-            ledger=ledger,
-            lineage=lineage,
-            buffer=buffer,
-            source=self._source(buffer, gang, lineage, ledger),
-            held_out_rows=self._held_out_rows(),
-            publish=self._publish,
-            weights_in_use=self._weights_in_use,
-            refused_weights=partial(read_refusal, self.context.names, self.context.keys.weights_in_use()),
-            step_timeout_s=self.context.plan.supervision.step_timeout_s,
-        )
         _log_start(writer, recovery)
-        return await TrainerEpoch(parts).run()
+        async with Disk() as disk:
+            epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
+            weights = PublishedVersions(epoch, gang, publish=self._publish)
+            commits = Commits(epoch, gang, weights)
+            buffer = SequenceBuffer(is_consumed=commits.ledger.consumed)
+            calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
+            return await TrainerEpoch(
+                epoch,
+                source=self._source(epoch, buffer, gang, commits.ledger),
+                gang=gang,
+                calls=calls,
+                held_out=HeldOut(
+                    graph=epoch.graph, calls=calls, holders=gang, buffer=buffer, row_ids=self._held_out_rows()
+                ),
+                weights=weights,
+                commits=commits,
+            ).run()
 
     async def _recover(self, writer: LogWriter) -> RecoveryPoint:
         """Find the newest commit that is whole; what is not is left behind in the log, where everyone reads it."""
@@ -255,21 +250,20 @@ class MasterWorker(Worker):
             self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
         return recovery
 
-    def _source(self, buffer: SequenceBuffer, gang: TrainerGang, lineage: Lineage, ledger: Ledger) -> SampleSource:
-        if self._spec.source == "dataset":
-            return DatasetSource(self._row_uids(), buffer, gang, batch_size=self._spec.train_batch_size)
-        if self._spec.source == "prompts":
-            consumed = ledger.trained_count + ledger.dropped_count
-            return PromptSource(
-                self._row_uids(), buffer, gang, batch_size=self._spec.train_batch_size, next_order=consumed
+    def _source(self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger) -> SampleSource:
+        spec = self._spec
+        if spec.source != "trajectories":
+            next_order = ledger.trained_count + ledger.dropped_count if spec.source == "prompts" else None
+            return DatasetSource(
+                self._row_uids(), buffer, gang, batch_size=spec.train_batch_size, next_order=next_order
             )
         return TrajectorySource(
             buffer,
             gang,
-            lineage,
-            input_keys=self._graph.dataset_keys,
-            batch_size=self._spec.train_batch_size,
-            eta=self._spec.max_head_offpolicyness,
+            epoch.lineage,
+            input_keys=epoch.graph.dataset_keys,
+            batch_size=spec.train_batch_size,
+            eta=spec.max_head_offpolicyness,
             producers=self.context.workers("rollout_worker"),
             on_drop=ledger.drop,
         )
@@ -307,14 +301,23 @@ class MasterWorker(Worker):
         else:
             self._published.update(text)
 
-    def _weights_in_use(self) -> frozenset[Path] | None:
-        if self._spec.source != "trajectories":
-            return frozenset()  # no servers generate
-        return read_weights_in_use(self.context.names, self.context.keys.weights_in_use())
-
 
 def _log_start(writer: LogWriter, recovery: RecoveryPoint) -> None:
     if recovery.commit is None:
         logger.info("epoch %d starts from the initial weights", writer.epoch)
     else:
         logger.info("epoch %d continues from the commit of step %d", writer.epoch, recovery.commit.step)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """For as long as the block runs: what is here already is not searched, what comes is searched seldom."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTION_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -9,6 +9,7 @@ Here the staleness bound holds: no trajectory is in a batch unless `ReadySamples
 the lineage knows their versions. The manager's gate is an optimisation that makes rejections rare.
 """
 
+import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -67,16 +68,26 @@ class DatasetSource:
     holders: SampleHolders
     _: KW_ONLY
     batch_size: int
+    next_order: int | None = None
+    """Of prompts, which a call of the graph turns into samples: the number of the next one. None for rows as they are.
+
+    Every issue of a prompt has an order of its own, and with it other answers; the first of a trial has 0, as the first
+    that rollout workers are admitted with.
+    """
     _given_back: deque[str] = field(default_factory=deque, init=False)
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
-        wanted = min(self.batch_size, remaining)
         batch: list[str] = []
-        while len(batch) < wanted:
+        while len(batch) < min(self.batch_size, remaining):
             uid = next(self.uids, None) or self._given_back.popleft()
             if not self.buffer.is_consumed(uid):
                 batch.append(uid)
-        for sample in await self.holders.load_rows(batch):
+        if self.next_order is None:
+            samples = await self.holders.load_rows(batch)
+        else:
+            samples = list(map(_prompt, batch, itertools.count(self.next_order)))
+            self.next_order += len(batch)
+        for sample in samples:
             self.buffer.put(sample)
         return batch
 
@@ -86,43 +97,6 @@ class DatasetSource:
 
     def waiting_for(self) -> str:
         return "rows of the dataset"
-
-    def waits_for(self) -> Sequence[str]:
-        return ()
-
-
-@dataclass(slots=True)
-class PromptSource:
-    """Prompts of the dataset in the order of the seed, which a call of the graph turns into samples.
-
-    Every issue of a prompt has an order of its own, and with it other answers; the first of a trial has 0, as the first
-    that rollout workers are admitted with.
-    """
-
-    uids: Iterator[str]
-    buffer: SequenceBuffer
-    holders: SampleHolders
-    _: KW_ONLY
-    batch_size: int
-    next_order: int
-    _given_back: deque[str] = field(default_factory=deque, init=False)
-
-    async def poll(self, *, version: int, remaining: int) -> list[str] | None:
-        batch: list[str] = []
-        while len(batch) < min(self.batch_size, remaining):
-            uid = next(self.uids, None) or self._given_back.popleft()
-            if not self.buffer.is_consumed(uid):
-                batch.append(uid)
-                self.buffer.put(_prompt(uid, self.next_order))
-                self.next_order += 1
-        return batch
-
-    async def give_back(self, batch: Sequence[str]) -> None:
-        self.holders.clear(self.buffer.release(batch))
-        self._given_back.extend(batch)
-
-    def waiting_for(self) -> str:
-        return "prompts of the dataset"
 
     def waits_for(self) -> Sequence[str]:
         return ()

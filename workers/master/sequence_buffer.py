@@ -9,14 +9,17 @@ Pure: events go in, decisions come out. The master's sockets are in trainer_gang
 here saves a train step; what keeps it from counting twice is the ledger.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 import msgspec
 
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.requests.messages import MetadataReply
 
 Places = Mapping[str, frozenset[int]]
 """key -> ranks that hold it. Never changed, and shared by samples of one owner of which it is true: a step has
@@ -124,3 +127,33 @@ def note_held(samples: Iterable[BufferedSample], keys: Iterable[str], ranks: Ite
             added = {key: before.get(key, further) | further for key in names}
             known[id(before)] = before, {**before, **added}
         sample.places = known[id(before)][1]
+
+
+def buffered(reply: MetadataReply, *, owner: int) -> list[BufferedSample]:
+    """What the master keeps of the samples that a rank has described."""
+    samples: list[BufferedSample] = []
+    for group in reply.groups:
+        versions, keys = _versions(group.versions), _keys(group.keys)
+        samples += [
+            BufferedSample(
+                uid=uid,
+                order=order,
+                owner=owner,
+                num_tokens=array("I", num_tokens),
+                versions=versions,
+                keys=keys,
+                dropped_because=group.dropped_because,
+            )
+            for uid, order, num_tokens in zip(group.uids, group.orders, group.num_tokens, strict=True)
+        ]
+    return samples
+
+
+@lru_cache(maxsize=1024)  # the samples of a step share a few combinations
+def _versions(tags: tuple[str, ...]) -> frozenset[PolicyVersion]:
+    return frozenset(PolicyVersion.parse(tag) for tag in tags)
+
+
+@lru_cache(maxsize=64)
+def _keys(keys: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(keys)

@@ -3,14 +3,24 @@
     tell(requests by rank)  ──► answered at once, whatever the rank computes       samples, gives
     start(requests by rank) ──► run in the order of the rank's requests            calls, weights, checkpoints
 
+What rollout workers have delivered to any rank comes as soon as the rank says so (`Arrivals`):
+
+    ask() ──one Fetch that waits──► every rank that has none ──something arrived, or nothing for a while──► reply
+       aboard the next message, or, at `hurry`, by itself                                                     │
+    take() ◄── what to keep, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
+
+Nobody polls: a rank holds its Fetch until it has something to say. What it then says is repeated by the request stream
+until it is here, and if it cannot be, the rank counts as dead and the epoch ends: so nothing that a rank has taken in
+is forgotten while the epoch lasts, and the next one's session asks for it again.
+
 It binds the epoch's request stream, and dies with the first model worker that does. Which calls are started when is
-decided in step/runner.py, what a call consists of in step/calls.py.
+decided in step.py, what a call consists of in calls.py.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +31,11 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.model_function_call import ModelName
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
-from corral.workers.master.arrivals import Arrivals, buffered
-from corral.workers.master.sequence_buffer import BufferedSample
+from corral.workers.master.sequence_buffer import BufferedSample, buffered
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
+    Fetch,
     FilesReply,
     Initialize,
     LoadRows,
@@ -52,6 +62,9 @@ from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTime
 logger = logging.getLogger(__name__)
 
 _CONTROL_DEADLINE_S = 60.0
+_FETCH_AT_MOST = 1024  # samples in one reply
+_FETCH_WAIT_S = 60.0  # a rank without arrivals costs a message a minute, and a link that is dead is noticed otherwise
+_FETCH_DEADLINE_S = _FETCH_WAIT_S + 60.0
 _DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
 
 
@@ -67,6 +80,64 @@ class WrittenFiles:
     weights: Mapping[str, FileEntry]
     problems: Mapping[str, str]
     """What the file system said, by worker; empty where all files are on disk."""
+
+
+class Arrivals:
+    """Belongs to the thread of the client's loop.
+
+    Example:
+        arrivals = Arrivals(client, {0: "model_worker/0", 1: "model_worker/1"}, wake=event.set)
+        arrivals.ask()
+        arrivals.hurry()
+        await event.wait()
+        arrivals.take()     # [BufferedSample(owner=1, ...), ...]
+    """
+
+    def __init__(self, client: RequestClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
+        """
+        Args:
+            worker_by_rank: ids of those that receive.
+            wake: called whenever there is something to take, be it an error.
+        """
+        self._client = client
+        self._worker_by_rank = worker_by_rank
+        self._wake = wake
+        self._idle = set(worker_by_rank)  # ranks without a Fetch
+        self._arrived: list[BufferedSample] = []
+        self.failed: PendingReplies | None = None
+        """Replies of which one is an error, for whoever awaits them; None while all is well."""
+
+    def ask(self) -> None:
+        """Let every rank say what arrives from now on, if it has not been asked; with the next message that it gets.
+
+        What has found none since the last call goes now: no rank's arrivals wait for more than two calls.
+        """
+        self._client.send_waiting()
+        if not self._idle:
+            return
+        ranks = sorted(self._idle)
+        self._idle.clear()
+        request = Fetch(max_samples=_FETCH_AT_MOST, wait_s=_FETCH_WAIT_S)
+        rank_by_worker = {self._worker_by_rank[rank]: rank for rank in ranks}
+        pending = self._client.post_aboard(rank_by_worker, request, deadline_s=_FETCH_DEADLINE_S)
+        pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
+
+    def hurry(self) -> None:
+        """Ask now: there may be no other message for long."""
+        self._client.send_waiting()
+
+    def take(self) -> list[BufferedSample]:
+        """What has arrived since the last call, each with the rank that holds it."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _absorb(self, rank: int, reply: ReplyPayload | None, pending: PendingReplies) -> None:
+        if reply is None:
+            self.failed = pending
+        elif isinstance(reply, MetadataReply):
+            self._idle.add(rank)
+            self._arrived += buffered(reply, owner=rank)  # now, while it is at hand
+        self._wake()
 
 
 class TrainerGang:
@@ -128,7 +199,7 @@ class TrainerGang:
             states={role: str(directory) for role, directory in states.items()},
             step=step,
         )
-        await self._post(dict.fromkeys(range(len(self._workers)), request), deadline_s=math.inf, flush=True)
+        await self._post(dict.fromkeys(range(len(self._workers)), request), deadline_s=math.inf)
 
     async def count_rows(self) -> dict[int, int]:
         """Rows of the dataset that each rank reads at which samples come in, by rank."""
@@ -235,9 +306,7 @@ class TrainerGang:
         post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
     ) -> dict[int, ReplyPayload]:
         """Blocking requests to some ranks, which run them after whatever was started there before."""
-        return await self._post(
-            requests, deadline_s=self._step_timeout_s, pre_hooks=pre_hooks, post_hooks=post_hooks, flush=True
-        )
+        return await self._post(requests, deadline_s=self._step_timeout_s, pre_hooks=pre_hooks, post_hooks=post_hooks)
 
     async def _post(
         self,
@@ -246,14 +315,12 @@ class TrainerGang:
         deadline_s: float,
         pre_hooks: Mapping[int, Sequence[PreHook]] = MappingProxyType({}),
         post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
-        flush: bool = False,
     ) -> dict[int, ReplyPayload]:
         pending = self._client.post(
             {self._workers[rank]: request for rank, request in requests.items()},
             deadline_s=deadline_s,
             pre_hooks={self._workers[rank]: hooks for rank, hooks in pre_hooks.items()},
             post_hooks={self._workers[rank]: hooks for rank, hooks in post_hooks.items()},
-            flush=flush,
         )
         replies = await self._guard(pending)
         return {rank: replies[self._workers[rank]] for rank in requests}

@@ -6,23 +6,104 @@
 
 Samples stay on the host as numpy, and a thread and a network of their own carry them: a rank whose main thread computes
 still gives away what it holds, and a call never waits for a computation on other ranks to get its inputs.
+
+How the values of a parcel lie one behind the other is known to both ends, so that nothing but values travels.
+
+    key 1 of uid 1 | key 1 of uid 2 | ... | key 2 of uid 1 | key 2 of uid 2 | ...      wide types first: no gaps needed
+
+The sender gathers the arrays in this order; the receiver knows the number of tokens of each answer from the request,
+and with the declared layout and type of each key all lengths.
 """
 
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Any
 
 import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torch.distributed, but not for type checkers
 
 from corral.scheduling.redistribution import Parcel
-from corral.workers.data.sequence_sample import Array
+from corral.workers.data.sequence_sample import Array, KeySpecs, SequenceSample, key_spec
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Places
-from corral.workers.model.neighbours import meet_neighbours
+from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Places, meet_neighbours
 from corral.workers.model.network import Network, Receiving, TransferError
-from corral.workers.model.parcel_layout import IncomingParcel, NumTokens, keys_in_order
+
+NumTokens = Mapping[str, Sequence[int]]
+"""uid -> tokens of each answer."""
+
+
+def keys_in_order(parcel: Parcel, specs: KeySpecs) -> list[str]:
+    """The parcel's keys as they travel."""
+    return sorted(parcel.keys, key=lambda key: (-key_spec(key, specs).dtype.itemsize, key))
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingParcel:
+    """What a receiver knows of a parcel before it comes."""
+
+    parcel: Parcel
+    seqlens: dict[str, list[list[int]]]
+    """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
+    array_lengths: list[int]
+    """The number of values of each array, in the order in which they travel."""
+    dtypes: list[np.dtype[Any]]
+    """Of each array."""
+    specs: KeySpecs
+    """Of all keys that are declared."""
+
+    @classmethod
+    def expected(cls, parcel: Parcel, num_tokens: NumTokens, declared: KeySpecs) -> "IncomingParcel":
+        """
+        Raises:
+            ValueError: if the length of a sample is not stated.
+        """
+        if unknown := [uid for uid in parcel.uids if uid not in num_tokens]:
+            raise ValueError(f"samples {unknown[:3]} are to come from rank {parcel.source}, but nobody said how long")
+        specs = {key: declared[key] for key in keys_in_order(parcel, declared)}
+        # Once for each way to count: there are few, and many samples.
+        counting = {(spec.layout, spec.shape): spec for spec in specs.values()}
+        lengths = {way: [spec.lengths(num_tokens[uid]) for uid in parcel.uids] for way, spec in counting.items()}
+        totals = {way: [sum(of_uid) for of_uid in counted] for way, counted in lengths.items()}
+        return cls(
+            parcel,
+            {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()},
+            [total for spec in specs.values() for total in totals[spec.layout, spec.shape]],
+            [spec.dtype for spec in specs.values() for _ in parcel.uids],
+            declared,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all values."""
+        return sum(map(mul, self.array_lengths, self._itemsizes()))
+
+    def cut(self, packed: Bytes) -> list[Array]:
+        """Each array, as a view."""
+        starts = accumulate(map(mul, self.array_lengths, self._itemsizes()), initial=0)
+        return [
+            np.ndarray((length,), dtype, packed, start)
+            for length, dtype, start in zip(self.array_lengths, self.dtypes, starts, strict=False)
+        ]
+
+    def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
+        """The samples, given the arrays in the order in which they travel."""
+        num_uids = len(self.parcel.uids)
+        return [
+            SequenceSample(
+                [uid],
+                {key: [of_key[index]] for key, of_key in self.seqlens.items()},
+                dict(zip(self.seqlens, arrays[index::num_uids], strict=True)),
+                self.specs,
+            )
+            for index, uid in enumerate(self.parcel.uids)
+        ]
+
+    def _itemsizes(self) -> list[int]:
+        return [dtype.itemsize for dtype in self.dtypes]
 
 
 @dataclass(slots=True)
@@ -43,12 +124,6 @@ class TransferCounts:
             self.sent_bytes += sent_bytes
             self.received_bytes += received_bytes
             self.shown_bytes += shown_bytes
-
-    def as_dict(self) -> dict[str, int]:
-        """For a worker's status."""
-        return {
-            "sent_bytes": self.sent_bytes, "received_bytes": self.received_bytes, "shown_bytes": self.shown_bytes
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +190,8 @@ class DataPlane:
     def take(self, parcels: Sequence[Parcel], num_tokens: NumTokens) -> None:
         """Wait for the parcels that have this rank as a destination, and pass on those that have it as their source.
 
-        Everything is posted before anything is waited for, and what is passed on is waited for last: no order of gives
-        and takes of any ranks can deadlock.
+        Everything is posted before anything is waited for, and what others pass on is asked for, and waited for, last:
+        no order of gives and takes of any ranks can deadlock.
 
         Args:
             num_tokens: of each answer of every sample that comes, by uid.
@@ -128,8 +203,8 @@ class DataPlane:
         links, rank = self._begun(), self._member.rank
         deadline = time.monotonic() + self._member.timeout_s
         specs = self._store.specs
-        expected = [IncomingParcel.expected(p, num_tokens, specs) for p in parcels if rank in p.destinations]
-        arrivals = [links.expect(incoming) for incoming in expected]
+        own = sorted((p for p in parcels if rank in p.destinations), key=lambda parcel: parcel.is_passed_on)
+        arrivals = [links.expect(IncomingParcel.expected(parcel, num_tokens, specs)) for parcel in own]
         for is_passed_on in (False, True):
             for arrival in arrivals:
                 if arrival.incoming.parcel.is_passed_on is is_passed_on:

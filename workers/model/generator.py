@@ -24,9 +24,9 @@ from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
-from corral.workers.engine.decoder.decoder import Decoder
+from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
-from corral.workers.engine.sampling.sampling import SamplingParams
+from corral.workers.engine.sampling import SamplingParams
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge

@@ -8,7 +8,7 @@
     data plane  Give                                            the hook before a call, which takes its inputs
     models                                                      the hook after a call, which moves its model away
 
-    gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── trajectory_inbox.py, row_loader.py
+    gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── row_loader.py
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.
@@ -21,7 +21,6 @@ import time
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -114,9 +113,6 @@ class ModelWorker(Worker):
                 envelope = stream.next_blocking(_POLL_S)
                 if envelope is not None:
                     self._serve(stream, envelope)
-
-    def status(self) -> dict[str, Any]:
-        return {"samples": len(self._store), "bytes": self._store.size_bytes, **self._moved.as_dict()}
 
     def _set_up(self, stack: ExitStack) -> None:
         """The parts that answer; nothing is asked of them before all are there."""

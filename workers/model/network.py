@@ -1,43 +1,183 @@
-"""Messages between the ranks of a gang, apart from the group that computes: numbered, in any order.
+"""Messages between the ranks of a gang, apart from the group that computes: each travels when its receiver asks for it.
 
-    send(buffers, peer, tag) ──► courier, a thread ──► held until the peer asks ──► its memory is free again
-    receive(peer, tag, into) ──asks──► wait(deadline) ──► the bytes, straight into where they stay
+    send(buffers, peer, tag) ──► held ───────────────────────┐
+    receive(peer, tag, into) ──connects, hello──► asks ──────┴──► a thread for this peer ──► header, buffers
+                                                                  wait(deadline) ──► straight into where they stay
 
-A rank that computes still sends, and no order of sends and receives can deadlock, as long as everything is posted
-before anything is waited for: the receiver asks for each message, so that none stands before one that it wants first.
-Gloo, which would do the same, takes a message as one piece of memory, to which the arrays of a parcel would have to be
-copied together, and many pieces cost it more than that copy.
+A rank that computes still sends. Nothing is copied together: the buffers of a parcel leave from where they lie, many
+with one call of the kernel. Gloo, which would move messages as well, takes each as one piece of memory.
+
+What is asked of one peer comes in the order of the questions, and is to be waited for in that order. So no order of
+sends can deadlock, as long as nothing is asked for that its sender has to wait for this rank to send.
 """
 
+import hmac
 import json
-import selectors
+import logging
+import os
 import socket
+import struct
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
 
-from corral.workers.model.courier import HEADER, HELLO, QUESTION, Courier
+logger = logging.getLogger(__name__)
 
 Buffer = npt.NDArray[Any]
+
+HELLO = struct.Struct("<16sq")
+"""What a peer says first: the courier's secret, and its own rank."""
+QUESTION = struct.Struct("<q")
+"""The tag of what it wants."""
+HEADER = struct.Struct("<qq")
+"""Before the bytes that it gets: their tag, and how many there are."""
+_MOST_BUFFERS = 64  # of one sendmsg: it looks at all of them, though its socket may take the first few only
 
 
 class TransferError(RuntimeError):
     """A peer did not send or take its part of the plan; the gang cannot go on together."""
 
 
+class Courier:
+    """What a rank gives away, kept until a peer asks for it; a thread for each of them sends, whatever others do."""
+
+    def __init__(self, *, rank: int, address: str) -> None:
+        """
+        Args:
+            address: IP address of the interface to listen on.
+        """
+        self._rank = rank
+        self.secret = os.urandom(16)
+        """Whoever does not say it first is not answered."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        self.port: int = self._listener.getsockname()[1]
+        self._held: defaultdict[tuple[int, int], deque[Sequence[memoryview]]] = defaultdict(deque)  # by peer and tag
+        self._changed = threading.Condition()
+        self._connections: set[socket.socket] | None = set()
+        """None once this is closed."""
+        self._start(self._accept)
+
+    def give(self, buffers: Sequence[memoryview], peer: int, tag: int) -> None:
+        """Send these bytes to the peer once it asks for them; they must not change any more. Any thread may call it."""
+        with self._changed:
+            self._held[peer, tag].append(buffers)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all connections; what nobody has asked for is not sent any more. May be repeated."""
+        with self._changed:
+            ending, self._connections = self._connections or set(), None
+            self._held.clear()
+            self._changed.notify_all()
+        for connection in (self._listener, *ending):
+            _end(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # it is closed
+            with self._changed:
+                if self._connections is None:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """All that one peer asks for."""
+        rank: int | None = None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secret, rank = HELLO.unpack(_received(connection, HELLO.size))
+            while hmac.compare_digest(secret, self.secret):
+                (tag,) = QUESTION.unpack(_received(connection, QUESTION.size))
+                if (buffers := self._taken(rank, tag)) is None:
+                    return
+                _send(connection, [memoryview(HEADER.pack(tag, sum(map(len, buffers)))), *buffers])
+                del buffers
+        except ConnectionAbortedError:
+            return  # it has all that it asked for
+        except OSError as error:
+            if self._connections is not None:
+                logger.warning("rank %d could not send all to rank %s: %s", self._rank, rank, error)
+        finally:
+            _end(connection)
+
+    def _taken(self, peer: int, tag: int) -> Sequence[memoryview] | None:
+        """Wait until something is given; None once this is closed."""
+        key = (peer, tag)
+        with self._changed:
+            self._changed.wait_for(lambda: self._connections is None or self._held.get(key))
+            if self._connections is None:
+                return None
+            given = self._held[key].popleft()
+            if not self._held[key]:
+                del self._held[key]
+            return given
+
+    def _start(self, work: Any, *arguments: socket.socket) -> None:
+        threading.Thread(target=work, args=arguments, name=f"courier of rank {self._rank}", daemon=True).start()
+
+
+def _end(connection: socket.socket) -> None:
+    """Close a socket, also under whoever waits for it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end has left
+    connection.close()
+
+
+def _send(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
+    leaving = deque(buffers)
+    while leaving:
+        num_bytes = connection.sendmsg(islice(leaving, _MOST_BUFFERS))
+        while leaving and num_bytes >= len(leaving[0]):
+            num_bytes -= len(leaving.popleft())
+        if num_bytes:
+            leaving[0] = leaving[0][num_bytes:]
+
+
+def _received(connection: socket.socket, size: int) -> bytearray:
+    received = bytearray(size)
+    _receive_into(connection, memoryview(received))
+    return received
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    """Until it is full.
+
+    Raises:
+        ConnectionAbortedError: if the peer has left.
+    """
+    while target:
+        num_bytes = connection.recv_into(target)
+        if not num_bytes:
+            raise ConnectionAbortedError("the connection has ended")
+        target = target[num_bytes:]
+
+
+@dataclass(frozen=True, slots=True)
 class Receiving:
     """A receive that was posted."""
 
-    def __init__(self, network: "Network", target: memoryview, peer: int) -> None:
-        self.target = target
-        """Where what has not come yet goes."""
-        self._network = network
-        self._peer = peer
+    _network: "Network"
+    _connection: socket.socket | None
+    _target: memoryview
+    _peer: int
+    _tag: int
 
     def wait(self, what: str, *, deadline: float) -> None:
         """Return when all is there.
@@ -49,70 +189,23 @@ class Receiving:
         Raises:
             TransferError: if the peer is gone, or has not sent it in time.
         """
+        if self._connection is None:
+            return
         try:
-            while self.target:
-                self._network.take_in(self._peer, deadline=deadline)
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            tag, size_bytes = HEADER.unpack(_received(self._connection, HEADER.size))
+            if (tag, size_bytes) != (self._tag, len(self._target)):
+                raise ConnectionError(
+                    f"message {tag} has {size_bytes} bytes, and {len(self._target)} were expected of {self._tag}"
+                )
+            _receive_into(self._connection, self._target)
         except OSError as error:
+            # What came next would be taken for another answer. Who asks again hears of it at once.
+            self._connection.close()
             raise TransferError(
                 f"rank {self._network.rank} did not get {what} from rank {self._peer} within "
                 f"{self._network.timeout_s:.0f} s; that rank died, hangs, or follows another plan: {error}"
             ) from error
-
-
-class _Source:
-    """The connection to a peer whose courier this rank asks."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.error: OSError | None = None
-        """Why nothing comes any more."""
-        self._expected: dict[int, list[Receiving]] = {}
-        self._header = bytearray(HEADER.size)
-        self._header_left = memoryview(self._header)
-        self._coming: Receiving | None = None
-
-    def ask(self, tag: int, receiving: Receiving) -> None:
-        """
-        Raises:
-            OSError: if the peer is gone.
-        """
-        if self.error is not None:
-            raise self.error
-        if self.connection.send(QUESTION.pack(tag)) != QUESTION.size:
-            raise ConnectionError("the connection is full of questions that it does not read")
-        self._expected.setdefault(tag, []).append(receiving)
-
-    def read(self) -> None:
-        """Put what has come where it belongs."""
-        try:
-            while True:
-                self._read()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.error = error
-
-    def _read(self) -> None:
-        coming = self._coming
-        num_bytes = self.connection.recv_into(self._header_left if coming is None else coming.target)
-        if not num_bytes:
-            raise ConnectionResetError("the connection has ended")
-        if coming is not None:
-            coming.target = coming.target[num_bytes:]
-            if not coming.target:
-                self._coming = None
-            return
-        self._header_left = self._header_left[num_bytes:]
-        if not self._header_left:
-            self._begin(*HEADER.unpack(self._header))
-            self._header_left = memoryview(self._header)
-
-    def _begin(self, tag: int, size_bytes: int) -> None:
-        self._coming = self._expected[tag].pop(0)
-        if not self._expected[tag]:
-            del self._expected[tag]
-        if size_bytes != len(self._coming.target):
-            raise ConnectionError(f"message {tag} has {size_bytes} bytes, and {len(self._coming.target)} were expected")
 
 
 class Network:
@@ -135,8 +228,7 @@ class Network:
         self._store = store
         self._world_size = world_size
         self._num_barriers = 0
-        self._sources: dict[int, _Source] = {}
-        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, socket.socket] = {}
         self._courier = Courier(rank=rank, address=address)
         try:
             store.set(f"courier {rank}", json.dumps([address, self._courier.port, self._courier.secret.hex()]))
@@ -156,30 +248,14 @@ class Network:
         Raises:
             TransferError: if the peer is gone.
         """
-        receiving = Receiving(self, buffer.data.cast("B") if buffer.size else memoryview(b""), peer)
-        if buffer.size:
-            try:
-                self._source(peer).ask(tag, receiving)
-            except OSError as error:
-                raise TransferError(f"rank {self.rank} cannot receive from rank {peer}: {error}") from error
-        return receiving
-
-    def take_in(self, peer: int, *, deadline: float) -> None:
-        """Wait until something has come, from whomever, and put it where it belongs.
-
-        Raises:
-            OSError: if the peer is gone, or nothing has come in time.
-        """
-        if (error := self._sources[peer].error) is not None:
-            raise error
-        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-        if not ready and time.monotonic() >= deadline:
-            raise TimeoutError("the deadline has passed")
-        for key, _ in ready:
-            source: _Source = key.data
-            source.read()
-            if source.error is not None:
-                self._selector.unregister(source.connection)
+        if not buffer.size:
+            return Receiving(self, None, memoryview(b""), peer, tag)
+        try:
+            connection = self._connection(peer)
+            connection.sendall(QUESTION.pack(tag))
+        except OSError as error:
+            raise TransferError(f"rank {self.rank} cannot receive from rank {peer}: {error}") from error
+        return Receiving(self, connection, buffer.data.cast("B"), peer, tag)
 
     def barrier(self) -> None:
         """Return once every rank has come here.
@@ -202,17 +278,13 @@ class Network:
     def close(self) -> None:
         """Break all connections, also under sends that nobody has taken."""
         self._courier.close()
-        for source in self._sources.values():
-            source.connection.close()
-        self._selector.close()
+        for connection in self._connections.values():
+            connection.close()
 
-    def _source(self, peer: int) -> _Source:
-        if peer not in self._sources:
+    def _connection(self, peer: int) -> socket.socket:
+        if peer not in self._connections:
             address, port, secret = json.loads(self._store.get(f"courier {peer}"))
-            connection = socket.create_connection((address, port), self.timeout_s)
+            self._connections[peer] = connection = socket.create_connection((address, port), self.timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(HELLO.pack(bytes.fromhex(secret), self.rank))
-            connection.setblocking(False)
-            self._sources[peer] = _Source(connection)
-            self._selector.register(connection, selectors.EVENT_READ, self._sources[peer])
-        return self._sources[peer]
+        return self._connections[peer]

@@ -22,8 +22,8 @@ from corral.experiments.worker_specs import BehaviourSpec, ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
-from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.data.sequence_sample import SequenceSample
@@ -32,8 +32,6 @@ from corral.workers.requests.messages import ModelConfigReply, TrainReply
 
 if TYPE_CHECKING:
     from corral.workers.backends.megatron.engine import MegatronEngine
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel:
@@ -56,7 +54,7 @@ class RoleModel:
         self.spec = spec
         self.context = context
         self._total_steps = total_steps
-        self._engine: AnyEngine | None = None
+        self._engine: MeshEngine | None = None
         self._behaviour = behaviour
         self._seed = seed
         self._calls = [
@@ -69,7 +67,7 @@ class RoleModel:
         self._interfaces = self._make_interfaces()
 
     @property
-    def engine(self) -> AnyEngine:
+    def engine(self) -> MeshEngine:
         """The engine.
 
         Raises:
@@ -154,7 +152,7 @@ class RoleModel:
             vocab_size=int(config.get("vocab_size", 0)),
         )
 
-    def _ready_engine(self, call: ModelFunctionCall) -> AnyEngine:
+    def _ready_engine(self, call: ModelFunctionCall) -> MeshEngine:
         self.engine.micro_batches = call.micro_batches
         return self.engine
 
@@ -182,29 +180,16 @@ class RoleModel:
                 raise BadConfigurationError(f"model {self.spec.model_name} cannot run {name}: {error}") from error
         return interfaces
 
-    def _make_engine(self, directory: Path) -> AnyEngine:
+    def _make_engine(self, directory: Path) -> MeshEngine:
         spec = self.spec
         updates_per_step = spec.ppo.updates_per_step if spec.ppo is not None else 1
-        total_steps = self._total_steps * updates_per_step
         lora = spec.lora
         if lora is not None and directory != spec.model.path:
             # A commit's weights are merged: adapters belong beside those that they were trained beside, and its state
             # has what has become of those that training started from.
             lora, directory = lora.model_copy(update={"adapter": None}), spec.model.path
-        if spec.backend == "megatron":
-            megatron = _megatron_engine()
-            return megatron(
-                directory,
-                context=self.context,
-                head=spec.head,
-                optimizer=spec.optimizer,
-                lora=lora,
-                recompute=spec.recompute,
-                total_steps=total_steps,
-                seed=self._seed,
-                compute_dtype=_DTYPES[spec.model.dtype],
-            )
-        return FSDPEngine(
+        kind: type[MeshEngine] = _megatron_engine() if spec.backend == "megatron" else FSDPEngine
+        return kind(
             directory,
             context=self.context,
             head=spec.head,
@@ -214,9 +199,10 @@ class RoleModel:
             gradient_sums=spec.gradient_sums,
             hosts_optimizer=spec.model.offload == "optimizer",
             is_held_low=spec.is_held_low,
-            total_steps=total_steps,
+            total_steps=self._total_steps * updates_per_step,
             seed=self._seed,
-            compute_dtype=_DTYPES[spec.model.dtype],
+            compute_dtype=torch.bfloat16 if spec.model.dtype == "bfloat16" else torch.float32,
+            takes_tf32=spec.model.dtype == "tf32",
         )
 
 

@@ -1,53 +1,59 @@
 """The samples of one rank: where they come from, where they lie, and what becomes of them.
 
-    rollout workers ──► TrajectoryInbox ──Fetch───┐                ┌──► Models: inputs of calls, their outputs back
-                                                  ├──► DataStore ──┤
-    rows of the dataset ──► RowLoader ──LoadRows──┘                └──► DataManager: to ranks that compute on them
+    rollout workers ──► TrajectoryReceiver ──Fetch──┐                ┌──► Models: inputs of calls, their outputs back
+                                                    ├──► DataStore ──┤
+    rows of the dataset ──► RowLoader ──LoadRows────┘                └──► DataPlane: to ranks that compute on them
                                                         ▲
                          Reject, ClearDataCache ────────┘  gone; whoever sent a rejected one is told
 
-A trial has one source of the two. What the master asks here is answered in the stream's I/O thread, also while the main
-thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
+A trial has one source of the two; the master hears of samples as metadata. A record that its rollout worker has given
+up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O
+thread, also while the main thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.workers.data.prompts import is_held_out
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.delivery.delivery_id import uid_of_delivery
 from corral.workers.delivery.messages import VerdictKind
+from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.row_loader import RowLoader
-from corral.workers.model.trajectory_inbox import TrajectoryInbox, open_inbox
 from corral.workers.requests.messages import SampleMetadata
+
+_BATCHES = 8  # held or on their way: rollout workers go on while some train steps are late
+_CAPACITY_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Fills the store from its source and empties it again; the master hears of samples as metadata."""
+    """Fills the store from its source and empties it again."""
 
     store: DataStore
     _: KW_ONLY
-    inbox: TrajectoryInbox | None = None
-    """What rollout workers send; None where samples are rows."""
+    receiver: TrajectoryReceiver | None = None
+    """Of what rollout workers send; None where samples are rows."""
     rows: RowLoader | None = None
     """Reads rows of the dataset; None where samples are trajectories."""
     held_out: RowLoader | None = None
     """Reads rows that are looked at and not learned from; None where nobody does."""
     num_rows: int = 0
     """Rows of the dataset, 0 without one."""
+    _delivery_by_uid: dict[str, str] = field(default_factory=dict)
 
     def announce_to(self, on_arrival: Callable[[], None]) -> None:
         """From now on call this, in any thread, whenever rollout workers have sent something."""
-        if self.inbox is not None:
-            self.inbox.announce_to(on_arrival)
+        if self.receiver is not None:
+            self.receiver.announce_to(on_arrival)
 
     def fetch(self, max_samples: int) -> list[SampleMetadata]:
         """Store what rollout workers have sent and say what it is."""
-        return self.inbox.fetch(max_samples) if self.inbox is not None else []
+        return [] if self.receiver is None else [self._take_in(one) for one in self.receiver.drain(max_samples)]
 
     def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
         """Store rows of the dataset, or held-out rows, and say what they are.
@@ -55,7 +61,41 @@ class Samples:
         Raises:
             ValueError: if there are no such rows.
         """
-        return [self._take_in(self._loader(uid).load(uid)) for uid in uids]
+        loaded = [self._loader(uid).load(uid) for uid in uids]
+        for sample in loaded:
+            self.store.put(sample)
+        return [
+            SampleMetadata(uid=sample.uids[0], keys=tuple(sample.seqlens), num_tokens=sample.answer_lengths())
+            for sample in loaded
+        ]
+
+    def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
+        """Throw trajectories away and tell who sent them; nobody sent a row."""
+        if self.receiver is None:
+            return
+        for uid in uids:
+            if (delivery := self._delivery_by_uid.get(uid)) is not None:
+                self.receiver.verdict(delivery, verdict)
+            if verdict != "duplicate":  # a second copy: the first one stays
+                self._delivery_by_uid.pop(uid, None)
+                self.store.drop([uid])
+
+    def clear(self, uids: Sequence[str]) -> None:
+        """These samples are used up; nobody is told."""
+        self.store.drop(uids)
+        gone = {delivery for uid in uids if (delivery := self._delivery_by_uid.pop(uid, None)) is not None}
+        if self.receiver is not None:
+            self.receiver.forget(gone)
+
+    def forget(self) -> None:
+        """Free what an earlier epoch left here."""
+        self.store.drop(self.store.uids)
+
+    def start_session(self, session: str) -> None:
+        """A new epoch begins: the senders deliver again what no commit covers."""
+        self._delivery_by_uid.clear()
+        if self.receiver is not None:
+            self.receiver.start_session(session)
 
     def _loader(self, uid: str) -> RowLoader:
         loader = self.held_out if is_held_out(uid) else self.rows
@@ -64,29 +104,21 @@ class Samples:
             raise ValueError(f"row {uid!r} was asked for, and this rank has no {what}")
         return loader
 
-    def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
-        """Throw trajectories away and tell who sent them; nobody sent a row."""
-        if self.inbox is not None:
-            self.inbox.reject(uids, verdict)
-
-    def clear(self, uids: Sequence[str]) -> None:
-        """These samples are used up; nobody is told."""
-        self.store.drop(uids)
-        if self.inbox is not None:
-            self.inbox.clear(uids)
-
-    def forget(self) -> None:
-        """Free what an earlier epoch left here."""
-        self.store.drop(self.store.uids)
-
-    def start_session(self, session: str) -> None:
-        """A new epoch begins: the senders deliver again what no commit covers."""
-        if self.inbox is not None:
-            self.inbox.start_session(session)
-
-    def _take_in(self, sample: SequenceSample) -> SampleMetadata:
-        self.store.put(sample)
-        return SampleMetadata(uid=sample.uids[0], keys=tuple(sample.seqlens), num_tokens=sample.seqlens["input_ids"][0])
+    def _take_in(self, trajectory: Trajectory) -> SampleMetadata:
+        header, tensors = trajectory
+        uid = uid_of_delivery(header.uid)
+        self._delivery_by_uid[uid] = header.uid
+        if header.status == "finished" and uid not in self.store:
+            seqlens = {key: [lengths] for key, lengths in header.seqlens.items()}
+            self.store.put(SequenceSample([uid], seqlens, dict(tensors), self.store.specs))
+        return SampleMetadata(
+            uid=uid,
+            keys=tuple(header.seqlens),
+            num_tokens=header.seqlens.get("input_ids", []),
+            versions=tuple(sorted({span.version for spans in header.version_spans for span in spans})),
+            order=header.order,
+            dropped_because=(header.reason or "dropped") if header.status == "dropped" else "",
+        )
 
 
 @contextmanager
@@ -100,6 +132,20 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
         rows = RowLoader(spec.dataset, spec.tokenizer)
         yield Samples(store, rows=rows, held_out=held_out, num_rows=spec.dataset.num_rows)
         return
-    batch_size = context.plan.master.train_batch_size
-    with open_inbox(context, store, index=spec.index, batch_size=batch_size) as inbox:
-        yield Samples(store, inbox=inbox, held_out=held_out)
+    with open_receiver(context, index=spec.index, batch_size=context.plan.master.train_batch_size) as receiver:
+        yield Samples(store, receiver=receiver, held_out=held_out)
+
+
+@contextmanager
+def open_receiver(context: WorkerContext, *, index: int, batch_size: int) -> Iterator[TrajectoryReceiver]:
+    """What rollout workers find under `index`, this rank; `batch_size` samples make one train step."""
+    with (
+        TrajectoryReceiver(
+            context.security,
+            address=context.address,
+            capacity_records=_BATCHES * batch_size,
+            capacity_bytes=_CAPACITY_BYTES,
+        ) as receiver,
+        context.lease(context.keys.trajectory_receiver(index), receiver.endpoint),
+    ):
+        yield receiver

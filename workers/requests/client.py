@@ -1,8 +1,6 @@
 """RequestClient: the master's end of the request stream.
 
     post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
-    flush() --------------------Flush names the ids-------> each worker starts what it got since the last flush
-    post(..., flush=True) ------both in one message
     attach({worker: request}) --aboard the next message to this worker, without a reply of its own
     post_aboard(workers, fetch) --the same, with a reply of its own
 
@@ -25,9 +23,7 @@ from types import MappingProxyType
 
 from corral.workers.requests.known_worker import Boarding, KnownWorker
 from corral.workers.requests.messages import (
-    BlockingRequest,
     Fetch,
-    Flush,
     FromWorker,
     Hello,
     Passenger,
@@ -66,7 +62,6 @@ class RequestClient(Closing):
             await client.wait_for_workers(workers, timeout_s=300)
             step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
             forward = client.post({worker: Inference(...) for worker in references}, deadline_s=600)
-            await client.flush(deadline_s=30)
             stats, done = await step.results(), await forward.results()
     """
 
@@ -94,7 +89,6 @@ class RequestClient(Closing):
         self._on_worker_dead = on_worker_dead
         self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
         self._sequence = itertools.count(1)
-        self._level = itertools.count(1)
         self._worker_by_id: dict[str, KnownWorker] = {}
         self._worker_by_identity: dict[bytes, KnownWorker] = {}
         self._pending: dict[str, PendingReplies] = {}
@@ -159,24 +153,19 @@ class RequestClient(Closing):
         deadline_s: float,
         pre_hooks: Mapping[str, Sequence[PreHook]] = MappingProxyType({}),
         post_hooks: Mapping[str, Sequence[PostHook]] = MappingProxyType({}),
-        flush: bool = False,
     ) -> PendingReplies:
         """Send one request to some workers now, under one id, and wait for the replies later.
 
-        Blocking requests start only after `flush`.
+        Each worker starts the blocking ones after whatever was posted to it before. Nothing is awaited while posting,
+        so that of two requests which two workers share, both start the one that was posted first, first.
 
         Args:
             requests: by worker id, and all of one type; they may differ in what each rank gets. One object that several
                 workers get, one after the other, is encoded once.
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
             pre_hooks, post_hooks: by worker id; a worker that is not named has none.
-            flush: these workers start this request at once, after whatever was posted to them before: a flush that
-                costs no message. Nothing is awaited while posting, so that of two requests which two workers share,
-                both start the one that was posted first, first.
         """
-        level = next(self._level) if flush else None
         replies = self._begin(requests, "/".join(sorted({type(request).__name__ for request in requests.values()})))
-        own = (request_id := replies.request_id,)
         # A step posts to a thousand workers some times: what they have in common is made once.
         content: tuple[object, ...] = ()
         frames: list[Buffer] = []
@@ -184,23 +173,20 @@ class RequestClient(Closing):
             if (worker := self._living(worker_id, replies)) is None:
                 continue
             before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
-            starts = () if level is None else self._take_unflushed(worker) + own if worker.unflushed else own
             riders, passengers = worker.take_riders(), self._set_off(worker)
-            previous, content = content, (request, before, after, starts, riders, passengers)
+            previous, content = content, (request, before, after, riders, passengers)
             if not (previous and all(map(operator.is_, content, previous))):
-                started = None if level is None else Flush(level=level, request_ids=starts)
                 body = WorkerRequest(
                     request=request,
                     pre_hooks=tuple(before),
                     post_hooks=tuple(after),
                     riders=tuple(riders),
                     passengers=passengers,
-                    flush=started,
                 )
-                frames = self._codec.encode(body, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
+                frames = self._codec.encode(
+                    body, epoch=self._epoch, request_id=replies.request_id, deadline_s=deadline_s
+                )
             replies.await_reply(worker_id, frames)
-            if not flush and isinstance(request, BlockingRequest):
-                worker.unflushed.append(request_id)
             self._send(worker, frames)
         replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
         return replies
@@ -247,18 +233,6 @@ class RequestClient(Closing):
                 if self._is_missing(passenger.request_id, worker_id):
                     self._send(worker, self._pending[passenger.request_id].frames_for(worker_id))
 
-    async def flush(self, *, deadline_s: float) -> None:
-        """Let every worker start the blocking requests that were posted to it since the last flush.
-
-        Raises: as for `PendingReplies.results`.
-        """
-        level = next(self._level)
-        requests: dict[str, Request] = {}
-        for worker_id, worker in self._worker_by_id.items():
-            if waiting := self._take_unflushed(worker):
-                requests[worker_id] = Flush(level=level, request_ids=waiting)
-        await self.post(requests, deadline_s=deadline_s).results()
-
     def close(self) -> None:
         if self._is_closed:
             return
@@ -271,12 +245,6 @@ class RequestClient(Closing):
         self._router.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
-
-    def _take_unflushed(self, worker: KnownWorker) -> tuple[str, ...]:
-        """What a flush of now names for this worker: what was posted since the last one."""
-        unflushed, worker.unflushed = worker.unflushed, []
-        # What nobody waits for any more, because of an error or a deadline, need not start.
-        return tuple(request_id for request_id in unflushed if self._is_missing(request_id, worker.hello.worker))
 
     def _begin(self, workers: Collection[str], what: str) -> PendingReplies:
         """Replies to a new request, which is yet to be sent."""

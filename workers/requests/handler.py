@@ -4,8 +4,12 @@
                            |                            |  Later: again at each look_again(), until its time is over
                            |  blocking                  +-------------------------> reply
                            v
-                       FlushQueue --flush, aboard or apart--> released --next_blocking()--> main thread --reply()-->
-                       I/O thread --> master
+                       released --next_blocking()--> main thread --reply()--> I/O thread --> master
+
+Blocking requests contain collectives: if one worker ran A before B and another B before A, both would wait for ever. A
+master sends one request to several workers under one id, the next one under a higher id, and all of them again in this
+order to a worker that comes back. What would run here after a higher id is refused, so that any two workers run the
+requests that they share in the same order, whatever becomes of messages.
 
 Which master is obeyed is decided by epoch: a request of an older epoch than the newest one seen is answered with
 StaleReply, and only Initialize raises the epoch. A request that was answered before gets the same reply again.
@@ -23,14 +27,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from corral.workers.requests.flush_queue import FlushQueue
 from corral.workers.requests.messages import (
     BlockingRequest,
-    Flush,
     Hello,
     Initialize,
     NonBlockingRequest,
-    OkReply,
     PostHook,
     PreHook,
     ReplyPayload,
@@ -124,7 +125,8 @@ class WorkerRequestStream(Closing):
         self._non_blocking = non_blocking
         self._codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
-        self._waiting: FlushQueue[Envelope] = FlushQueue()
+        self._newest = RequestId(0, 0)
+        """The last one that was released."""
         self._deferred: dict[RequestId, _Deferred] = {}
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self.max_epoch = 0
@@ -215,23 +217,17 @@ class WorkerRequestStream(Closing):
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
         if (failed := self._do_riders(message.body.riders)) is not None:
-            self._waiting.settle(request_id)
             self._finish(request_id, failed)
-            self._release(request if isinstance(request, Flush) else message.body.flush)
-        elif isinstance(request, Flush):
-            self._finish(request_id, OkReply())
-            self._release(request)
         elif isinstance(request, NonBlockingRequest):
             self._answer_now(request_id, request)
         elif request_id.epoch > self.max_epoch and not isinstance(request, Initialize):
-            self._waiting.settle(request_id)
             self._finish(request_id, _not_initialized(request_id, request, self.max_epoch))
-            self._release(message.body.flush)
+        elif request_id < self._newest:
+            self._finish(request_id, _out_of_order(request_id, request, self._newest))
         else:
             self._raise_epoch(request_id.epoch)
-            pre_hooks, post_hooks = message.body.pre_hooks, message.body.post_hooks
-            self._waiting.add(request_id, Envelope(request_id, request, pre_hooks, post_hooks))
-            self._release(message.body.flush)
+            self._newest = request_id
+            self._released.put(Envelope(request_id, request, message.body.pre_hooks, message.body.post_hooks))
 
     def _do_riders(self, riders: Sequence[Rider]) -> ErrorReply | None:
         """The first error, which the master must hear in place of an answer to what the riders came with."""
@@ -245,18 +241,9 @@ class WorkerRequestStream(Closing):
         if epoch > self.max_epoch:
             logger.info("%s follows trainer epoch %d", self.worker_id, epoch)
             self.max_epoch = epoch
-            self._waiting.reset()
             # Whoever asked is no longer our master, and what has arrived for it is sent again in the new session.
             for request_id in [request_id for request_id in self._deferred if request_id.epoch < epoch]:
                 self._deferred.pop(request_id).timer.cancel()
-
-    def _release(self, flush: Flush | None) -> None:
-        """Hand over what may run, now that a request or a flush has come."""
-        if flush is not None:
-            named = [RequestId.parse(text) for text in flush.request_ids]
-            self._waiting.flush(level=flush.level, request_ids=named)
-        for envelope in self._waiting.pop_ready():
-            self._released.put(envelope)
 
     def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
         answer = self._ask_handler(request)
@@ -295,6 +282,14 @@ class WorkerRequestStream(Closing):
         frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id))
         self._link.send(frames)  # if the link is down, the master asks again under the same id
         return frames
+
+
+def _out_of_order(request_id: RequestId, request: BlockingRequest, newest: RequestId) -> ErrorReply:
+    return ErrorReply(
+        error_type="OutOfOrderError",
+        message=f"{type(request).__name__} {request_id} came after {newest}, and other workers may have run it before",
+        traceback="",
+    )
 
 
 def _not_initialized(request_id: RequestId, request: BlockingRequest, max_epoch: int) -> ErrorReply:

@@ -1,6 +1,6 @@
 """KnownWorker: what the master's end of the request stream knows of one worker, and has yet to tell it.
 
-RequestClient ──unflushed, riders, passengers──► KnownWorker ──take_...()──► the next message to this worker
+RequestClient ──riders, passengers──► KnownWorker ──take_...()──► the next message to this worker
 """
 
 import asyncio
@@ -31,8 +31,6 @@ class KnownWorker:
     """None while it is not connected."""
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
-    unflushed: list[str] = field(default_factory=list)
-    """Ids of blocking requests that it was not told to start."""
     riders: list[Rider] = field(default_factory=list)
     passengers: tuple[Passenger, ...] = ()
 
@@ -51,7 +49,7 @@ class KnownWorker:
     def bury(self) -> None:
         """Its process is gone for good, and hears nothing more."""
         self.is_dead = True
-        self.unflushed, self.riders, self.passengers = [], [], ()
+        self.riders, self.passengers = [], ()
 
     def death(self, asked: str) -> PeerDeadError:
         """What a request that it will not answer ends with."""

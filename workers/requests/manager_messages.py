@@ -25,6 +25,7 @@ class Allocate(MessageBody, frozen=True, tag="allocate"):
     """-> Allocation"""
 
     worker: str
+    incarnation: str
     uid: str
 
 
@@ -72,7 +73,7 @@ class Allocation(MessageBody, frozen=True, tag="allocation"):
     waits_for: list[str] = []
     """The workers that open the gate."""
     must_report: bool = False
-    """The manager does not know what this worker has: it must report first."""
+    """The manager does not know what this process of the worker has: it must report first."""
 
 
 class Route(MessageBody, frozen=True, tag="route"):

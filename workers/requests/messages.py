@@ -8,8 +8,7 @@ Epoch, request id and deadline travel in the header of every message (`codec.Hea
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived, and a Written,
                        when what was copied is on disk
     blocking       Initialize Generate Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
-                   collectives inside: queued until a Flush names them, run by the main thread in the order of request
-                       ids
+                   collectives inside: run by the main thread, one after the other, in the order of request ids
 
 The reference system's `restore` and `reset` are Initialize: it loads what a commit holds, and forgets all that an
 earlier epoch left. A worker is not shut down by a request, but through its control channel, as all workers are.
@@ -193,22 +192,11 @@ class Written(MessageBody, frozen=True, tag="written"):
     role: str
 
 
-class Flush(MessageBody, frozen=True, tag="flush"):
-    """All concurrent requests of this level have been sent: run these -> OkReply
-
-    Made by `RequestClient`, not by hand: a message of its own, or aboard the last request that it names.
-    """
-
-    level: int
-    request_ids: tuple[str, ...]
-    """What the worker must have before it starts any of them; the network may have lost one."""
-
-
 NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Written
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache | Give
 """What may go with the next message to the same worker, whose answer says of both whether they could be done."""
-Request = NonBlockingRequest | BlockingRequest | Flush
+Request = NonBlockingRequest | BlockingRequest
 
 
 class Passenger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,8 +216,6 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
     passengers: tuple[Passenger, ...] = ()
     """Begun after this request, as if each had come by itself: none of them waits for it, or fails with it."""
-    flush: Flush | None = None
-    """Starts this request and those that it names besides; None: a later flush will."""
 
 
 # --- replies --------------------------------------------------------------------------------------------------------

@@ -74,16 +74,11 @@ class RolloutWorker(Worker):
         self._spec = context.specification(RolloutWorkerSpec)
         self._running: dict[str, int] = {}
         self._verdicts: asyncio.Queue[str] = asyncio.Queue()
-        self._gate_reason = ""
         self._servers = context.workers("generation_server")
-        self._num_finished = 0
         self._committed = CommittedLedger(context.trial)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
-
-    def status(self) -> dict[str, Any]:
-        return {"running": len(self._running), "finished": self._num_finished, "gate": self._gate_reason}
 
     async def _main(self) -> None:
         async with AsyncExitStack() as stack:
@@ -174,6 +169,7 @@ class RolloutWorker(Worker):
             uid = self._queue.take()
             if uid is None:
                 self._show("wait for the trainer", "to train on what is delivered", waits_for=[MASTER])
+                await self._report()  # a manager that starts anew admits nobody before it has heard of everybody
                 await asyncio.sleep(_IDLE_PAUSE_S)
                 continue
             order = await self._allocate(uid)
@@ -188,24 +184,25 @@ class RolloutWorker(Worker):
     async def _allocate(self, uid: str) -> int | None:
         """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
         try:
-            allocation = await self._ask_manager(Allocate(worker=self.context.worker_id, uid=uid))
-            assert isinstance(allocation, Allocation)
-            if allocation.must_report:
-                await self._report()
-                return None
+            allocation = await self._ask_manager(
+                Allocate(worker=self.context.worker_id, incarnation=self.context.incarnation, uid=uid)
+            )
         except StreamTimeoutError as error:
             logger.warning("%s", error)
             return None
+        assert isinstance(allocation, Allocation)
+        if allocation.must_report:
+            await self._report()
+            return None
         if allocation.order is not None:
             return allocation.order
-        self._gate_reason = allocation.reason
         if not self._running:
-            self._show("wait for admission", self._gate_reason, waits_for=allocation.waits_for)
+            self._show("wait for admission", allocation.reason, waits_for=allocation.waits_for)
         return None
 
     async def _report(self) -> None:
-        """Tell a manager that knows nothing of us what we run and what we have finished."""
-        await self._ask_manager(
+        """Tell a manager that may know nothing of us what we run and what we have finished."""
+        await self._tell_manager(
             Report(
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
@@ -242,7 +239,6 @@ class RolloutWorker(Worker):
     async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
         await self._records.put(header, tensors)
         self._running.pop(uid, None)
-        self._num_finished += 1
         self.context.presence.beat()
         await self._tell_finished(uid, delivered=header.status == "finished")
 
@@ -252,10 +248,7 @@ class RolloutWorker(Worker):
         self._queue.put_back(uid)
 
     async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
-        try:
-            await self._ask_manager(Finish(worker=self.context.worker_id, uid=uid, delivered=delivered))
-        except StreamTimeoutError as error:  # the next manager learns it from our report
-            logger.warning("%s", error)
+        await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, delivered=delivered))
 
     async def _route(self, uid: str, tokens: int, setback: Setback | None) -> str | None:
         failed = setback.url if setback and not setback.is_busy else ""
@@ -297,6 +290,12 @@ class RolloutWorker(Worker):
                 tasks.create_task(self._issue_again(uid))
 
     # Helpers
+
+    async def _tell_manager(self, news: Finish | Report) -> None:
+        try:
+            await self._ask_manager(news)
+        except StreamTimeoutError as error:  # the next manager learns it from our report
+            logger.warning("%s", error)
 
     async def _ask_manager(self, request: ManagerRequest) -> ManagerReply:
         """The manager's answer; if it takes its time, that is what rl-status shows, and no earlier answer of it.

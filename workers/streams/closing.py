@@ -1,7 +1,9 @@
-"""Bases of what is closed when its `with` block ends, whether or not the block raised."""
+"""What ends in order: bases of what is closed when its `with` block ends, and waits that leave no task behind."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Coroutine
+from typing import Any, Self
 
 
 class Closing(ABC):
@@ -28,3 +30,17 @@ class AsyncClosing(ABC):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+
+async def all_or_first_error(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> list[Any]:
+    """The results of all, none of which is worth anything without the others.
+
+    The first error cancels the others, and is raised when they have ended.
+    """
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

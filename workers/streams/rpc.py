@@ -1,4 +1,4 @@
-"""Requests to a bound server, asyncio at both ends: rollout workers -> manager, launcher -> control server.
+"""Requests to a bound server, asyncio at both ends: rollout workers -> manager.
 
     AsyncRequestClient --request, request id--> AsyncRequestServer --> handler(role, body)
                        <------reply-----------

@@ -11,13 +11,12 @@ another one, or an adapter that was torn, shows in the digest.
 import json
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,10 +24,7 @@ from torch import Tensor
 
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
 from corral.workers.checkpoint.low_rank import ADAPTER_FOLDER, AdapterError, LowRank, read_adapter
-from corral.workers.checkpoint.manifest import Manifest
-from corral.workers.weight_transport.from_held import Held, NoWayError, Way, fill_from_held
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.transport import Arrived
+from corral.workers.weight_transport.filling import Encoded, Filling, Held, NoWayError, Pieces, Way
 
 logger = logging.getLogger(__name__)
 
@@ -37,33 +33,20 @@ _SUFFIX: Final = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def fill_with_adapter(
-    weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience
-) -> Arrived:
-    """Read the adapter and make the rest where a version is held, or else read all; see `FillVersion`.
-
-    The adapter's own files are not among those that are written: no server reads them.
-    """
-    served = {name: entry for name, entry in manifest.files.items() if not _is_of_adapter(name)}
-    adapter_bytes = sum(entry.size for name, entry in manifest.files.items() if _is_of_adapter(name))
-    present = Held.of(held)
-    adapted = _prepare(weights, into, present) if adapter_bytes and present.versions else None
-    find_way = adapted.find_way if adapted is not None else _no_way
-    shown = msgspec.structs.replace(manifest, files=served)
-    filled = fill_from_held(weights, shown, into, present, patience, find_way)
+def by_adapter(version: Filling) -> Encoded:
+    """The version's adapter where a version is held; its own files are not among them, since no server reads them."""
+    files = version.manifest.files
+    adapter = {name for name in files if name.startswith(f"{ADAPTER_FOLDER}/")}
+    served = {name: entry for name, entry in files.items() if name not in adapter}
+    adapted = _prepare(version.weights, version.into, version.held) if adapter and version.held.versions else None
     if adapted is None:
-        return Arrived(bytes_read=filled.bytes_read)
-    if any(name.endswith(_SUFFIX) for name in filled.read_whole):
-        adapted.base.unlink()  # it may be what was wrong; the next version reads it anew
-    return Arrived(bytes_read=filled.bytes_read + adapter_bytes + adapted.base_bytes)
-
-
-def _is_of_adapter(name: str) -> bool:
-    return name.startswith(f"{ADAPTER_FOLDER}/")
-
-
-def _no_way(name: str, expected: FileEntry) -> Way | None:
-    return None
+        return Encoded(files=served)
+    return Encoded(
+        files=served,
+        find_way=adapted.find_way,
+        bytes_read=sum(files[name].size for name in adapter) + adapted.base_bytes,
+        settle=adapted.doubt_base,
+    )
 
 
 def _prepare(weights: Path, into: Path, held: Held) -> "_Adapted | None":
@@ -108,17 +91,22 @@ class _Adapted:
         """By the newest file of this name, whose weights have the same places if it has the same size."""
         for path, files in self.held.versions:
             if name.endswith(_SUFFIX) and (entry := files.get(name)) is not None and entry.size == expected.size:
-                return Way(self._pieces(path / name), bytes_read=0)
+                return Way(origin=f"{path / name} and the adapter", pieces=self._pieces(path / name))
         return None
 
-    def _pieces(self, path: Path) -> Generator[memoryview, None, None]:
+    def doubt_base(self, came_otherwise: Set[str]) -> None:
+        """It may be what was wrong with files that were not made of it; then the next version reads it anew."""
+        if any(name.endswith(_SUFFIX) for name in came_otherwise):
+            self.base.unlink()
+
+    def _pieces(self, path: Path) -> Pieces:
         try:
             with open(path, "rb", buffering=0) as old, safe_open(self.base, framework="pt") as base:
                 yield from self._merged_file(old, base)
         except SafetensorError as error:
             raise NoWayError(f"the base model's weights that this host keeps cannot be used: {error}") from error
 
-    def _merged_file(self, old: FileIO, base: Any) -> Generator[memoryview, None, None]:
+    def _merged_file(self, old: FileIO, base: Any) -> Pieces:
         length = old.read(8)
         header = old.read(int.from_bytes(length, "little"))
         yield memoryview(length + header)
@@ -143,7 +131,7 @@ class _Adapted:
         return merged.view(-1).view(torch.uint8).numpy().data
 
 
-def _piece_by_piece(file: FileIO, num_bytes: int) -> Generator[memoryview, None, None]:
+def _piece_by_piece(file: FileIO, num_bytes: int) -> Pieces:
     while num_bytes > 0:
         piece = file.read(min(num_bytes, PIECE_BYTES))
         if not piece:

@@ -5,9 +5,10 @@
         .building-TOKEN/ ──rename──► DIGEST/     a version, by the digest of its manifest; locked while it is used
 
 What is under a digest was compared with it before it got that name, so that nothing of a worker that was killed is
-ever read. A version that nobody holds any more goes when the next one is there: two are held at a time, and more only
-while a server still reads an older one. The last worker that leaves removes the directory; what workers left behind
-that were all killed goes with the guard of the last one, by its record, or when the next trial starts here.
+ever read. What a server reads stays until it has taken over another version: if it cannot, it reads that one again.
+So two versions are held at a time, and more only while servers of the host read different ones. The last worker that
+leaves removes the directory; what workers left behind that were all killed goes with the guard of the last one, by its
+record, or when the next trial starts here.
 """
 
 import fcntl
@@ -17,9 +18,9 @@ import re
 import secrets as random_tokens
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from corral.experiments.config.rollout import SPARE_STAGING_MB
 from corral.experiments.trial import leftovers
@@ -32,9 +33,8 @@ from corral.experiments.trial.flocks import (
     remove_if_unused,
     try_lock,
 )
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.room import room_in
-from corral.workers.weight_transport.transport import Arrived
+from corral.experiments.trial.memory_groups import memory_groups
+from corral.workers.weight_transport.transport import Arrived, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +46,41 @@ _LOCK: Final = "staging.lock"
 _POLL_INTERVAL_S: Final = 0.02  # a version takes far longer to write
 _JOIN_TRIES: Final = 100
 _SPARE_BYTES: Final = SPARE_STAGING_MB * 2**20
+_MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs"})
 
 
 class NoRoomError(RuntimeError):
     """The version does not fit into the host directory; names what it needs and what there is."""
 
 
-class WriteVersion(Protocol):
-    """How the files of a version get into the host directory."""
+WriteVersion = Callable[[Path, Sequence[Path]], Arrived]
+"""Writes all files of a version, compared with their manifest, into the empty directory that comes first; then come the
+versions that are held already, by the digests of their manifests, newest first."""
 
-    def __call__(self, into: Path, held: Sequence[Path]) -> Arrived:
-        """Write all of them, compared with their manifest, into an empty directory.
 
-        Args:
-            held: versions that are there already, by the digests of their manifests, newest first.
-        """
+def room_in(directory: Path) -> int:
+    """Bytes that may still be written into a directory before somebody is killed for it.
+
+    A file system of memory gives what nobody else has, and SLURM's limits for the job's memory hold, too.
+    """
+    space = os.statvfs(directory)
+    free = space.f_bavail * space.f_frsize
+    if not _is_memory(directory):
+        return free
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(memory["MemAvailable"].split()[0]) * 1024
+    rooms = (group.room for group in memory_groups())
+    return max(0, min(free, available, *(room for room in rooms if room is not None)))
+
+
+def _is_memory(directory: Path) -> bool:
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0] in _MEMORY_FILE_SYSTEMS
+    return False
 
 
 class HostWeights:
@@ -84,9 +104,12 @@ class HostWeights:
         leftovers.note(self.path)
         self._membership = _join(self.path)
         self._held: tuple[Path, int] | None = None
+        """Obtained last."""
+        self._read: tuple[Path, int] | None = None
+        """Taken over last."""
 
     def obtain(self, digest: str, *, size_bytes: int, write: WriteVersion, patience: Patience) -> tuple[Path, Arrived]:
-        """The directory of a version, held until the next one is obtained, and where it has come from now.
+        """The directory of a version, held until another one is taken over, and where it has come from now.
 
         Guarantee: of all workers of the host that ask at the same time, one writes, and the others get what it wrote.
 
@@ -104,6 +127,9 @@ class HostWeights:
             self._membership = _join(self.path)
         with self._staging(patience):
             self._remove_remains()
+            if self._read and self._held and target not in (self._read[0], self._held[0]):
+                self._hold_only(self._read)
+                self._remove_unused()  # what was not taken over: else there would be three
             arrived = Arrived()
             if not target.is_dir():
                 self._make_room(size_bytes)
@@ -112,6 +138,15 @@ class HostWeights:
             self._remove_unused()
         return target, arrived
 
+    def taken_over(self) -> None:
+        """The server reads what was obtained last, and nothing older."""
+        held = self._held
+        self._hold_only(held)
+        self._read = held
+        with suppress(OSError), opened(self.path / _LOCK) as lock:
+            if try_lock(lock, fcntl.LOCK_EX):  # else whoever has it removes them
+                self._remove_unused()
+
     def held(self, digest: str) -> Path | None:
         """The directory of a version, if it is the one that this worker holds; any thread may ask."""
         held = self._held
@@ -119,7 +154,7 @@ class HostWeights:
 
     def close(self) -> None:
         """Let go; the last worker of the host that leaves removes everything."""
-        self._let_go()
+        self._hold_only()
         os.close(self._membership)
         remove_if_unused(self.path)
 
@@ -145,15 +180,11 @@ class HostWeights:
 
     def _make_room(self, size_bytes: int) -> None:
         """Gives up what could only save work: first versions that nobody holds, then the one that this worker holds."""
-        needed = size_bytes + _SPARE_BYTES
-        if self._room(self.path) >= needed:
-            return
-        self._remove_unused()
-        if self._room(self.path) >= needed:
-            return
-        self._let_go()
-        self._remove_unused()
-        if self._room(self.path) >= needed:
+        for give_up in (self._remove_unused, self._hold_only, self._remove_unused):
+            if self._room(self.path) >= size_bytes + _SPARE_BYTES:
+                return
+            give_up()
+        if self._room(self.path) >= size_bytes + _SPARE_BYTES:
             return
         raise NoRoomError(
             f"{self.path} has room for {self._room(self.path):,} bytes, and the version needs {size_bytes:,} and "
@@ -166,15 +197,16 @@ class HostWeights:
         return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
     def _hold(self, target: Path) -> None:
-        self._let_go()
         descriptor = hold_directory(target)
         assert descriptor is not None  # versions are removed by whoever has the staging lock, which is this process
-        self._held = (target, descriptor)
+        self._hold_only(self._read, (target, descriptor))
 
-    def _let_go(self) -> None:
-        if self._held is not None:
-            os.close(self._held[1])
-            self._held = None
+    def _hold_only(self, *kept: tuple[Path, int] | None) -> None:
+        """Lets go of all but these, of which the last one counts as obtained last."""
+        for held in {held for held in (self._held, self._read) if held is not None and held not in kept}:
+            os.close(held[1])
+        self._held = kept[-1] if kept else None
+        self._read = self._read if self._read in kept else None
 
     def _remove_unused(self) -> None:
         for version in self._versions():

@@ -1,19 +1,16 @@
-"""WeightTransport: how a version's files get from the shared file system to where a server of this host reads them.
+"""What a staging is asked for, what it says, and how long it may take.
 
-version, directory, digest of its manifest ──stage (the server generates on)──► StagedVersion: verified files
-                                               `──► CorruptCheckpointError: they are not what was published
+version, directory, digest of its manifest ──WeightStaging──► StagedVersion: verified files
+                                                         `──► CorruptCheckpointError: they are not what was published
 
-disk             verified where they are; every server of the host reads them once more from there
-shared_memory    one worker of the host copies them into host memory, verified on the way; all servers read that
-delta            the same, but it reads what changed since a version that is in host memory, where there is one
-lora             the same, but it reads an adapter
-broadcast        the same, but it asks the workers of other hosts that hold the version by now, and reads the rest
+every piece that was read ──check──► goes on      another's lock ──wait_for──► looks again
+                              `──► StagingError: past its deadline, or given up
 """
 
-from collections.abc import Sequence
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 
 class StagingError(RuntimeError):
@@ -37,7 +34,7 @@ class StagedVersion(Arrived):
     """Files that are what was published, ready to be read; all else is 0 if another worker of the host staged them."""
 
     path: Path
-    """Where the server reads them; they stay there until the next version is staged."""
+    """Where the server reads them; they stay there until it has taken over another version."""
     seconds: float
     """How long that took, waits for other workers included."""
 
@@ -51,36 +48,37 @@ class StagedVersion(Arrived):
         )
 
 
-class WeightTransport(Protocol):
-    """Stages one version at a time for one server; blocks, so it is called in a thread.
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Of one staging: how long it may still take, and whether anybody still wants it.
 
-    Example:
-        staged = transport.stage("0.7", trial.weights_path / "v00000007-e0", digest, timeout_s=300.0)
-        await client.load(url, version="0.7", weights=staged.path, flush_cache=True, timeout_s=300.0)
+    A thread cannot be cancelled, so its work asks again and again.
     """
 
-    place: str
-    """This host's directory, by a name that no other host's has; empty where other hosts are given nothing."""
+    what: str
+    """That is staged, for messages."""
+    timeout_s: float
+    deadline: float
+    """On the clock of `time.monotonic`."""
+    given_up: threading.Event
 
-    def stage(
-        self, version: str, weights: Path, digest: str | None, *, timeout_s: float, sources: Sequence[str] = ()
-    ) -> StagedVersion:
-        """Make a version's files ready, and let go of those of the version before.
+    @classmethod
+    def of(cls, what: str, *, timeout_s: float, given_up: threading.Event) -> "Patience":
+        return cls(what, timeout_s, time.monotonic() + timeout_s, given_up)
 
-        Args:
-            version: its tag, for messages.
-            weights: its directory on the shared file system.
-            digest: of its manifest; None trusts the manifest that is there, or the files where there is none.
-            timeout_s: longest time that it may take.
-            sources: control URLs of workers on other hosts that hold it, for who asks other hosts at all.
+    def check(self) -> None:
+        """StagingError once it is over."""
+        self._check("the shared file system is too slow for it, or hangs")
 
-        Raises:
-            CorruptCheckpointError: the files are not what the manifest says, or the manifest is another one.
-            StagingError: it took too long, or there is no such directory.
-        """
+    def wait_for(self, whom: str, *, seconds: float) -> None:
+        """A pause between two looks at what somebody else does; StagingError, naming him, once patience is over."""
+        self.given_up.wait(seconds)
+        self._check(f"it waited for {whom or 'another worker of this host'}, which stages a version")
 
-    def held(self, digest: str) -> Path | None:
-        """The directory of a version that other hosts may have, by the digest of its manifest; any thread may ask."""
-
-    def close(self) -> None:
-        """Let go of what was staged, and end a staging under way; any thread may call it."""
+    def _check(self, reason: str) -> None:
+        if self.given_up.is_set():
+            raise StagingError(f"the staging of {self.what} was given up: the worker leaves")
+        if time.monotonic() > self.deadline:
+            raise StagingError(
+                f"{self.what} was not staged within {self.timeout_s:g} s (rollout.request_timeout_s): {reason}"
+            )

@@ -125,9 +125,9 @@ def test_a_damaged_file_is_refused_without_quoting_it(directory: Path) -> None:
         TrialSecrets.load(directory)
     assert "hunter2" not in str(caught.value) and caught.value.__cause__ is None
     content["redis_password"] = "hunter2"
-    del content["clients"]["launcher"]
+    del content["clients"]["gserver_manager"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="launcher"):
+    with pytest.raises(ValueError, match="gserver_manager"):
         TrialSecrets.load(directory)
 
 

@@ -8,7 +8,7 @@ import pytest
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex, JobNote, OwnJobs
-from corral.launcher.status.jobs import find_jobs
+from corral.launcher.status.evidence import find_jobs
 from tests.launcher.jobs import job_of
 
 UUID = "0123456789abcdef"

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import progress_path, read_result, result_path
+from corral.launcher.evaluation import status
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation.plan import (
     choose,
@@ -27,7 +27,6 @@ from corral.launcher.evaluation.plan import (
     write_request,
 )
 from corral.launcher.evaluation.status import EvaluationReader, JobRecord, jobs_folder, record_path
-from corral.launcher.evaluation.watcher import GONE, QueueWatcher
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
@@ -151,6 +150,7 @@ def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None
     assert "FAILED" in shown and "the evaluation ended with -9" in shown
 
 
+@pytest.mark.slow  # tests/slurm/test_evaluation_jobs.py interrupts one, too
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(
         tmp_path, model, commits=(1,), exports=(1,), reward="tests.launcher.evaluation.evaluation_rewards:gated"
@@ -207,36 +207,50 @@ class FakeQueue(SlurmClient):
         return self.shown
 
 
-def watch(queue: FakeQueue, *looks: dict[str, tuple[str, str]] | None) -> list[tuple[str, bool]]:
-    """(state, is_done) of job 7 after each look."""
-    watcher = QueueWatcher(client=queue)
-    seen = []
+def watch(folder: Path, *looks: dict[str, tuple[str, str]] | None) -> list[tuple[str, bool]]:
+    """(state, is_final) of the evaluation of step 3, which is job 7, after each look."""
+    queue, seen = FakeQueue(), []
+    jobs_folder(folder).mkdir(parents=True)
+    record_path(folder, 3).write_bytes(msgspec.json.encode(JobRecord(job_id="7", submitted_at=0.0)))
+    reader = EvaluationReader(folder, client=queue)
     for shown in looks:
         queue.shown = shown
-        state = watcher.get_info("7", mode="force").get("State", "UNKNOWN")
-        seen.append((state, watcher.is_done("7", mode="cache")))
-        time.sleep(0.002)  # submitit looks at most once a millisecond
+        (one,) = reader.read([3])
+        seen.append((one.state, one.is_final))
     return seen
 
 
-def test_the_watcher_tells_what_squeue_shows() -> None:
+@pytest.fixture
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM is asked at every look, and nothing is on its way."""
+    monkeypatch.setattr(status, "_ASK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(status, "_RESULT_VISIBLE_S", 0.0)
+
+
+@pytest.mark.usefixtures("in_no_time")
+def test_the_reader_tells_what_squeue_shows(tmp_path: Path) -> None:
     running, failed = {"7": ("RUNNING", "None")}, {"7": ("FAILED", "NonZeroExitCode")}
-    assert watch(FakeQueue(), running, failed) == [("RUNNING", False), ("FAILED", True)]
-    assert watch(FakeQueue(), {"7": ("CANCELLED by 1000", "None")}) == [("CANCELLED", True)]
+    assert watch(tmp_path / "1", running, failed) == [("RUNNING", False), ("FAILED", True)]
+    assert watch(tmp_path / "2", {"7": ("CANCELLED by 1000", "None")}) == [("CANCELLED", True)]
 
 
-def test_a_job_that_slurm_has_forgotten_is_done() -> None:
-    assert watch(FakeQueue(), {"7": ("RUNNING", "None")}, {}) == [("RUNNING", False), (GONE, True)]
-    assert watch(FakeQueue(), {}, {}) == [("UNKNOWN", False), (GONE, True)]  # asked about for the first time
+@pytest.mark.usefixtures("in_no_time")
+def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
+    assert watch(tmp_path / "1", {"7": ("RUNNING", "None")}, {}) == [("RUNNING", False), ("FAILED", True)]
+    # Asked about for the first time.
+    assert [is_final for _, is_final in watch(tmp_path / "2", {}, {})] == [False, True]
 
 
-def test_no_answer_is_no_end() -> None:
+@pytest.mark.usefixtures("in_no_time")
+def test_no_answer_is_no_end(tmp_path: Path) -> None:
     running = {"7": ("RUNNING", "None")}
-    assert watch(FakeQueue(), running, None, None, running) == [("RUNNING", False)] * 4
+    assert watch(tmp_path, running, None, None, running) == [("RUNNING", False)] * 4
 
 
-def test_a_word_that_nobody_knows_is_no_end() -> None:
-    assert watch(FakeQueue(), {"7": ("RESIZING+NEW", "None")}) == [("RESIZING", False)]
+@pytest.mark.usefixtures("in_no_time")
+def test_a_word_that_nobody_knows_is_no_end(tmp_path: Path) -> None:
+    ((_, is_final),) = watch(tmp_path, {"7": ("RESIZING+NEW", "None")})
+    assert not is_final
 
 
 @pytest.mark.parametrize(
@@ -251,12 +265,7 @@ def test_a_word_that_nobody_knows_is_no_end() -> None:
     ],
 )
 def test_a_job_that_ended_without_a_result_says_how(word: str, state: str, tmp_path: Path) -> None:
-    queue = FakeQueue()
-    queue.shown = {"7": (word, "None")}
-    jobs_folder(tmp_path).mkdir()
-    record_path(tmp_path, 3).write_bytes(msgspec.json.encode(JobRecord(job_id="7", submitted_at=0.0)))
-    (status,) = EvaluationReader(tmp_path, watcher=QueueWatcher(client=queue)).read([3])
-    assert (status.state, status.is_final) == (state, True)
+    assert watch(tmp_path, {"7": (word, "None")}) == [(state, True)]
 
 
 def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:

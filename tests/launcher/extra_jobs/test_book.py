@@ -1,49 +1,128 @@
 """The jobs of groups and elastic workers: asked for once, watched, their nodes granted to workers, asked for again."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.extra_jobs.actions import (
-    AskForJob,
-    CancelJob,
-    ClearJob,
-    ExtraJobAction,
-    ExtraJobSpec,
+from corral.launcher.extra_jobs.book import (
+    ExtraJobBook,
     JobSighting,
-    News,
+    NodesEvent,
     NodesGranted,
     NodesLost,
     NodesNeverCome,
     NodesStay,
 )
-from corral.launcher.extra_jobs.book import ExtraJobBook
 from corral.launcher.extra_jobs.gang import GangGuard
+from corral.launcher.layout.layout import Allocation, AllocationRole
 from corral.launcher.slurm.job_end import why_leaving
 from tests.launcher.jobs import job_of
 
-ELASTIC = ExtraJobSpec(name="generation_server/1", num_nodes=1, size=8, is_required=False)
-TRAINER = ExtraJobSpec(name="model_worker", num_nodes=2, size=32, is_required=True)
-SERVERS = ExtraJobSpec(name="generation_server", num_nodes=2, size=16, is_required=True)
+
+def allocation(name: str, role: AllocationRole, *, num_nodes: int, cpus: int) -> Allocation:
+    return Allocation(
+        name=name, role=role, num_nodes=num_nodes, cpus_per_node=cpus, mem_mb_per_node=1000, gpus_per_node=0
+    )
 
 
-def book_of(*specs: ExtraJobSpec, timeout_s: float = 60.0) -> ExtraJobBook:
-    required = [spec.name for spec in specs if spec.is_required]
-    return ExtraJobBook(specs=specs, attempt=1, gang=GangGuard(required, timeout_s=timeout_s, chance=random.Random(0)))
+ELASTIC = allocation("generation_server/1", "elastic", num_nodes=1, cpus=8)
+TRAINER = allocation("model_worker", "group", num_nodes=2, cpus=16)
+SERVERS = allocation("generation_server", "group", num_nodes=2, cpus=8)
+
+
+@dataclass(frozen=True)
+class AskForJob:
+    name: str
+
+
+@dataclass(frozen=True)
+class CancelJob:
+    job_id: str
+
+
+@dataclass(frozen=True)
+class ClearJob:
+    name: str
+    job_id: str
+
+
+@dataclass(frozen=True)
+class News:
+    event: str
+    fields: dict[str, Any]
+
+
+Action = AskForJob | CancelJob | ClearJob | News | NodesEvent
+
+
+class Jobs:
+    """A book, and its hands: each call returns what it has them do, in order."""
+
+    def __init__(self, specs: Sequence[Allocation], *, timeout_s: float) -> None:
+        required = [spec.name for spec in specs if spec.role == "group"]
+        self.gang = GangGuard(required, timeout_s=timeout_s, chance=random.Random(0))
+        self.book = ExtraJobBook(specs=specs, attempt=1, gang=self.gang, hands=self)
+        self._done: list[Action] = []
+
+    def ask_for(self, name: str) -> None:
+        self._done.append(AskForJob(name))
+
+    def cancel(self, job_id: str) -> None:
+        self._done.append(CancelJob(job_id))
+
+    def clear(self, name: str, job_id: str) -> None:
+        self._done.append(ClearJob(name, job_id))
+
+    def tell(self, event: NodesEvent) -> None:
+        self._done.append(event)
+
+    def news(self, event: str, **fields: object) -> None:
+        self._done.append(News(event, fields))
+
+    def tick(self, now: float) -> list[Action]:
+        return self._after(self.book.tick(now))
+
+    def seen(self, sightings: Sequence[JobSighting], now: float) -> list[Action]:
+        return self._after(self.book.seen(sightings, now))
+
+    def submitted(self, name: str, job_id: str, now: float) -> list[Action]:
+        return self._after(self.book.submitted(name, job_id, now))
+
+    def refused(self, name: str, why: str, now: float, *, is_word: bool = False) -> list[Action]:
+        return self._after(self.book.refused(name, why, now, is_word=is_word))
+
+    def cleared(self, name: str, job_id: str) -> list[Action]:
+        return self._after(self.book.cleared(name, job_id))
+
+    def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[Action]:
+        return self._after(self.book.checked(name, job_id, is_leaving=is_leaving, cause=cause))
+
+    def release(self, name: str) -> list[Action]:
+        return self._after(self.book.release(name))
+
+    def _after(self, nothing: None) -> list[Action]:
+        done, self._done = self._done, []
+        return done
+
+
+def book_of(*specs: Allocation, timeout_s: float = 60.0) -> Jobs:
+    return Jobs(specs, timeout_s=timeout_s)
 
 
 def sighting(
-    spec: ExtraJobSpec, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
+    spec: Allocation, job_id: str, word: str, *, start: str = "t0", attempt: int = 1, reason: str = "None"
 ) -> JobSighting:
     nodes = ",".join(f"n{index}" for index in range(spec.num_nodes))
     job = job_of(job_id, word, reason=reason, start=start, nodes=nodes)
     return JobSighting(name=spec.name, attempt=attempt, job=job)
 
 
-def running(spec: ExtraJobSpec = ELASTIC, job_id: str = "7") -> ExtraJobBook:
+def running(spec: Allocation = ELASTIC, job_id: str = "7") -> Jobs:
     """An extra job that runs, with its nodes granted."""
     jobs = book_of(spec)
     jobs.seen([], 0.0)
@@ -53,7 +132,7 @@ def running(spec: ExtraJobSpec = ELASTIC, job_id: str = "7") -> ExtraJobBook:
     return jobs
 
 
-def without_news(actions: list[ExtraJobAction]) -> list[ExtraJobAction]:
+def without_news(actions: list[Action]) -> list[Action]:
     return [action for action in actions if not isinstance(action, News)]
 
 
@@ -74,16 +153,16 @@ def test_the_largest_is_asked_for_first() -> None:
 def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_nodes_are_granted() -> None:
     jobs = book_of(ELASTIC)
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
-    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.nodes_of(ELASTIC.name) is None
+    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.book.nodes_of(ELASTIC.name) is None
     assert jobs.tick(1.0) == []
-    assert jobs.cleared(ELASTIC.name, "7", 1.0) == [NodesGranted(ELASTIC.name)]
-    assert jobs.nodes_of(ELASTIC.name) == ("7", ("n0",))
+    assert jobs.cleared(ELASTIC.name, "7") == [NodesGranted(ELASTIC.name)]
+    assert jobs.book.nodes_of(ELASTIC.name) == ("7", ("n0",))
 
 
 def test_of_two_jobs_for_one_extra_job_the_one_that_runs_is_kept() -> None:
     jobs = book_of(ELASTIC)
     actions = jobs.seen([sighting(ELASTIC, "7", "PENDING"), sighting(ELASTIC, "8", "RUNNING")], 0.0)
-    assert CancelJob("7") in actions and jobs.jobs() == ["8"]
+    assert CancelJob("7") in actions and jobs.book.jobs() == ["8"]
 
 
 def test_jobs_of_an_earlier_attempt_are_cancelled_once() -> None:
@@ -113,7 +192,7 @@ def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_
         NodesLost(ELASTIC.name, "its job is ending")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING", reason="BeginTime")], 4.0)) == []
-    assert "7" in jobs.why_away(ELASTIC.name) and "BeginTime" in jobs.why_away(ELASTIC.name)
+    assert "7" in jobs.book.why_away(ELASTIC.name) and "BeginTime" in jobs.book.why_away(ELASTIC.name)
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)) == [
         NodesGranted(ELASTIC.name)
     ]
@@ -172,7 +251,7 @@ def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
     jobs.tick(0.0)
     jobs.refused(ELASTIC.name, "sbatch did not answer within 20 s", 0.0)
     jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
-    assert jobs.tick(5.0) == [] and jobs.jobs() == ["7"]
+    assert jobs.tick(5.0) == [] and jobs.book.jobs() == ["7"]
 
 
 def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
@@ -260,7 +339,7 @@ def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back(
 def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
     jobs.seen([], 0.0)
-    ends: list[ExtraJobAction] = []
+    ends: list[Action] = []
     for now in range(100):
         for action in jobs.tick(float(now)):
             match action:
@@ -276,10 +355,10 @@ def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: 
 
 def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
     jobs = running()
-    assert jobs.look_interval_s(2.0) == 10.0
+    assert jobs.book.look_interval_s(2.0) == 10.0
     jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
-    assert jobs.look_interval_s(3.0) == 2.0
-    assert jobs.look_interval_s(100.0) == 10.0
+    assert jobs.book.look_interval_s(3.0) == 2.0
+    assert jobs.book.look_interval_s(100.0) == 10.0
 
 
 @pytest.mark.parametrize(
@@ -301,7 +380,7 @@ def test_nodes_stay_only_while_their_job_runs_and_stays(job: dict[str, str] | No
 class Job:
     """A job in a SLURM that does what the test wants."""
 
-    spec: ExtraJobSpec
+    spec: Allocation
     word: str = "PENDING"
     start: int = 0
 
@@ -309,14 +388,14 @@ class Job:
 class World:
     """SLURM, and the nodes that the workers have, as the supervisor would know them."""
 
-    def __init__(self, *specs: ExtraJobSpec) -> None:
+    def __init__(self, *specs: Allocation) -> None:
         self.specs = {spec.name: spec for spec in specs}
         self.machine = book_of(*specs, timeout_s=30.0)
         self.jobs: dict[str, Job] = {}
         self.granted: set[str] = set()
         self.next_id = 1
 
-    def apply(self, actions: list[ExtraJobAction], now: float) -> None:
+    def apply(self, actions: list[Action], now: float) -> None:
         for action in actions:
             match action:
                 case AskForJob(name):

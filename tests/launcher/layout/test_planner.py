@@ -12,7 +12,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.layout.view import render_layout
+from corral.launcher.submit.plan_text import render_layout
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.trials import make_plan

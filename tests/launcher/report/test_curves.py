@@ -35,7 +35,7 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
             "eval/accuracy": step / 50,
             "ppo/reward/mean": 0.1,
             "staleness/mean": 0.5,
-            "gap/max": 0.0 if step < 3 else 10.0 ** (step % 7 - 7),
+            "gap/of_allowed": 0.0 if step < 3 else 10.0 ** (step % 7 - 7),
         }
         for step in range(40)
     ]
@@ -43,7 +43,7 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
         "eval/accuracy",
         "ppo/reward/mean",
         "staleness/mean",
-        "gap/max",
+        "gap/of_allowed",
     ]
     for name, some in (("all", lines), ("one", [{"step": 0, "loss": 1.0}])):
         path = tmp_path / f"{name}.png"
@@ -55,7 +55,7 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
 
 def test_all_panels_show_the_same_steps_however_few_points_they_have() -> None:
     lines = [{"step": step, "time": 10.0 * step, "ppo/loss": 0.1} for step in range(101)]
-    lines[1]["gap/max"] = 1e-6
+    lines[1]["gap/of_allowed"] = 1e-6
     assert [len(curve.steps) for curve in curves_of(lines)] == [101, 1]
     assert span_of(curves_of(lines)) == (-4.0, 104.0)
     assert span_of(curves_of(lines[1:2])) == (0.0, 2.0)

@@ -161,6 +161,9 @@ def test_names_whose_makers_have_died_go_and_those_that_somebody_maps_stay(tmp_p
     for name in names:
         (tmp_path / name).write_text("x")
     os.utime(tmp_path / "sem.mp-before", (0, 0))
-    with open(tmp_path / "sem.mp-used") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+    os.rename(tmp_path / "sem.mp-used", tmp_path / "sem.made")  # as the C library makes a semaphore
+    with open(tmp_path / "sem.made") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        os.link(tmp_path / "sem.made", tmp_path / "sem.mp-used")
+        os.unlink(tmp_path / "sem.made")
         leftovers.remove_unused_names(since=1.0, memory=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(names[2:])

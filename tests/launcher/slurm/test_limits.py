@@ -8,15 +8,17 @@ import pytest
 from corral.launcher.slurm.accounts import (
     Accounts,
     Association,
+    Demand,
     Holder,
     Limits,
     Scope,
+    demand_of_job,
+    excesses,
     parse_amounts,
     parse_rows,
     read_accounts,
 )
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.limits import Demand, demand_of_job, excesses
 from corral.launcher.slurm.parse import parse_settings
 
 CONFIG = """\

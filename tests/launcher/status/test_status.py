@@ -20,8 +20,8 @@ from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import Evidence, ExtraJob
-from corral.launcher.status.explain import explain
 from corral.launcher.status.judge import describe, judge
+from corral.launcher.status.page import explain
 from corral.launcher.status.progress import live_line, progress_bar, progress_line
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
@@ -421,6 +421,19 @@ def test_what_train_steps_found_out_is_shown_and_an_alarm_with_its_causes() -> N
     assert status.state == "RUNNING" and "ALARM: both sides differ" in render_trials([status])
     lines = "\nALARM      both sides differ, since step 4: by 2 nats\n           - weights\n           - rest\n"
     assert lines in render_trial(status)
+
+
+def test_what_was_compared_of_the_last_step_is_shown_beside_what_it_may_be() -> None:
+    def shown(**metrics: float) -> str:
+        return render_trial(dataclasses.replace(describe(HEALTHY), metrics=metrics))
+
+    line = "\ncompared   61% of the last step's tokens, of weights of any age"
+    newest = {"gap/coverage": 0.61, "gap/of_allowed": 0.2231}
+    assert f"{line}: they differ by 0.22 of what they may\n" in shown(**newest)
+    assert "compared   0% of the last step's tokens, of weights of any age\n" in shown(
+        **{**newest, "gap/coverage": 0.0}
+    )
+    assert "compared" not in shown(step=3)
 
 
 def test_the_newest_finding_of_a_topic_holds_in_its_attempt() -> None:

@@ -10,10 +10,8 @@ from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment, load_with_source
 from corral.launcher.submit.check_memory import GpuBudget, check_memory
-from corral.launcher.submit.imagined import check_on_shape
-from corral.launcher.submit.memory_plan import gpu_uses
-from corral.launcher.submit.memory_text import render_memory
-from corral.scheduling.cluster_shape import ClusterShape
+from corral.launcher.submit.imagined import ClusterShape, check_on_shape
+from corral.launcher.submit.memory_plan import gpu_uses, render_memory
 from corral.scheduling.parallel import ParallelDims
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

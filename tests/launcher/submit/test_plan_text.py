@@ -12,7 +12,7 @@ from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.launcher.submit.graph_text import render_mermaid
+from corral.launcher.report.graph import graph_of, render_mermaid
 from corral.launcher.submit.plan_text import render_plan
 from corral.scheduling.model_function_call import ModelName, OffloadHook, PushWeightsHook
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
@@ -191,19 +191,21 @@ def test_steps_that_max_steps_leaves_out_are_not_promised(folder: Path) -> None:
 
 def test_the_graph_is_a_mermaid_chart_with_numbers_for_names(folder: Path) -> None:
     plan = _changed(_with_ref(folder, "allocation=hf:d1+actor=fsdp:d2,ref=fsdp:d1", "ppo.n_minibatches=2"))
-    assert render_mermaid(plan).splitlines() == [
+    graph = graph_of(plan.master.step_plan, samples="rollout workers", published_to="generation servers")
+    assert render_mermaid(graph).splitlines() == [
         "flowchart LR",
-        '  samples(["rollout workers"])',
-        '  c0["actor_inf<br/>actor/0 inference<br/>d2 on 0-1"]',
-        '  c1["ref_inf<br/>ref/0 inference<br/>d1 on 2"]',
-        '  c2["actor_train<br/>actor/0 train_step<br/>d2 on 0-1"]',
-        '  c3["evaluate<br/>actor/0 evaluate<br/>d2 on 0-1"]',
-        '  samples -->|"input_ids, prompt_mask"| c0',
-        '  samples -->|"input_ids, prompt_mask"| c1',
-        '  samples -->|"input_ids, prompt_mask"| c2',
-        '  samples -->|"old_logprobs, versions, rewards, seq_no_eos_mask"| c2',
-        '  c0 -->|"proximal_logprobs"| c2',
-        '  c1 -->|"ref_logprobs"| c2',
-        '  c2 -.->|"weights"| published(["generation servers"])',
-        '  c2 -.->|"0.25 of the weights"| m1(["ref/0"])',
+        '  n0(["rollout workers"])',
+        '  n1["actor_inf<br/>actor/0 inference<br/>d2 on 0-1"]',
+        '  n2["ref_inf<br/>ref/0 inference<br/>d1 on 2"]',
+        '  n3["actor_train<br/>actor/0 train_step<br/>d2 on 0-1<br/>3 goes of 3"]',
+        '  n4["evaluate<br/>actor/0 evaluate<br/>d2 on 0-1"]',
+        '  n5(["generation servers"])',
+        '  n0 -->|"input_ids, prompt_mask"| n1',
+        '  n0 -->|"input_ids, prompt_mask"| n2',
+        '  n0 -->|"input_ids, prompt_mask"| n3',
+        '  n0 -->|"old_logprobs, versions, rewards, seq_no_eos_mask"| n3',
+        '  n1 -->|"proximal_logprobs"| n3',
+        '  n2 -->|"ref_logprobs"| n3',
+        '  n3 -.->|"weights"| n5',
+        '  n3 -.->|"0.25 of the weights"| n2',
     ]

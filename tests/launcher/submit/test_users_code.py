@@ -197,7 +197,7 @@ JUDGED = ("reward_model.path=model", "reward_model.interface=own_judge:Judge")
             marks=pytest.mark.slow,
         ),
         ("return {'reward': engine.forward(sample)['scores']}", "inference made reward, and not rewards"),
-        ("return {'rewards': np.zeros(3, np.float32)}", "rewards"),
+        pytest.param("return {'rewards': np.zeros(3, np.float32)}", "rewards", marks=pytest.mark.slow),
         pytest.param(
             "return {'rewards': sample.data['values']}",
             "KeyError: 'values' (own_judge.py:16)",

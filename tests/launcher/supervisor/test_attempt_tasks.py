@@ -10,6 +10,7 @@ import pytest
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
@@ -18,12 +19,12 @@ from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.supervisor_exit import SupervisorExit
-from corral.launcher.supervisor.units.actions import RestartPolicy, RestartUnit, StartUnit, TaskExit, UnitSpec
-from corral.launcher.supervisor.units.machine import UnitMachine
+from corral.launcher.supervisor.units import RestartPolicy, RestartUnit, StartUnit, TaskExit, UnitMachine, UnitSpec
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.trial.rendezvous import redis_of_trial
 from tests.launcher.trials import StubTrial, make_plan, wait_until
 
 ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="slurm", start_slot=1, submitted_at=0.0, submit_host="here")
@@ -51,6 +52,7 @@ def make_tasks(tmp_path: Path, *, bind_address: str) -> AttemptTasks:
     directory = TrialDirectory(tmp_path / "trial")
     directory.create()
     directory.start_attempt_logs(0)
+    TrialSecrets.create(directory.secrets_path)
     running = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2"))
     runner = SrunRunner(
         client=AwayClient(),
@@ -64,7 +66,7 @@ def make_tasks(tmp_path: Path, *, bind_address: str) -> AttemptTasks:
         plan=plan,
         attempt=ATTEMPT,
         runner=runner,
-        name_server=NameServer(),
+        redis=redis_of_trial(directory, plan.trial.uuid, attempt=0, host="127.0.0.1"),
         files=FileThread("starts"),
         recorder=Recorder(FileThread("records"), Journal(directory.journal_path), attempt=0),
         worker_command=lambda *arguments: ["true"],
@@ -96,28 +98,6 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
 def decide(machine: UnitMachine, ended: TaskExit, now: float) -> object:
     (action,) = machine.exited(ended.task, ended.returncode, now, kind=ended.kind)
     return action
-
-
-class NameServer:
-    """A Redis that needs no process."""
-
-    pid = 1
-    address = ("127.0.0.1", 6379)
-
-    def __init__(self) -> None:
-        self._returncode: int | None = None
-
-    def start(self) -> None:
-        pass
-
-    def poll(self) -> int | None:
-        return self._returncode
-
-    def is_frozen(self) -> bool:
-        return False
-
-    def kill(self) -> None:
-        self._returncode = -9
 
 
 class ObedientTask:
@@ -180,7 +160,7 @@ def test_all_workers_of_a_trial_are_told_to_end_by_one_order(
         plan=trial.plan,
         attempt=ATTEMPT,
         runner=runner,
-        name_server=NameServer(),
+        redis=redis_of_trial(trial.directory, trial.plan.trial.uuid, attempt=0, host="127.0.0.1"),
         recorder=Recorder(FileThread("records"), Journal(trial.directory.journal_path), attempt=0),
     )
     assert supervisor.run() is SupervisorExit.ENDED

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.launcher.supervisor.keeper import RestartBudget, keep
-from corral.launcher.supervisor.units.actions import RestartPolicy
+from corral.launcher.supervisor.units import RestartPolicy
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from tests.launcher.conftest import MakeTrial
 

@@ -227,9 +227,6 @@ class Runner:
     def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
         self.moved[worker] = (step.node_index, overlaps)
 
-    def move_back(self, worker: str) -> None:
-        raise AssertionError("nobody comes back")
-
     def start(self, spec: TaskSpec) -> Task:
         raise AssertionError("starts are the supervisor's")
 

@@ -89,6 +89,17 @@ def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
     assert len(trial.starts("model_worker/0")) == 1
 
 
+def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial.start()
+    (redis,) = trial.wait_for("redis_started")
+    os.kill(redis["pid"], signal.SIGSTOP)
+    wait_until(lambda: len(trial.events("redis_started")) == 2, "another Redis", timeout_s=60.0)
+    assert trial.events("redis_frozen")[0]["pid"] == redis["pid"]
+    assert {event["port"] for event in trial.events("redis_started")} == {redis["port"]}
+    assert len(trial.starts("model_worker/0")) == 1
+
+
 def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["master"]})
     trial.start()

@@ -13,7 +13,7 @@ import pytest
 
 from corral.experiments.trial.attempts import begin_attempt, last_attempt, read_claim, record_attempt
 from corral.launcher.supervisor.keeper import keep
-from corral.launcher.supervisor.supervisor_exit import SupervisorExit
+from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.trial.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
 from corral.launcher.trial.processes import describe_this_process
 from tests.launcher.trials import StubTrial

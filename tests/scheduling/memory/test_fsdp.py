@@ -1,13 +1,14 @@
 """What a rank of the fsdp backend has to hold: pure numbers; engines are measured in test_memory_estimates.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from corral.scheduling.memory.activations import kept_bytes_per_token, layer_bytes_per_token
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
-from corral.scheduling.memory.fsdp import CallSizes, RoleModel
 from corral.scheduling.memory.gpu import Parts
+from corral.scheduling.memory.layers import Layers
+from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
 from corral.scheduling.parallel import ParallelDims
 
 SIZES = DecoderSizes(
@@ -26,7 +27,7 @@ TRAIN = CallSizes(name="train", kind="train", tokens=TOKENS)
 
 def training(text: str, **options: Any) -> Parts:
     return (
-        RoleModel(SIZES, optimizer="adamw", **options)
+        RoleModel(sizes=SIZES, optimizer="adamw", **options)
         .on_gpu("actor", ParallelDims.parse(text), [TRAIN])
         .working["train"]
     )
@@ -43,10 +44,8 @@ def test_gradients_that_are_added_up_once_a_step_are_whole_until_then() -> None:
 def test_a_layer_that_is_computed_again_keeps_its_input_and_at_most_what_products_gave() -> None:
     hidden, inner, queries, keys, heads = 64, 96, 64, 32, 4
     products = queries + 2 * keys + hidden + 2 * inner + hidden
-    kept = {
-        how: kept_bytes_per_token(SIZES, 0, recompute=how, compute_bytes=2, tensor_parallel=1)
-        for how in ("selective", "full")
-    }
+    layers = Layers(sizes=SIZES, compute_bytes=2)
+    kept = {"selective": layers.kept(0, "selective"), "full": layers.kept(0, "full")}
     assert kept == {"selective": 4 * hidden + 2 * (products + queries) + 4 * heads, "full": 4 * hidden}
 
 
@@ -64,20 +63,34 @@ def test_layers_that_are_computed_again_keep_less_and_work_as_before(layout: str
     activations = {how: training(layout, recompute=how)["activations"] for how in ("none", "selective", "full")}
     assert activations["none"] > activations["selective"] > activations["full"]
     dims = ParallelDims.parse(layout)
-    layer = layer_bytes_per_token(SIZES, 0, compute_bytes=4, context_parallel=dims.cp, tensor_parallel=dims.tp)
+    layer = Layers(sizes=SIZES, dims=dims).works_in(0)
     assert activations["none"] - activations["full"] == TOKENS // dims.cp * 8 * (layer - 4 * 64)
 
 
-def test_moments_in_host_memory_take_those_of_two_tensors_while_a_step_is_made() -> None:
-    largest = 1024 * 64  # input and output, which this model does not tie
+@pytest.mark.parametrize("tokens", [TOKENS, 1])
+def test_moments_in_host_memory_take_the_place_of_activations_while_a_step_is_made(tokens: int) -> None:
+    call = replace(TRAIN, tokens=tokens)
     for layout, ranks in (("d1", 1), ("d4", 4)):
         there, hosted = (
-            RoleModel(SIZES, optimizer="adamw", hosts_optimizer=is_hosted).on_gpu(
-                "actor", ParallelDims.parse(layout), [TRAIN]
+            RoleModel(sizes=SIZES, optimizer="adamw", hosts_optimizer=is_hosted).on_gpu(
+                "actor", ParallelDims.parse(layout), [call]
             )
             for is_hosted in (False, True)
         )
-        assert there.held["optimizer"] - hosted.held["optimizer"] == 8 * num_parameters(SIZES) // ranks
+        moments = 8 * num_parameters(SIZES) // ranks
+        assert there.held["optimizer"] - hosted.held["optimizer"] == moments
         assert there.held["parameters"] == hosted.held["parameters"]
+        passes = sum(there.working["train"][part] for part in ("activations", "head", "buffers"))
         assert "optimizer" not in there.working["train"]
-        assert hosted.working["train"]["optimizer"] == 2 * 8 * largest // ranks
+        assert hosted.working["train"]["optimizer"] + passes == max(moments, passes)
+
+
+def test_what_both_products_of_an_adapter_gave_is_kept_where_layers_are_computed_again_selectively() -> None:
+    layers = frozenset(f"model.layers.{layer}.self_attn.q_proj" for layer in range(8))
+    one, four = (
+        training("d1", recompute="selective", adapters=Adapters(rank=rank, layers=layers))["activations"]
+        for rank in (1, 4)
+    )
+    assert four - one == TOKENS * 4 * 3 * (8 + 1)  # of all layers, and of the one that is worked in
+    beside = Layers(sizes=SIZES, compute_bytes=2).of_adapter("q_proj", (64, 64), rank=4, recompute="selective")
+    assert beside == 2 * (64 + 4)

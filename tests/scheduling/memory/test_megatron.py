@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
-from corral.scheduling.memory.fsdp import CallSizes
-from corral.scheduling.memory.megatron import MegatronModel
+from corral.scheduling.memory.model import CallSizes, RoleModel
 from corral.scheduling.parallel import ParallelDims
 
 SIZES = DecoderSizes(
@@ -21,7 +20,7 @@ SIZES = DecoderSizes(
 
 
 def held(text: str, *, compute_bytes: int = 4, sizes: DecoderSizes = SIZES) -> dict[str, int]:
-    model = MegatronModel(sizes, is_trained=True, compute_bytes=compute_bytes)
+    model = RoleModel(sizes=sizes, backend="megatron", optimizer="adamw", compute_bytes=compute_bytes)
     return dict(model.on_gpu("actor", ParallelDims.parse(text), []).held)
 
 
@@ -48,7 +47,7 @@ def test_tensor_parallel_ranks_share_matrices_and_stages_share_layers() -> None:
 
 def test_a_rank_that_generates_holds_all_weights_once_more_and_the_keys_and_values_of_its_answers() -> None:
     call = CallSizes(name="actor_gen", kind="generate", tokens=1000, sequences=10)
-    model = MegatronModel(SIZES, is_trained=True, compute_bytes=2)
+    model = RoleModel(sizes=SIZES, backend="megatron", optimizer="adamw", compute_bytes=2)
     (working,) = model.on_gpu("actor", ParallelDims.parse("d2t2"), [call]).working.values()
     assert working == {
         "buffers": 2 * num_parameters(SIZES),
@@ -63,7 +62,7 @@ EXPERTS = 8 * 8 * 3 * 32 * 64  # of all layers: gate, up and down projection of 
 
 def test_a_moving_average_is_float32_beside_weights_of_a_lower_type() -> None:
     def parameters(*, follows: bool, compute_bytes: int) -> int:
-        model = MegatronModel(SIZES, is_trained=False, follows=follows, compute_bytes=compute_bytes)
+        model = RoleModel(sizes=SIZES, backend="megatron", follows=follows, compute_bytes=compute_bytes)
         return model.on_gpu("ref", ParallelDims.parse("t2"), []).held["parameters"]
 
     low = parameters(follows=False, compute_bytes=2)
@@ -83,7 +82,7 @@ def test_experts_are_shared_by_expert_and_tensor_parallel_ranks_and_their_optimi
 
 def test_context_parallel_ranks_share_the_optimizer_and_the_tokens() -> None:
     assert held("d2c2") == held("d4")
-    model = MegatronModel(SIZES, is_trained=True)
+    model = RoleModel(sizes=SIZES, backend="megatron", optimizer="adamw")
     call = CallSizes(name="train", kind="train", tokens=100)
     alone, two = (model.on_gpu("actor", ParallelDims(cp=cp), [call]).working["train"] for cp in (1, 2))
     assert 0.4 < two["activations"] / alone["activations"] < 0.6
@@ -95,14 +94,14 @@ def test_what_is_computed_again_is_kept_of_one_layer_at_a_time(is_sparse: bool) 
     call = CallSizes(name="train", kind="train", tokens=100)
     kept = {}
     for how in ("none", "selective", "full"):
-        model = MegatronModel(sizes, is_trained=True, recompute=how)
+        model = RoleModel(sizes=sizes, backend="megatron", optimizer="adamw", recompute=how)
         kept[how] = model.on_gpu("actor", ParallelDims(), [call]).working["train"]["activations"]
     assert kept["none"] > kept["selective"] > kept["full"] > 100 * 100 * 4 * sizes.hidden_size
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(stages: int) -> None:
-    model = MegatronModel(SIZES, is_trained=True)
+    model = RoleModel(sizes=SIZES, backend="megatron", optimizer="adamw")
     call = CallSizes(name="train", kind="train", tokens=100)
     alone = model.on_gpu("actor", ParallelDims(), [call]).working["train"]["activations"]
     piped = model.on_gpu("actor", ParallelDims(pp=stages), [call]).working["train"]["activations"]

@@ -1,7 +1,7 @@
 """A generation server's memory, by hand for a model whose numbers fit on a line."""
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
-from corral.scheduling.memory.server import server_on_gpu
+from corral.scheduling.memory.model import server_on_gpu
 
 SIZES = DecoderSizes(
     num_layers=2,
@@ -23,14 +23,6 @@ def test_weights_and_cache_are_in_the_type_of_the_engine() -> None:
     assert held["parameters"] == 2 * num_parameters(SIZES)
     assert held["KV cache"] == 100 * 2 * (2 * 2 * 4)  # tokens, bytes, (keys and values) of 2 layers of 4 numbers
     assert held["head"] == 2 * 3 * 10 * 4 and held["buffers"] == 0
-
-
-def test_graphs_hold_the_logits_once_more_in_both_types() -> None:
-    plain, graphs = (
-        server_on_gpu("server", SIZES, number_bytes=2, is_embedded=True, has_graphs=has_graphs, **LIMITS).held
-        for has_graphs in (False, True)
-    )
-    assert graphs == {**plain, "head": plain["head"] + 3 * 10 * (2 + 4)}
 
 
 def test_gpus_of_a_server_share_matrices_and_heads_and_each_has_the_norms() -> None:

@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.algorithms.functional.drift import Alarm, Comparison, Drift
+from corral.workers.algorithms.functional.logprob_gap import Alarm, Comparison, Drift
 
 comparisons = st.builds(
     Comparison,
     num_tokens=st.integers(0, 50),
-    is_beyond=st.booleans(),
+    of_allowed=st.sampled_from([0.0, 1.0, 1.5]),
     mean=st.floats(0.01, 5.0),
     shows=st.sampled_from([0.0, 0.5, 10.0]),
-).filter(lambda one: one.num_tokens or not one.is_beyond)
+)
 steps = st.lists(st.lists(comparisons, max_size=2), max_size=30)
 
 

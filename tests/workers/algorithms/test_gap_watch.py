@@ -25,9 +25,9 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
-from corral.workers.engine.decoder.decoder import Decoder
+from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import GenerationRequest, StopFinish
-from corral.workers.engine.sampling.sampling import SamplingParams
+from corral.workers.engine.sampling import SamplingParams
 from corral.workers.requests.messages import TrainNotice
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
@@ -152,6 +152,7 @@ def test_the_place_of_the_largest_difference_is_named(weights: Path) -> None:
     recorded[sixth_answer + 6 - 1 + 3] -= 0.25
     stats, (notice,) = training.train(sample.with_key("old_logprobs", recorded), version=0)
     assert stats["gap/max"] == pytest.approx(0.25, abs=1e-4) and stats["gap/position"] == 3.0
+    assert stats["gap/of_allowed"] == pytest.approx(stats["gap/max"] / EXACT)
     assert "the largest at token 3 of 0:p1#1" in notice.details
     assert any("in 1 of 16 answers only" in cause for cause in notice.causes)
 
@@ -195,6 +196,7 @@ def test_tokens_of_older_weights_may_differ_by_what_was_learned(weights: Path) -
     stats, notices = training.train(maker.answers(version=0), version=1)
     assert stats["gap/tokens"] == 0.0 and notices == [] and "gap/max" not in stats
     assert EXACT < stats["drift/mean"] < stats["drift/allowed"] and stats["drift/kl"] > 0.0
+    assert stats["gap/of_allowed"] == pytest.approx(stats["drift/mean"] / stats["drift/allowed"])
     assert stats["gap/coverage"] == 1.0 and stats["gap/alarm"] == 0.0
 
 

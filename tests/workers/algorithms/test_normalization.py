@@ -20,7 +20,7 @@ from corral.workers.algorithms.functional.normalization import (
     normalize_per_group,
 )
 from corral.workers.algorithms.functional.packed import mean_per_answer, per_token, sum_per_answer
-from corral.workers.algorithms.functional.reduction import LossReduction, reduction_weights
+from corral.workers.algorithms.functional.policy_losses import LossReduction, reduction_weights
 
 Result = TypeVar("Result")
 numbers = st.floats(-1e3, 1e3, width=32)

@@ -21,8 +21,8 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.fsdp.engine import FSDPEngine
+from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily
@@ -49,7 +49,7 @@ class Variant:
 
 
 Stats = list[dict[str, float]]
-MakeEngine = Callable[[Path, ParallelContext, Variant], AnyEngine]
+MakeEngine = Callable[[Path, ParallelContext, Variant], MeshEngine]
 """A backend's engine of a tiny model."""
 
 
@@ -114,7 +114,7 @@ def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDP
     )
 
 
-def train(engine: AnyEngine, steps: Iterable[int], *, make: Callable[[int], SequenceSample] = batch) -> Stats:
+def train(engine: MeshEngine, steps: Iterable[int], *, make: Callable[[int], SequenceSample] = batch) -> Stats:
     """Statistics of each step.
 
     Args:
@@ -163,13 +163,13 @@ def play_layouts(
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(seen))
 
 
-def _go_on(engine: AnyEngine, before: Path, after: Path) -> Stats:
+def _go_on(engine: MeshEngine, before: Path, after: Path) -> Stats:
     engine.load_state(before / "state")
     engine.state_shard().write(after / "state")
     return train(engine, range(SAVED_AFTER, NUM_STEPS))
 
 
-def _train_and_save(engine: AnyEngine, directory: Path) -> dict[str, Any]:
+def _train_and_save(engine: MeshEngine, directory: Path) -> dict[str, Any]:
     context = engine.context
     stats = train(engine, range(SAVED_AFTER))
     engine.state_shard().write(directory / "state")

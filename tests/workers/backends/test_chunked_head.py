@@ -30,10 +30,9 @@ from transformers import (
 
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import chunked_head
-from corral.workers.backends.chunked_head import ChunkedHead, install_chunked_head, score_tokens
+from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare, install_chunked_head, score_tokens
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.vocabulary_parallel import VocabularyShare
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_fsdp import negative_logprobs, trainable_sample

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
-from corral.workers.backends.learning_rate import learning_rate
+from corral.workers.backends.mesh_engine import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
@@ -383,6 +384,21 @@ def test_groups_stay_together_where_a_loss_compares_answers() -> None:
     plan = plan_micro_batches(sample, spec, keeps_groups=True)
     assert sorted(plan) == [[0, 1], [2, 3, 4, 5]]
     assert len(plan_micro_batches(sample, MicroBatchSpec(n_min=3), keeps_groups=True)) == 3
+
+
+def test_calls_on_a_model_have_the_products_that_it_was_given(model_directory: Path) -> None:
+    seen: list[str] = []
+
+    def loss(scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        seen.append(torch.get_float32_matmul_precision())
+        return negative_logprobs(scores, micro_batch)
+
+    for takes_tf32 in (True, False):
+        engine = FSDPEngine(
+            model_directory, context=ParallelContext(), optimizer=optimizer_config(), takes_tf32=takes_tf32
+        )
+        engine.train_batch(trainable_sample(), loss_fn=loss)
+    assert [precision for precision, _ in groupby(seen)] == ["high", "highest"]
 
 
 def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory: Path) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
-from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.test_optimizers import likelihood, sample_of
 from tests.workers.backends.training_helpers import optimizer_config, read_weights, save_tiny_model
@@ -73,26 +72,20 @@ def test_steps_are_those_of_a_state_that_stays_bit_for_bit(
     assert sum(held_bytes(moments(engines[0]))) == 0 < min(held_bytes(moments(engines[1])))
 
 
-def test_a_step_has_the_state_of_two_parameters_on_the_device_at_most(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_is_here_for_the_step_and_for_no_pass(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(model)
     train(engine, 1)
-    state = engine._optimizer.state
-    seen: list[set[int]] = []
-    step_groups = engine._optimizer._step_groups
+    seen: list[tuple[str, bool]] = []
+    for where, method in (("pass", "_backward"), ("step", "_make_step")):
+        run = getattr(engine, method)
 
-    def step(groups: list[dict[str, Any]]) -> Any:
-        present = [index for index, each in enumerate(state.values()) if each["exp_avg"].untyped_storage().nbytes()]
-        [parameter] = groups[0]["params"]
-        assert state[parameter]["exp_avg"].untyped_storage().nbytes()
-        seen.append(set(present))
-        return step_groups(groups)
+        def look(*arguments: Any, where: str = where, run: Any = run, **named: Any) -> None:
+            seen.append((where, min(held_bytes(moments(engine))) > 0))
+            run(*arguments, **named)
 
-    monkeypatch.setattr(engine._optimizer, "_step_groups", step)
+        monkeypatch.setattr(engine, method, look)
     train(engine, 2)
-    assert len(seen) == len(state) > 2
-    assert {len(present) for present in seen[:-1]} == {2} and len(seen[-1]) == 1
+    assert seen == [("pass", False), ("step", True)]
 
 
 def test_training_goes_on_from_a_saved_state_wherever_it_lies(model: Path, tmp_path: Path) -> None:
@@ -130,15 +123,3 @@ def test_parameters_may_leave_the_device_besides(model: Path) -> None:
     assert sum(held_bytes([*engine._model.parameters(), *moments(engine)])) == 0
     assert train(engine, 2) == train(staying, 2)
     assert sum(held_bytes(moments(engine))) == 0 < min(held_bytes(list(engine.model.parameters())))
-
-
-def test_the_memory_of_what_was_replaced_is_let_go() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    state: dict[Any, dict[str, Any]] = {}
-    hosted = HostedState(state)
-    for value in (1.0, 2.0):
-        state[parameter] = {"exp_avg": torch.full((3,), value), "step": torch.tensor(value)}
-        hosted.put_away(parameter)
-        assert hosted.memory_of(state[parameter]["exp_avg"]).tolist() == [value] * 3
-        assert hosted.memory_of(state[parameter]["step"]).item() == value
-    assert len(hosted._copies) == 1

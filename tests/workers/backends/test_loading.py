@@ -20,9 +20,8 @@ from transformers import (
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
-from corral.workers.backends.fsdp.expert_files import StoredExperts
-from corral.workers.backends.fsdp.loading import load_model
-from corral.workers.backends.fsdp.over_ranks import load_over_ranks
+from corral.workers.backends.fsdp.experts import StoredExperts
+from corral.workers.backends.fsdp.loading import load_model, load_over_ranks
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole

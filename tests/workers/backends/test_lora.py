@@ -432,7 +432,7 @@ def test_a_base_in_low_precision_changes_no_number(
     low.state_shard().write(tmp_path / "low")
     low.save_weights(tmp_path / "weights")
 
-    monkeypatch.setattr("corral.workers.backends.fsdp.over_ranks.frozen_products", lambda model: [])
+    monkeypatch.setattr("corral.workers.backends.fsdp.loading.frozen_products", lambda model: [])
     full = make_engine(model_directory, LORA, compute_dtype=torch.bfloat16)
     assert [train(full, step) for step in range(2)] == stats
     full.state_shard().write(tmp_path / "full")

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from corral.experiments.config.model import Recompute
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.memory.fsdp import Adapters
-from corral.scheduling.memory.megatron import MegatronModel
+from corral.scheduling.memory.model import Adapters, RoleModel
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.backends.base import LossOutput
@@ -138,7 +137,7 @@ def blend(_: ParallelContext, directory: Path) -> None:
     assert after.keys() == before.keys()
     for name, tensor in after.items():
         np.testing.assert_allclose(tensor, 0.25 * given[name] + 0.75 * before[name], atol=1e-6, err_msg=name)
-    with pytest.raises(ValueError, match="is no weight of this model"):
+    with pytest.raises(ValueError, match="is no parameter of this model"):
         ours.import_weights([("model.nothing", given["model.norm.weight"])])
     with pytest.raises(ValueError, match="weights were not given"):
         ours.import_weights([("model.norm.weight", given["model.norm.weight"])])
@@ -221,8 +220,8 @@ def hold_what_was_planned(_: ParallelContext, directory: Path) -> None:
         adapters = None
         if lora is not None:
             adapters = Adapters(rank=lora.rank, layers=frozenset(engine._adapters.layers if engine._adapters else ()))
-        planned = MegatronModel(sizes, is_trained=True, adapters=adapters).on_gpu("actor", ParallelDims(), [])
-        held = planned.held
+        role = RoleModel(sizes=sizes, backend="megatron", optimizer="adamw", adapters=adapters)
+        held = role.on_gpu("actor", ParallelDims(), []).held
         optimizer, _config = engine._require_optimizer()
         moments = [state[name] for state in optimizer.moments() for name in ("exp_avg", "exp_avg_sq")]
         assert sum(tensor.nbytes for tensor in engine._trainee.parameters()) == held["parameters"]

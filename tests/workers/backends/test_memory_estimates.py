@@ -31,15 +31,10 @@ from transformers import (
 
 from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.memory.activations import (
-    HEAD_CHUNK_BYTES,
-    Recompute,
-    ends_bytes_per_token,
-    layer_bytes_per_token,
-)
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
-from corral.scheduling.memory.fsdp import Adapters, CallSizes, RoleModel
 from corral.scheduling.memory.gpu import Parts
+from corral.scheduling.memory.layers import HEAD_CHUNK_BYTES, Layers, Recompute
+from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -146,7 +141,7 @@ def exact(parts: Parts) -> dict[str, int]:
 def test_what_is_trained_is_estimated_to_the_byte(name: str, optimizer: Any, tmp_path: Path) -> None:
     directory = save_model(name, tmp_path)
     engine = FSDPEngine(directory, context=ParallelContext(), optimizer=OptimizerConfig(type=optimizer))
-    assert train_step(engine) == exact(estimate(RoleModel(sizes_of(directory), optimizer=optimizer)))
+    assert train_step(engine) == exact(estimate(RoleModel(sizes=sizes_of(directory), optimizer=optimizer)))
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -158,7 +153,7 @@ def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_p
     )
     output: Output = "vocabulary" if head == "lm" else "score"
     role = RoleModel(
-        sizes_of(directory),
+        sizes=sizes_of(directory),
         output=output,
         optimizer="adamw",
         adapters=Adapters(rank=LORA.rank, layers=frozenset(ADAPTED)),
@@ -208,21 +203,21 @@ def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> No
         save_model("qwen3", tmp_path / f"layers-{layers}", num_hidden_layers=layers, num_key_value_heads=1)
     play(look_at_ranks, tmp_path, world_size=2, directory=tmp_path)
     for name in CUT:
-        expected = exact(estimate(RoleModel(sizes_of(tmp_path / name), optimizer="muon"), dp=2))
+        expected = exact(estimate(RoleModel(sizes=sizes_of(tmp_path / name), optimizer="muon"), dp=2))
         found = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)]
         assert {part: max(of_rank[part] for of_rank in found) for part in expected} == expected, name
-    summed_once = RoleModel(sizes_of(tmp_path / "llama"), optimizer="adamw", sums_gradients_once=True)
+    summed_once = RoleModel(sizes=sizes_of(tmp_path / "llama"), optimizer="adamw", sums_gradients_once=True)
     whole = estimate(summed_once, dp=2)["gradients"]
     assert [json.loads((tmp_path / f"whole-{rank}.json").read_text()) for rank in range(2)] == [whole] * 2
-    role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="muon")
+    role = RoleModel(sizes=sizes_of(tmp_path / "llama"), optimizer="muon")
     by_tensor = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
     assert [json.loads((tmp_path / f"tensor-{rank}.json").read_text()) for rank in range(2)] == [by_tensor] * 2
     adapters = Adapters(rank=LORA.rank, layers=frozenset(ADAPTED))
-    role = RoleModel(sizes_of(tmp_path / "llama"), optimizer="adamw", adapters=adapters)
+    role = RoleModel(sizes=sizes_of(tmp_path / "llama"), optimizer="adamw", adapters=adapters)
     adapted = exact(role.on_gpu("actor/0", ParallelDims(tp=2), [TRAIN]).during("train"))
     assert [json.loads((tmp_path / f"adapted-{rank}.json").read_text()) for rank in range(2)] == [adapted] * 2
     sizes = sizes_of(tmp_path / "layers-6")
-    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=4, context_parallel=2)
+    of_token = Layers(sizes=sizes, dims=ParallelDims(cp=2)).works_in(0)
     assert [json.loads((tmp_path / f"kept-{rank}.json").read_text()) for rank in range(2)] == [
         3 * of_token * TOKENS // 2
     ] * 2
@@ -255,12 +250,12 @@ def kept_bytes(engine: FSDPEngine) -> int:
 def test_activations_of_a_layer_are_counted_tensor_by_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Twice as many layers keep as much more as the layers that came are said to."""
     found = []
-    for layers in (3, 6):
-        directory = save_model(name, tmp_path / str(layers), num_hidden_layers=layers)
+    for count in (3, 6):
+        directory = save_model(name, tmp_path / str(count), num_hidden_layers=count)
         engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
         found.append(kept_bytes(engine))
-    sizes = sizes_of(tmp_path / "6")
-    expected = sum(layer_bytes_per_token(sizes, layer, compute_bytes=dtype.itemsize) for layer in (3, 4, 5)) * TOKENS
+    layers = Layers(sizes=sizes_of(tmp_path / "6"), compute_bytes=dtype.itemsize)
+    expected = sum(layers.works_in(layer) for layer in (3, 4, 5)) * TOKENS
     assert found[1] - found[0] == pytest.approx(expected, rel=0.0 if name in DENSE else 0.01)
 
 
@@ -269,8 +264,10 @@ def test_all_activations_of_a_model_are_within_a_tenth(dtype: torch.dtype, tmp_p
     directory = save_model("qwen3", tmp_path)
     engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
     sizes = sizes_of(directory)
-    layers = [layer_bytes_per_token(sizes, layer, compute_bytes=dtype.itemsize) for layer in range(3)]
-    expected = TOKENS * (sum(layers) + ends_bytes_per_token(sizes) + 4 * sizes.hidden_size)  # hidden states at the head
+    layers = Layers(sizes=sizes, compute_bytes=dtype.itemsize)
+    expected = TOKENS * (
+        sum(map(layers.works_in, range(3))) + layers.ends + 4 * sizes.hidden_size
+    )  # hidden states at the head
     assert kept_bytes(engine) == pytest.approx(expected, rel=0.1)
 
 
@@ -290,9 +287,19 @@ def peak_bytes(engine: FSDPEngine) -> int:
         pytest.param("qwen3", torch.bfloat16, None, 6, "selective", marks=pytest.mark.slow),
         pytest.param("mixture", torch.bfloat16, None, 6, "selective", marks=pytest.mark.slow),
         pytest.param("qwen3", torch.float32, LoraConfig(rank=4, alpha=4.0), 6, "none", marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.bfloat16, LoraConfig(rank=4, alpha=4.0), 6, "selective", marks=pytest.mark.slow),
         pytest.param("mixture", torch.float32, None, 6, "none", marks=pytest.mark.slow),
     ],
-    ids=["whole", "full", "full mixture", "selective", "selective mixture", "adapters", "mixture"],
+    ids=[
+        "whole",
+        "full",
+        "full mixture",
+        "selective",
+        "selective mixture",
+        "adapters",
+        "selective adapters",
+        "mixture",
+    ],
 )
 def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
     name: str, dtype: torch.dtype, lora: LoraConfig | None, layers: int, recompute: Recompute, tmp_path: Path
@@ -311,7 +318,7 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
     )
     adapters = None if lora is None else adapters_of(engine, rank=lora.rank)
     role = RoleModel(
-        sizes_of(directory),
+        sizes=sizes_of(directory),
         optimizer="adamw",
         adapters=adapters,
         compute_bytes=dtype.itemsize,

@@ -176,14 +176,6 @@ def test_what_was_copied_is_written_as_it_was_whatever_the_steps_after_it_change
     assert shard.write(tmp_path / "changed") != at_once  # the step did change what the engine holds
 
 
-def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.state[parameter] = {"step": 3}
-    with pytest.raises(ValueError, match="step=3 of w"):
-        write(tmp_path, {"w": parameter}, optimizer, rank=0, num_ranks=1)
-
-
 def test_numbers_of_a_role_come_back_exactly(tmp_path: Path) -> None:
     numbers: Numbers = {"mean": 0.1 + 0.2, "moments": [1e-300, float("inf"), -0.0]}
     header = TrainStateHeader(step=3, seed=2**62 + 1, num_ranks=2, extra=numbers)

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from corral.workers.backends.files.deltas import WeightBase
-from corral.workers.backends.files.weights import write_weights
+from corral.workers.backends.files.weights import WeightBase, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.manifest import SealedDirectory, write_manifest
 from tests.workers.checkpoint.sealing import describe

@@ -7,7 +7,7 @@ import pytest
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.removal import Remover
-from corral.workers.master.old_weights import remove_old_weights, weights_name
+from corral.workers.master.weights import remove_old_weights, weights_name
 from tests.immovable import immovable
 
 

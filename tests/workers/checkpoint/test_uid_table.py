@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.checkpoint.ledger import Ledger
-from corral.workers.checkpoint.uid_table import UidTable
+from corral.workers.checkpoint.ledger import Ledger, UidTable
 
 UIDS = st.sampled_from(["0:a", "0:b", "1:a", "1:b:c", "1:", "a", ":a", "10:a"])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from corral.workers.engine import checksums
-from corral.workers.engine.checksums import Checksums
+from corral.workers.engine import weights as checksums
+from corral.workers.engine.weights import Checksums
 
 
 def sha256_of(*values: float) -> str:

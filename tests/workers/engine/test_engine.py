@@ -413,16 +413,6 @@ def test_the_cache_is_flushed_only_when_no_running_request_needs_it(engine: Gene
     assert len(finish(engine)["a"].output_ids) == 30
 
 
-def test_requests_of_a_drain_finish_before_those_that_came_later_start(engine: GenerationEngine) -> None:
-    engine.add(request("before", [7], max_new_tokens=5))
-    engine.begin_drain()
-    engine.add(request("after", [7], max_new_tokens=5))
-    assert set(finish(engine)) == {"before"}
-    assert engine.is_drained
-    engine.end_drain()
-    assert set(finish(engine)) == {"after"}
-
-
 def test_a_request_whose_logits_are_not_finite_is_ended_and_the_engine_lives(
     directories: list[Path], references: list[Any]
 ) -> None:

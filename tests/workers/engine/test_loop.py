@@ -57,42 +57,20 @@ def start_running(loop: EngineLoop, name: str) -> Future[RequestOutput]:
     return future
 
 
-def test_an_update_divides_requests_into_those_before_and_those_after(
+def test_an_update_waits_for_nobody_and_is_made_where_no_request_runs_on(
     loop: EngineLoop, directories: list[Path]
 ) -> None:
-    before = loop.submit(request("before"))
-    first = update(loop, directories[1], "1.1")
-    second = update(loop, directories[2], "1.2")
-    after = loop.submit(request("after"))
-    assert versions(before.result(DEADLINE_S)) == ["1.0"]
-    assert versions(after.result(DEADLINE_S)) == ["1.2"]
-    assert not first.result(DEADLINE_S).is_cache_stale
-    assert not second.result(DEADLINE_S).is_cache_stale
-
-
-def test_a_pause_during_a_drain_lets_the_update_through(loop: EngineLoop, directories: list[Path]) -> None:
-    before = loop.submit(request("before", max_new_tokens=3000))
-    updating = update(loop, directories[1], "1.1")
-    held = loop.submit(request("held"))
+    running = start_running(loop, "running")
+    with pytest.raises(ValueError, match="1 requests are in flight, so the weights were not changed; pause"):
+        update(loop, directories[1], "1.1").result(DEADLINE_S)
     loop.pause(PauseMode.RETRACT).result(DEADLINE_S)
-    assert updating.result(DEADLINE_S).num_in_flight == 2
+    assert update(loop, directories[1], "1.1").result(DEADLINE_S).num_in_flight == 1
     loop.resume()
-    assert versions(held.result(DEADLINE_S)) == ["1.1"]
-    loop.abort(None).result(DEADLINE_S)
-    assert versions(before.result(DEADLINE_S))[-1] == "1.1"
-
-
-def test_an_update_given_up_changes_nothing_and_frees_the_held_requests(
-    loop: EngineLoop, directories: list[Path]
-) -> None:
-    loop.submit(request("before", max_new_tokens=4000))
-    updating = update(loop, directories[1], "1.1")
-    held = loop.submit(request("held"))
-    assert loop.cancel_update(updating).result(DEADLINE_S)
-    with pytest.raises(TimeoutError, match="given up while it waited"):
-        updating.result(DEADLINE_S)
-    assert versions(held.result(DEADLINE_S)) == ["1.0"]
-    assert not loop.cancel_update(updating).result(DEADLINE_S)
+    done = update(loop, directories[2], "1.2", abort_all_requests=True).result(DEADLINE_S)
+    assert done.num_in_flight == 0 and not done.is_cache_stale
+    assert versions(running.result(DEADLINE_S)) == ["1.0", "1.1"][: len(versions(running.result()))]
+    update(loop, directories[0], "1.3").result(DEADLINE_S)
+    assert versions(loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S)) == ["1.3"]
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
@@ -108,8 +86,8 @@ def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
 
     staged = loop.engine.stage_weights(directories[1])
     done = loop.change_over(staged, version="1.1", mode=mode, check=check).result(DEADLINE_S)
-    assert done.stopped_s > 0.0 and not done.update.is_cache_stale
-    assert done.update.replaced.directory == directories[0]
+    assert done.stopped_s > 0.0 and not done.is_cache_stale
+    assert done.replaced.directory == directories[0]
     after = loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S)
     assert versions(after) == ["1.1"] and loop.engine.steps > steps[0] and len(steps) == 1
     loop.abort(None).result(DEADLINE_S)
@@ -137,15 +115,6 @@ def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_
     assert versions(after.result(DEADLINE_S)) == ["1.2"] and loop.engine.steps > steps
 
 
-def test_a_change_over_comes_after_the_updates_that_waited_before_it(loop: EngineLoop, directories: list[Path]) -> None:
-    start_running(loop, "running")
-    waiting = update(loop, directories[1], "1.1")
-    staged = loop.engine.stage_weights(directories[2])
-    loop.change_over(staged, version="1.2", mode=PauseMode.RETRACT, check=lambda: None).result(DEADLINE_S)
-    assert waiting.result(DEADLINE_S).replaced.directory == directories[0]
-    assert loop.engine.version == "1.2" and loop.engine.model_directory == directories[2]
-
-
 def test_a_request_id_in_flight_is_not_taken_twice_but_may_come_again(loop: EngineLoop) -> None:
     first = loop.submit(request("a"))
     with pytest.raises(ValueError, match="request id 'a' is already in flight"):
@@ -154,16 +123,14 @@ def test_a_request_id_in_flight_is_not_taken_twice_but_may_come_again(loop: Engi
     assert len(loop.submit(request("a")).result(DEADLINE_S).output_ids) == 200
 
 
-def test_stopping_ends_running_and_held_requests_as_aborted_and_refuses_new_ones(
+def test_stopping_ends_running_and_queued_requests_as_aborted_and_refuses_new_ones(
     directories: list[Path],
 ) -> None:
     with EngineLoop(GenerationEngine(directories[0])) as loop:
-        running = loop.submit(request("running", max_new_tokens=4000))
-        updating = update(loop, directories[1], "1.1")
-        held = loop.submit(request("held"))
-    assert running.result(0).finish_reason == held.result(0).finish_reason == AbortFinish()
-    with pytest.raises(EngineStoppedError, match="has stopped"):
-        updating.result(0)
+        running = start_running(loop, "running")
+        loop.pause(PauseMode.IN_PLACE).result(DEADLINE_S)
+        queued = loop.submit(request("queued"))
+    assert running.result(0).finish_reason == queued.result(0).finish_reason == AbortFinish()
     with pytest.raises(EngineStoppedError, match="has stopped"):
         loop.submit(request("late")).result(0)
     assert loop.ended.result(0) is None

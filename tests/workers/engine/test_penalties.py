@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.sampling.penalties import PenalizedRow, PenaltyBatch
+from corral.workers.engine.sampling import PenalizedRow, PenaltyBatch, SamplingParams
 from tests.workers.engine.slow_penalties import penalize
 
 VOCAB_SIZE = 7
@@ -33,7 +33,12 @@ def test_every_row_is_penalized_for_its_own_tokens(
     """As the rows grow token by token; rows without penalties keep their logits."""
     outputs = [list(output) for _, output, _ in rows]
     penalized = [
-        PenalizedRow(row=row, output_ids=outputs[row], **params)
+        PenalizedRow(
+            row=row,
+            sampling=SamplingParams(**params),
+            stop_token_ids=params["stop_token_ids"],
+            output_ids=outputs[row],
+        )
         for row, (params, _, is_penalized) in enumerate(rows)
         if is_penalized
     ]
@@ -58,10 +63,7 @@ def test_every_row_is_penalized_for_its_own_tokens(
 def test_a_stop_token_outside_the_vocabulary_is_no_error() -> None:
     row = PenalizedRow(
         row=0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_new_tokens=2,
+        sampling=SamplingParams(min_new_tokens=2),
         stop_token_ids=frozenset({3, VOCAB_SIZE, -1}),
         output_ids=[],
     )

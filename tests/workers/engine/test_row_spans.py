@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.workers.engine.decoder.attention import TokenAttention, call_cost
-from corral.workers.engine.decoder.cache import KVCache
-from corral.workers.engine.decoder.row_spans import RowSpan, RowSpans, cut_rows
+from corral.workers.engine.attention import KVCache, RowSpan, RowSpans, TokenAttention, call_cost, cut_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

@@ -8,15 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.sampling.sampling import SamplingBatch, SamplingParams, sample_tokens
-from corral.workers.engine.sampling.uniforms import TokenUniforms, token_uniforms
+from corral.workers.engine.sampling import SamplingBatch, SamplingParams, TokenUniforms, sample_tokens, token_uniforms
 
 LOGITS = [2.0, 1.5, 0.5, 0.0, -0.5, -1.0, -4.0, 1.0]
 NUM_DRAWS = 40_000
 
 
 def draw(rows: list[SamplingParams], logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = SamplingBatch.of(rows, vocab_size=logits.shape[-1], device=torch.device("cpu"))
+    batch = SamplingBatch(rows, vocab_size=logits.shape[-1], device=torch.device("cpu"))
     sampled = sample_tokens(logits.clone(), batch, uniforms)
     return sampled.token_ids, sampled.logprobs
 
@@ -100,7 +99,7 @@ def test_rows_that_ask_get_the_logprobs_before_the_temperature_too(temperatures:
     asking = sorted(row for row in wanted if row < len(rows))
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(2))
     uniforms = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
-    batch = SamplingBatch.of(rows, vocab_size=50, device=torch.device("cpu"), original_rows=asking)
+    batch = SamplingBatch(rows, vocab_size=50, device=torch.device("cpu"), original_rows=asking)
     token_ids, logprobs, originals = sample_tokens(logits.clone(), batch, uniforms)
     without = draw(rows, logits, uniforms)
     assert torch.equal(token_ids, without[0]) and torch.equal(logprobs, without[1])

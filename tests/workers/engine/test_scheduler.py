@@ -98,24 +98,11 @@ def test_retracted_requests_go_before_those_that_waited() -> None:
     assert names(scheduler.admit()) == [0, 1, 2]
 
 
-def test_a_drain_holds_new_requests_until_it_ends() -> None:
-    scheduler = scheduler_of(10)
-    scheduler.begin_drain()
-    scheduler.add(Item(1, 10))
-    assert names(scheduler.admit()) == [0]
-    assert not scheduler.is_drained
-    scheduler.remove(0)
-    assert scheduler.admit() == []
-    assert scheduler.is_drained
-    scheduler.end_drain()
-    assert names(scheduler.admit()) == [1]
-
-
 @given(
     operations=st.lists(
         st.one_of(
             st.tuples(st.just("add"), st.integers(1, 60)),
-            st.tuples(st.sampled_from(["admit", "retract", "drain", "end_drain"]), st.just(0)),
+            st.tuples(st.sampled_from(["admit", "retract"]), st.just(0)),
             st.tuples(st.sampled_from(["remove", "withdraw"]), st.integers(0, 100)),
         ),
         max_size=60,
@@ -134,21 +121,16 @@ def test_no_request_is_lost_doubled_or_run_beyond_the_limits(operations: list[tu
                 scheduler.admit()
             case "retract":
                 scheduler.retract()
-            case "drain":
-                scheduler.begin_drain()
-            case "end_drain":
-                scheduler.end_drain()
             case "remove" if scheduler.running:
                 row = value % len(scheduler.running)
                 alive.discard(scheduler.running[row].name)
                 scheduler.remove(row)
             case "withdraw":
                 alive.difference_update(names(scheduler.withdraw(partial(has_name, value))))
-        present = [*names(scheduler.running), *(item.name for item in (*scheduler.waiting, *scheduler.held))]
+        present = [*names(scheduler.running), *(item.name for item in scheduler.waiting)]
         assert sorted(present) == sorted(alive)
         assert len(scheduler.running) <= rows
         assert len(scheduler.running) * scheduler.longest_reserved <= 120
-    scheduler.end_drain()
     for _ in range(len(alive)):  # every waiting request runs once the rows before it are free
         if not scheduler.running:
             assert scheduler.admit()

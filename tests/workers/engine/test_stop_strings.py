@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.sampling.stop_strings import StopStrings
+from corral.workers.engine.requests import StopStrings
 
 PIECES = [b"a", b"b", b"ab", b" ", b"  a", b"\n", b"\xc3", b"\xa9", "é".encode(), b"b\xe2\x82", b"\xac", b"ba\n a"]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.sampling.uniforms import TokenUniforms, token_uniforms
+from corral.workers.engine.sampling import TokenUniforms, token_uniforms
 
 SEEDS = st.integers(min_value=-(2**63), max_value=2**63 + 1024)
 NUM_CELLS = 64

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.workers.engine.decoder.linear import Linear
 from corral.workers.engine.engine import (
     GenerationEngine,
     GenerationRequest,
     SamplingParams,
     WeightsRejectedError,
 )
+from corral.workers.engine.linear import Linear
 from corral.workers.engine.weights import WeightLayout, stage_weights
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 

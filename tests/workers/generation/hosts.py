@@ -1,6 +1,6 @@
 """Several hosts on this machine: each a worker's real control server over a host directory of its own, and no model.
 
-manager, or a test ──POST /stage, /bring_to──► ControlServer ──► WeightUpdates ──► SharedMemoryTransport
+manager, or a test ──POST /stage, /bring_to──► ControlServer ──► WeightUpdates ──► WeightStaging
 the control servers of other hosts ◄──GET /weights/DIGEST/FILE─────────────────────┘ └──► LabelServer
 """
 
@@ -13,19 +13,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from corral.workers.checkpoint.manifest import Manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.engine.progress import Progress
-from corral.workers.generation.backend import NewWeights
+from corral.workers.generation.backend import NewWeights, Progress
 from corral.workers.generation.control import ControlClient, ControlServer, Staged
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session, serve
+from corral.workers.weight_transport.filling import Encode, Encoded, Filling, whole
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.patience import Patience
 from corral.workers.weight_transport.peers import Peers
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
-from corral.workers.weight_transport.transport import Arrived
+from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.transport import StagedVersion
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
 from tests.workers.loop_thread import LoopThread, loop_thread
 from tests.workers.trusted import trust
@@ -74,6 +72,18 @@ class LabelServer:
         return web.json_response({"weight_version": self.version, "model_path": self.path})
 
 
+class RememberingStaging(WeightStaging):
+    """Knows whether it was told of other hosts the last time."""
+
+    has_sources = False
+
+    def stage(
+        self, version: str, weights: Path, digest: str | None, *, timeout_s: float, sources: Sequence[str] = ()
+    ) -> StagedVersion:
+        self.has_sources = bool(sources)
+        return super().stage(version, weights, digest, timeout_s=timeout_s, sources=sources)
+
+
 class Host:
     """One worker on a host of its own."""
 
@@ -81,12 +91,15 @@ class Host:
         self.memory = folder / f"host-{number}"
         self.memory.mkdir()
         self.server = LabelServer()
+        self.encode: Encode = whole
         self.num_read = 0
         """How often it read a whole version of the shared file system."""
         self._weights = HostWeights(self.memory, TRIAL, owner=f"generation_server/{number}")
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        self.transport = SharedMemoryTransport(self._weights, fill=self._fill, peers=Peers(ADMIN_KEY, trust().client()))
+        self.transport = RememberingStaging(
+            self._weights, encode=self._encode, peers=Peers(ADMIN_KEY, trust().client())
+        )
         client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
         self.updates = WeightUpdates(client, self.transport, mode="retract")
         self.url = await self.server.start()
@@ -107,9 +120,9 @@ class Host:
         """What its server was given."""
         return content_of(Path(self.server.path))
 
-    def _fill(self, weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
-        self.num_read += 1
-        return fill_with_copies(weights, manifest, into, held, patience)
+    def _encode(self, version: Filling) -> Encoded:
+        self.num_read += not self.transport.has_sources
+        return self.encode(version)
 
 
 class Hosts:

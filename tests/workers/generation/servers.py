@@ -25,8 +25,7 @@ from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.transport import WeightTransport
-from corral.workers.weight_transport.transports import make_transport
+from corral.workers.weight_transport.staging import WeightStaging, make_staging
 from tests.workers.loop_thread import LoopThread, loop_thread
 from tests.workers.trusted import connection_to, trust
 
@@ -122,7 +121,7 @@ class Served:
         )
 
     @contextmanager
-    def taking(self, transport: WeightTransport, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
+    def taking(self, transport: WeightStaging, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
         """The same server, brought to new weights by another transport, or in another mode."""
         updates = WeightUpdates(self.server_client, transport, mode=mode)
         updates.serves(self.backend, self.client.url)
@@ -154,7 +153,7 @@ def serving(
             return open_session(trust().client())
 
         session = loop.run(connect())
-        transport = make_transport(
+        transport = make_staging(
             transport_config,
             trial_uuid=uuid.uuid4().hex,
             worker="generation_server/0",

@@ -16,11 +16,9 @@ from safetensors.torch import save_file
 
 from corral.experiments.trial.secrets import Secret
 from corral.workers.generation.backend import NewWeights
-from corral.workers.generation.held_weights import Probe
-from corral.workers.generation.http_calls import ServerError
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.server_client import GenerationServerClient, ServerError
 from corral.workers.generation.sglang import SglangBackend, SglangSettings
-from corral.workers.generation.weight_proof import WeightProof
+from corral.workers.generation.weight_proof import Probe, WeightProof
 from corral.workers.streams.https import open_session
 from tests.workers.generation.servers import LOOPBACK, server_spec
 from tests.workers.trusted import trust

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from corral.workers.generation.backend import BackendLostError
-from corral.workers.generation.http_calls import ServerError
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.server_client import GenerationServerClient, ServerError
 from corral.workers.generation.sglang import SglangBackend
 from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, Served, serving, wait_until

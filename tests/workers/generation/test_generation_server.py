@@ -24,12 +24,12 @@ from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
-from corral.name_resolve import MemoryNameService, MemoryStore, NameNotFoundError, TrialKeys
-from corral.workers.generation.generation_server import GenerationServer
-from corral.workers.generation.restart_budget import RestartBudget
+from corral.name_resolve import NameNotFoundError, TrialKeys
+from corral.workers.generation.generation_server import GenerationServer, RestartBudget
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import run_to_exit_code
 from tests.launcher.trials import make_plan
+from tests.name_services import MemoryNameService, MemoryStore
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, server_spec, wait_until
 from tests.workers.worker_context import worker_context

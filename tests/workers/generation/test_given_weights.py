@@ -14,12 +14,16 @@ import psutil
 import pytest
 from aiohttp import web
 
-from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
+from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.generation.given_weights import GivenWeights
-from corral.workers.generation.http_calls import ServerError
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.peers import Peers
+from corral.workers.generation.control import GivenWeights
+from corral.workers.generation.server_client import ServerError
+from corral.workers.weight_transport.deltas import by_deltas
+from corral.workers.weight_transport.filling import Filling, Held, whole
+from corral.workers.weight_transport.peers import PeerFiles, Peers
+from corral.workers.weight_transport.transport import Arrived, Patience
+from tests.workers.backends.trained_versions import publish, random_weights, stepped
+from tests.workers.checkpoint.sealing import describe
 from tests.workers.generation.hosts import TRIAL, Host, Hosts, running_hosts
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK, wait_until
 from tests.workers.trusted import connection_to, trust
@@ -100,6 +104,26 @@ def test_where_no_source_gives_it_the_shared_file_system_is_read(
         hosts.stage(other, published, nobody)
 
 
+def test_what_no_delta_leads_to_comes_from_another_host(hosts: Hosts) -> None:
+    giver, receiver = hosts.add(), hosts.add()
+    giver.encode = receiver.encode = by_deltas
+    weights = random_weights(0, shape=(100, 330))
+    first = publish(hosts.shared / "v1", weights, max_shard_bytes=133_000)
+    second = publish(
+        hosts.shared / "v2", stepped(weights, share=0.02, seed=1), base=first.path, max_shard_bytes=133_000
+    )
+    for version in (first, second):
+        giver.transport.stage("0", version.path, version.digest, timeout_s=LONG_S)
+    receiver.transport.stage("0.1", first.path, first.digest, timeout_s=LONG_S)
+    name = "model-00002-of-00003.safetensors"
+    (second.path / name).unlink()
+    flip_a_byte(second.path / f"{name}.delta")
+    staged = receiver.transport.stage("0.2", second.path, second.digest, timeout_s=LONG_S, sources=[giver.control])
+    served = {file: entry for file, entry in second.files.items() if not file.endswith(".delta")}
+    assert describe(staged.path) == served
+    assert staged.bytes_received == second.files[name].size and 0 < staged.bytes_read < staged.bytes_received
+
+
 def test_only_files_of_the_version_that_is_held_are_given_and_only_for_the_administrators_key(hosts: Hosts) -> None:
     giver = hosts.add()
     held, other = hosts.publish(1), hosts.publish(2)
@@ -131,6 +155,12 @@ def test_only_files_of_the_version_that_is_held_are_given_and_only_for_the_admin
         assert status == 404 and b"not for others" not in body, path
     with pytest.raises(ServerError, match="answered 401"):
         hosts.stage(giver, other, key=API_KEY)
+
+
+def fill(weights: Path, manifest: Manifest, into: Path, patience: Patience, peers: PeerFiles) -> Arrived:
+    """A version on a host that holds none."""
+    version = Filling(weights=weights, manifest=manifest, into=into, held=Held(()), on_progress=patience.check)
+    return version.fill(whole, peers.ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +199,10 @@ def test_a_source_that_is_killed_in_the_middle_is_left_for_the_next(hosts: Hosts
         killing = Interrupted(calm.what, calm.timeout_s, calm.deadline, calm.given_up, kill)
         manifest = read_manifest(published.directory, published.digest)
         files = {"model-00000.bin": manifest.files["model-00000.bin"]}
-        arrived = Peers(ADMIN_KEY, trust().client()).fill(
-            published.digest,
-            [control, other.control],
-            published.directory,
-            type(manifest)(files=files, extra={}),
-            tmp_path / "into",
-            killing,
-        )
-    assert was_asked and arrived.failed_sources == (control,) and arrived.bytes_received == 60_000_000
+        peers = PeerFiles(Peers(ADMIN_KEY, trust().client()), published.digest, [control, other.control], killing)
+        manifest = type(manifest)(files=files, extra={})
+        arrived = fill(published.directory, manifest, tmp_path / "into", killing, peers)
+    assert was_asked and peers.failed == {control} and arrived.bytes_received == 60_000_000
     assert arrived.bytes_read < MANIFEST_ONLY
 
 
@@ -278,15 +303,11 @@ def test_a_source_that_does_not_speak_as_it_should_costs_time_and_nothing_else(
     assert published.digest is not None
     (tmp_path / "into").mkdir()
     with source_that(answer) as source:
-        arrived = Peers(ADMIN_KEY, trust().client(), silence_s=0.2, share_of_time=0.01).fill(
-            published.digest,
-            [source],
-            published.directory,
-            read_manifest(published.directory, published.digest),
-            tmp_path / "into",
-            patience(),
-        )
-    assert arrived.failed_sources == (source,) and arrived.bytes_received == 0
+        asking = Peers(ADMIN_KEY, trust().client(), silence_s=0.2, share_of_time=0.01)
+        peers = PeerFiles(asking, published.digest, [source], patience())
+        manifest = read_manifest(published.directory, published.digest)
+        arrived = fill(published.directory, manifest, tmp_path / "into", patience(), peers)
+    assert peers.failed == {source} and arrived.bytes_received == 0
     assert content_of(tmp_path / "into") == content_of(published.directory)
     assert reason in caplog.text
 
@@ -298,7 +319,6 @@ def test_a_manifest_that_names_other_places_is_refused_before_anything_is_asked_
     manifest = read_manifest(published.directory, published.digest)
     manifest.files["../outside"] = manifest.files["model-00001.bin"]
     with pytest.raises(CorruptCheckpointError, match="expected names inside of it"):
-        Peers(ADMIN_KEY, trust().client()).fill(
-            "0" * 64, ["http://127.0.0.1:9"], published.directory, manifest, tmp_path, patience()
-        )
+        peers = PeerFiles(Peers(ADMIN_KEY, trust().client()), "0" * 64, ["http://127.0.0.1:9"], patience())
+        fill(published.directory, manifest, tmp_path, patience(), peers)
     assert not (tmp_path.parent / "outside").exists()

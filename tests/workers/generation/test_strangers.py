@@ -13,11 +13,12 @@ from corral.experiments.trial.trust import new_identity
 from corral.name_resolve import NameServiceUnavailableError, RedisNameService
 from corral.workers.checkpoint.manifest import read_manifest
 from corral.workers.generation.control import ControlClient
-from corral.workers.generation.http_calls import ServerError, get_text
+from corral.workers.generation.server_client import ServerError, get_text
 from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.peers import Peers
+from corral.workers.weight_transport.filling import Filling, Held, whole
+from corral.workers.weight_transport.peers import PeerFiles, Peers
+from corral.workers.weight_transport.transport import Patience
 from tests.strangers import Stranger
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK
 from tests.workers.trusted import trust
@@ -75,10 +76,11 @@ def test_a_stranger_in_place_of_another_host_is_told_no_key_and_gives_no_weights
     digest = make_version(weights, seed=1, suffix=".bin")
     source = f"https://{LOOPBACK}:{stranger.port}"
     patience = Patience.of("version 0.1", timeout_s=DEADLINE_S, given_up=threading.Event())
-    arrived = Peers(ADMIN_KEY, trust().client()).fill(
-        digest, [source], weights, read_manifest(weights, digest), into, patience
-    )
-    assert arrived.failed_sources == (source,) and arrived.bytes_received == 0
+    peers = PeerFiles(Peers(ADMIN_KEY, trust().client()), digest, [source], patience)
+    manifest = read_manifest(weights, digest)
+    version = Filling(weights=weights, manifest=manifest, into=into, held=Held(()), on_progress=patience.check)
+    arrived = version.fill(whole, peers.ways)
+    assert peers.failed == {source} and arrived.bytes_received == 0
     hears_nothing(stranger)
 
 

@@ -4,14 +4,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import FileNameService, MemoryNameService, MemoryStore
 from corral.workers.lifecycle.presence import Presence
+from tests.name_services import MemoryNameService, MemoryStore, NamesAddress, running_names
 
 KEY = "workers/rollout_worker/0"
 
@@ -29,14 +28,13 @@ def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
     with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord(index=3)) as presence:
         presence.enter("wait for a batch", waiting_for="3 of 8 trajectories", waits_for=["rollout_worker/1"])
         presence.beat(version="1.7")
-        presence.open_control("tcp://somewhere")
         wait_until(
             lambda: msgspec.json.decode(observer.get(KEY), type=WorkerRecord).version == "1.7", "the phase is published"
         )
         record = msgspec.json.decode(observer.get(KEY), type=WorkerRecord)
         assert (record.phase, record.waiting_for) == ("wait for a batch", "3 of 8 trajectories")
         assert record.waits_for == ("rollout_worker/1",)
-        assert (record.index, record.control, record.is_setting_up) == (3, "tcp://somewhere", False)
+        assert (record.index, record.is_setting_up) == (3, False)
     assert observer.get_subtree("workers") == {}
 
 
@@ -64,33 +62,32 @@ def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leave
     assert observer.get_subtree("last_seen") == {}
 
 
-def run_worker(names: Path, body: str) -> "subprocess.Popen[str]":
+def run_worker(names: NamesAddress, body: str) -> "subprocess.Popen[str]":
     code = (
         "import sys, time\n"
-        "from pathlib import Path\n"
-        "from corral.name_resolve import FileNameService\n"
         "from corral.experiments.trial.worker_record import WorkerRecord\n"
         "from corral.workers.lifecycle.presence import Presence\n"
-        f"names = FileNameService(Path({str(names)!r}))\n"
+        "from pathlib import PosixPath\n"
+        "from tests.name_services import NamesAddress\n"
+        f"names = {names!r}.connect()\n"
         f"presence = Presence(names, {KEY!r}, owner='a', ttl_s=10, identity=WorkerRecord())\n"
         f"{body}\n"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
-    worker = run_worker(tmp_path, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
-    _, output = worker.communicate(timeout=120)
+def test_a_phase_that_outstays_its_deadline_ends_the_process_with_its_stacks() -> None:
+    with running_names() as names:
+        worker = run_worker(names, "presence.enter('train step', deadline_s=0.2)\ntime.sleep(60)")
+        _, output = worker.communicate(timeout=120)
     assert worker.returncode == WorkerExit.HUNG
     assert "train step" in output and "Thread" in output and "time.sleep" not in output.splitlines()[0]
 
 
-def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_record(tmp_path: Path) -> None:
-    worker = run_worker(
-        tmp_path, "presence.enter('generate')\nprint('up', file=sys.stderr, flush=True)\ntime.sleep(60)"
-    )
-    assert worker.stderr is not None and worker.stderr.readline() == "up\n"
-    with Presence(FileNameService(tmp_path), KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
-        assert worker.wait(timeout=120) == WorkerExit.SUPERSEDED
-        assert msgspec.json.decode(FileNameService(tmp_path).get(KEY), type=WorkerRecord).incarnation == "b"
-    worker.stderr.close()
+def test_a_worker_whose_place_was_taken_leaves_and_its_successor_keeps_the_record() -> None:
+    body = "presence.enter('generate')\nprint('up', file=sys.stderr, flush=True)\ntime.sleep(60)"
+    with running_names() as address, address.connect() as names, run_worker(address, body) as worker:
+        assert worker.stderr is not None and worker.stderr.readline() == "up\n"
+        with Presence(names, KEY, owner="b", ttl_s=10, identity=WorkerRecord(incarnation="b")):
+            assert worker.wait(timeout=120) == WorkerExit.SUPERSEDED
+            assert msgspec.json.decode(names.get(KEY), type=WorkerRecord).incarnation == "b"

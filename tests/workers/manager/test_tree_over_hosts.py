@@ -15,12 +15,13 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import Secret, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve import MemoryNameService, TrialKeys
-from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import Refusal, read_refusal
+from corral.name_resolve import TrialKeys
+from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
 from corral.workers.manager.gserver_manager import GserverManager
+from corral.workers.manager.routing import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
 from tests.launcher.trials import make_plan
+from tests.name_services import MemoryNameService
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, wait_until
 from tests.workers.trusted import trust
@@ -97,10 +98,15 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 
 def wait_for(manager: GserverManager, hosts: list[Host], version: str) -> None:
     wait_until(lambda: all(host.server.version == version for host in hosts), f"{len(hosts)} hosts at {version}")
+    ready = (ServerState.READY, version)
     wait_until(
-        lambda: list(manager.status()["servers"].values()).count(f"ready {version}") >= len(hosts),
+        lambda: [(server.state, server.version) for server in servers_of(manager)].count(ready) >= len(hosts),
         "the manager to know",
     )
+
+
+def servers_of(manager: GserverManager) -> list[Server]:
+    return list(manager._table.servers.values())
 
 
 def test_two_hosts_read_a_version_and_all_others_have_it_from_hosts_also_who_joins_late(trial: Trial) -> None:
@@ -125,7 +131,7 @@ def test_hosts_that_go_between_two_versions_hold_up_nobody(trial: Trial) -> None
         wait_for(manager, hosts, "0.1")
         for host in hosts[:3]:
             trial.remove(host)
-        wait_until(lambda: len(manager.status()["servers"]) == NUM_HOSTS - 3, "the manager to miss them")
+        wait_until(lambda: len(servers_of(manager)) == NUM_HOSTS - 3, "the manager to miss them")
         published = trial.publish(2)
         late = trial.add_host()
         wait_for(manager, [*hosts[3:], late], "0.2")

@@ -16,8 +16,9 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.policy_version import Lineage
+from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.master.step.calls import MeshCalls
+from corral.workers.master.step import StepRunner
 from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,
@@ -118,18 +119,17 @@ def run(
         buffer.put(sample)
     spec = specification(called)
     graph = build_dataflow(spec.calls, called.input_keys)
-    calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, Lineage([], epoch=1), publish=ranks.publish)
+    calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, Lineage([], epoch=1))
     if called.call_type is CallType.EVALUATE:
         asyncio.run(calls.evaluate(called, UIDS, version=7))
     else:
-        asyncio.run(_go(calls, called, is_last_go=is_last_go))
+        step = StepRunner(graph, calls, UIDS, version=7, publish=ranks.publish)
+        asyncio.run(step.run() if called.call_type is CallType.TRAIN_STEP else _go(calls, called, is_last_go))
     return ranks, buffer
 
 
-async def _go(calls: MeshCalls, called: ModelFunctionCall, *, is_last_go: bool) -> None:
-    trained = (await calls.run_call(called, UIDS, version=7, is_last_go=is_last_go)).trained
-    if is_last_go:
-        await calls.end_call(called, [trained] if trained else [])
+async def _go(calls: MeshCalls, called: ModelFunctionCall, is_last_go: bool) -> None:
+    await calls.run_call(called, UIDS, version=7, is_last_go=is_last_go)
 
 
 def specification(called: ModelFunctionCall) -> MasterWorkerSpec:
@@ -241,12 +241,16 @@ def test_new_weights_are_published_and_pushed_after_the_train_step_in_the_order_
     assert {request.eta for request in copied.values()} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("reply", "is_last_go"), [(SKIPPED, True), (DAMAGED, True), (FINE, False)], ids=["skipped", "damaged", "not over"]
-)
-def test_weights_that_are_not_new_or_not_sound_or_not_final_go_nowhere(reply: TrainReply, is_last_go: bool) -> None:
-    ranks, _ = run(update(post_hooks=(PUBLISH, PUSH)), Ranks(reply), is_last_go=is_last_go)
+@pytest.mark.parametrize("reply", [SKIPPED, DAMAGED], ids=["skipped", "damaged"])
+def test_weights_that_are_not_new_or_not_sound_go_nowhere(reply: TrainReply) -> None:
+    ranks, _ = run(update(post_hooks=(PUBLISH, PUSH)), Ranks(reply))
     assert len(ranks.happened) == 1
+
+
+def test_weights_that_are_not_final_go_nowhere() -> None:
+    first, second, *then = run(update(post_hooks=(PUBLISH,), n_seqs=2))[0].happened
+    assert {type(request) for request in (*first.values(), *second.values())} == {TrainStep}
+    assert then == ["publish"]
 
 
 def test_a_model_is_moved_away_after_its_last_go_on_every_rank() -> None:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from corral.workers.master.garbage import rare_collections
+from corral.workers.master.master_worker import rare_collections
 
 
 class Cycle:

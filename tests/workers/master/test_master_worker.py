@@ -205,7 +205,7 @@ def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
 ) -> None:
     deadlines: list[float] = []
 
-    async def note(requests: object, *, deadline_s: float, flush: bool) -> dict[str, Any]:
+    async def note(requests: object, *, deadline_s: float) -> dict[str, Any]:
         deadlines.append(deadline_s)
         return {}
 

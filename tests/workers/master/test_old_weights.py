@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.name_resolve import TrialKeys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
 from corral.workers.checkpoint.removal import Remover
-from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
-from corral.workers.master.old_weights import remove_old_weights, weights_name
+from corral.workers.master.weights import remove_old_weights, weights_name
+from tests.name_services import MemoryNameService
 
 
 def write(directory: Path, *versions: str) -> None:

@@ -13,13 +13,14 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
+from corral.name_resolve import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.checkpoint import verify_checkpoint
-from corral.workers.checkpoint.weights_in_use import Refusal
+from corral.workers.checkpoint.published_weights import Refusal
 from corral.workers.lifecycle.worker import CannotContinueError
-from corral.workers.master.disk import Disk
-from corral.workers.master.republication import Republication
-from tests.workers.master.trials import NUM_STEPS, Gang, ledger_of, run_master, trial_of
+from corral.workers.master.weights import PublishedVersions
+from tests.name_services import MemoryNameService
+from tests.workers.master.trials import NUM_STEPS, UUID, Gang, ledger_of, run_master, trial_of
 from tests.workers.weight_transport.versions import flip_a_byte
 
 
@@ -96,58 +97,61 @@ def committed(trial: TrialDirectory) -> list[int]:
     return [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()]
 
 
-class Written:
-    """Stands for the epoch's files: each version that is written is another directory."""
+class Copies(PublishedVersions):
+    """Whose versions are written nowhere: each is another directory."""
 
-    def __init__(self) -> None:
-        self.weights, self.damage = Path("/weights/v1"), ""
+    def __init__(self, look: Callable[[Path], Refusal | None]) -> None:
+        names, keys = MemoryNameService(), TrialKeys(UUID)
+        self.present, self.announced = Path("/weights/v1"), list[str]()
+        context = SimpleNamespace(names=names, keys=keys)
+        super().__init__(
+            cast(Any, SimpleNamespace(context=context, tell=self._hear)), cast(Any, None), publish=self._note
+        )
+        self._look = look
+        self._record()
 
-    async def write_weights(self, version: PolicyVersion, *, copy: int) -> None:
-        self.weights = Path(f"/weights/v1-copy{copy}")
+    @property
+    def directory(self) -> Path:
+        return self.present
 
-    async def published(self, version: PolicyVersion) -> Path:
-        return self.weights
+    def _record(self) -> None:
+        """As the manager does."""
+        record = msgspec.json.encode({"refused": self._look(self.present)}).decode()
+        context = self._epoch.context
+        context.names.add(context.keys.weights_in_use(), record, replace=True)
+
+    async def _write(self, version: PolicyVersion, *, copy: int = 0) -> None:
+        self.present = Path(f"/weights/v1-copy{copy}")
+        self._record()
+
+    async def _announce(self, version: PolicyVersion) -> None:
+        self.announced.append(self.present.name)
+
+    async def _hear(self, *said: object, **where: object) -> None: ...
+
+    def _note(self, *said: object) -> None: ...
 
 
 @pytest.mark.parametrize("is_served", [True, False])
 def test_what_is_damaged_each_time_ends_the_trial_unless_somebody_serves_it(is_served: bool) -> None:
-    written, published = Written(), list[Any]()
-
-    def look() -> Refusal:
-        return Refusal(weights=str(written.weights), server="s/0", reason="bad memory", is_served=is_served)
+    weights = Copies(lambda now: Refusal(weights=str(now), server="s/0", reason="bad memory", is_served=is_served))
 
     async def scenario() -> None:
-        async with Disk() as disk:
-            parts = SimpleNamespace(
-                refused_weights=look,
-                publish=published.append,
-                journal=SimpleNamespace(append=lambda *args, **fields: None),
-                attempt=0,
-                writer=SimpleNamespace(epoch=1),
-            )
-            republication = Republication(cast(Any, parts), disk, cast(Any, written))
-            assert [await republication.publish_if_damaged(PolicyVersion(1, 1)) for _ in range(3)] == [True] * 3
-            if is_served:
-                assert not await republication.publish_if_damaged(PolicyVersion(1, 1))
-            else:
-                with pytest.raises(CannotContinueError, match=r"version 1\.1 was written 4 times.*s/0: bad memory"):
-                    await republication.publish_if_damaged(PolicyVersion(1, 1))
-            assert await republication.publish_if_damaged(PolicyVersion(1, 2))  # another version has its own count
+        assert [await weights.publish_again_if_damaged(PolicyVersion(1, 1)) for _ in range(3)] == [True] * 3
+        if is_served:
+            assert not await weights.publish_again_if_damaged(PolicyVersion(1, 1))
+        else:
+            with pytest.raises(CannotContinueError, match=r"version 1\.1 was written 4 times.*s/0: bad memory"):
+                await weights.publish_again_if_damaged(PolicyVersion(1, 1))
+        assert await weights.publish_again_if_damaged(PolicyVersion(1, 2))  # another version has its own count
 
     asyncio.run(scenario())
-    assert [path.name for path in published] == ["v1-copy1", "v1-copy2", "v1-copy3", "v1-copy1"]
+    assert weights.announced == ["v1-copy1", "v1-copy2", "v1-copy3", "v1-copy1"]
 
 
-@pytest.mark.parametrize("look", [lambda weights: None, lambda weights: "/weights/v0"])
-def test_a_refusal_of_what_is_not_published_any_more_changes_nothing(look: Callable[[Path], str | None]) -> None:
-    written = Written()
-    directory = look(written.weights)
-    refusal = directory and Refusal(weights=directory, server="s/0", reason="late", is_served=False)
-
-    async def scenario() -> None:
-        async with Disk() as disk:
-            parts = SimpleNamespace(refused_weights=lambda: refusal)
-            republication = Republication(cast(Any, parts), disk, cast(Any, written))
-            assert not await republication.publish_if_damaged(PolicyVersion(1, 1))
-
-    asyncio.run(scenario())
+@pytest.mark.parametrize("refused", [None, "/weights/v0"])
+def test_a_refusal_of_what_is_not_published_any_more_changes_nothing(refused: str | None) -> None:
+    weights = Copies(
+        lambda now: Refusal(weights=refused, server="s/0", reason="late", is_served=False) if refused else None
+    )
+    assert not asyncio.run(weights.publish_again_if_damaged(PolicyVersion(1, 1)))

@@ -2,24 +2,32 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.step.rank_locks import RankLocks
-from corral.workers.master.step.runner import CallResult, Progress, StepResult, StepRunner
+from corral.workers.master.outcome import CallResult, StepOutcome
+from corral.workers.master.step import Progress, StepRunner
+from corral.workers.master.step_order import RankLocks
 from corral.workers.requests.messages import TrainReply
 
 RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}
 
 
 def call(
-    name: str, call_type: str, role: str, reads: tuple[str, ...], *makes: str, n_seqs: int = 4
+    name: str,
+    call_type: str,
+    role: str,
+    reads: tuple[str, ...],
+    *makes: str,
+    n_seqs: int = 4,
+    hooks: Sequence[str] = (),
 ) -> ModelFunctionCall:
     return ModelFunctionCall.model_validate(
         {"name": name, "model_name": role, "call_type": call_type, "implementation": "x", "n_seqs": n_seqs}
-        | {"input_keys": reads, "output_keys": makes}
+        | {"input_keys": reads, "output_keys": makes, "post_hooks": [{"type": hook} for hook in hooks]}
     )
 
 
@@ -44,8 +52,10 @@ class Calls:
         self.started: list[tuple[str, tuple[str, ...], bool]] = []
         self._ends: dict[str, asyncio.Future[None]] = {}
         self.drops: dict[str, dict[str, str]] = {}
-        self.followed: dict[str, int] = {}
-        """Replies of the goes of calls that were followed by what follows them."""
+        self.num_published = 0
+
+    def ranks_of(self, call: ModelFunctionCall) -> set[int]:
+        return RANKS[call.role]
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
@@ -57,9 +67,8 @@ class Calls:
         trained = TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0)
         return CallResult(trained=trained if is_train else None, dropped=self.drops.pop(call.name, {}))
 
-    async def end_call(self, call: ModelFunctionCall, replies: Sequence[TrainReply]) -> None:
-        assert call.name not in self.followed
-        self.followed[call.name] = len(replies)
+    async def publish(self) -> None:
+        self.num_published += 1
 
     @property
     def running(self) -> set[str]:
@@ -78,14 +87,15 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def start(graph: DataflowGraph, calls: Calls, progress: list[Progress] | None = None) -> "asyncio.Task[StepResult]":
+def start(graph: DataflowGraph, calls: Calls, progress: list[Progress] | None = None) -> "asyncio.Task[StepOutcome]":
     seen: list[Progress] = [] if progress is None else progress
-    runner = StepRunner(graph, calls, ranks_of=lambda call: RANKS[call.role], on_progress=seen.append)
-    return asyncio.create_task(runner.run(["a", "b", "c", "d"], version=7))
+    batch = ["a", "b", "c", "d"]
+    step = StepRunner(graph, cast(Any, calls), batch, version=7, publish=calls.publish, on_progress=seen.append)
+    return asyncio.create_task(step.run())
 
 
 def test_calls_on_other_ranks_run_side_by_side_and_none_waits_for_a_level() -> None:
-    async def scenario() -> StepResult:
+    async def scenario() -> StepOutcome:
         calls, progress = Calls(), list[Progress]()
         step = start(split_ppo(), calls, progress)
         await settle()
@@ -148,7 +158,7 @@ def test_a_step_goes_on_without_samples_that_were_given_up() -> None:
         [],
     )
 
-    async def scenario(dropped: str) -> tuple[StepResult, list[str]]:
+    async def scenario(dropped: str) -> tuple[StepOutcome, list[str]]:
         calls = Calls()
         calls.drops["actor_gen"] = dict.fromkeys(dropped, "reward_error")
         step = start(graph, calls)
@@ -206,14 +216,15 @@ def test_ranks_are_granted_in_order_and_others_are_not_held_up() -> None:
     assert asyncio.run(scenario()) == ["left", "apart", "all"]
 
 
-@pytest.mark.parametrize(("call_type", "num_replies"), [("train_step", 2), ("inference", 0)])
+@pytest.mark.parametrize(("call_type", "num_published"), [("train_step", 1), ("inference", 0)])
 def test_what_follows_a_call_follows_it_also_if_the_samples_of_its_last_go_were_dropped(
-    call_type: str, num_replies: int
+    call_type: str, num_published: int
 ) -> None:
+    makes, hooks = ((), ("publish_weights",)) if call_type == "train_step" else (("values",), ())
     graph = build_dataflow(
         [
             call("actor_gen", "generate", "actor", (), "ids", n_seqs=2),
-            call("critic_call", call_type, "critic", ("ids",), *(("values",) if num_replies == 0 else ()), n_seqs=2),
+            call("critic_call", call_type, "critic", ("ids",), *makes, n_seqs=2, hooks=hooks),
         ],
         [],
     )
@@ -231,6 +242,6 @@ def test_what_follows_a_call_follows_it_also_if_the_samples_of_its_last_go_were_
         return calls
 
     calls = asyncio.run(scenario())
+    assert calls.num_published == num_published
     goes = [("".join(uids), is_last) for name, uids, is_last in calls.started if name == "critic_call"]
     assert goes == [("ab", False), ("", True)]
-    assert calls.followed == {"actor_gen": 0, "critic_call": num_replies}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.step.state import StepState
+from corral.workers.master.step_order import StepState
 
 
 def call(

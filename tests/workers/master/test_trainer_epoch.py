@@ -319,7 +319,7 @@ def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatc
 # --- lines of metrics and samples -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("commit_every_steps", [1, 2])
+@pytest.mark.parametrize("commit_every_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
     commit_every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

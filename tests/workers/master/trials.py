@@ -19,13 +19,12 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import MemoryNameService, TrialKeys
+from corral.name_resolve import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.ledger import Ledger, read_delta
-from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.checkpoint.weights_in_use import NOTHING_IN_USE
+from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
@@ -45,6 +44,7 @@ from corral.workers.requests.messages import (
     TrainStep,
 )
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
+from tests.name_services import MemoryNameService
 
 UUID = "ab" * 16
 BATCH_SIZE = 8

@@ -10,10 +10,11 @@ import torch
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.name_resolve import FileNameService, MemoryNameService, TrialKeys
+from corral.name_resolve import TrialKeys
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
 from corral.workers.model.gang import joined_gang, shared_store
+from tests.name_services import MemoryNameService, NamesAddress, running_names
 from tests.workers.backends.gang_helpers import play
 from tests.workers.master.trials import UUID, context_of, trial_of
 from tests.workers.stream_helpers import LOOPBACK
@@ -66,18 +67,20 @@ def test_other_gpus_than_planned_end_a_worker_with_an_exit_of_its_own(tmp_path: 
 
 
 def test_a_rank_that_is_slower_than_setup_may_be_ends_no_gang_that_has_joined(tmp_path: Path) -> None:
-    play(be_slow, tmp_path, world_size=2, directory=tmp_path)
+    with running_names() as names:
+        play(be_slow, tmp_path, names, world_size=2, directory=tmp_path)
 
 
-def be_slow(world: ParallelContext, folder: Path) -> None:
+def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None:
     """Rank 1 comes to a collective when all time for setting up is over."""
     world.close()
     own = folder / str(world.rank)
     own.mkdir()
     settings = (f"supervision.setup_timeout_s={SETUP_S}", f"supervision.step_timeout_s={DEADLINE_S}")
-    with context_of(*trial_of(own, "groups.model_worker.scheduling.gpu=0", *settings), "model_worker") as context:
+    trial = trial_of(own, "groups.model_worker.scheduling.gpu=0", *settings)
+    with address.connect() as names, context_of(*trial, "model_worker") as context:
         spec = context.specification(ModelWorkerSpec).model_copy(update={"world_size": 2, "index": world.rank})
-        with joined_gang(replace(context, names=FileNameService(folder / "names")), spec) as gang:
+        with joined_gang(replace(context, names=names), spec) as gang:
             context.presence.enter("train step", deadline_s=DEADLINE_S)
             time.sleep(SETUP_S + 1.0 if world.rank == 1 else 0.0)
             assert gang.parallel.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}

@@ -14,8 +14,7 @@ from corral.scheduling.policy_version import VersionSpan
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import Trajectory
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.samples import Samples, open_samples
-from corral.workers.model.trajectory_inbox import TrajectoryInbox, open_inbox
+from corral.workers.model.samples import Samples, open_receiver, open_samples
 from corral.workers.requests.messages import SampleMetadata
 from corral.workers.streams.security import StreamSecurity
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
@@ -65,7 +64,7 @@ def delivered(delivery: str, *, value: int = 1, reason: str = "") -> Trajectory:
 
 def samples_from(receiver: Receiver) -> tuple[Samples, DataStore]:
     store = DataStore()
-    return Samples(store, inbox=TrajectoryInbox(cast(Any, receiver), store)), store
+    return Samples(store, receiver=cast(Any, receiver)), store
 
 
 def test_trajectories_are_stored_and_the_master_hears_what_they_are() -> None:
@@ -139,13 +138,13 @@ def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
             assert store.uids == []
 
 
-def test_rollout_workers_find_an_inbox_while_it_is_open(
+def test_rollout_workers_find_a_receiver_while_it_is_open(
     tmp_path: Path, as_role: Callable[[str], StreamSecurity]
 ) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as without_keys:
         context = replace(without_keys, security=as_role("model_worker"))
         key = context.keys.trajectory_receiver(3)
-        with open_inbox(context, DataStore(), index=3, batch_size=2):
+        with open_receiver(context, index=3, batch_size=2):
             assert context.names.get(key).startswith(f"tcp://{context.address}:")
         with pytest.raises(NameNotFoundError):
             context.names.get(key)
@@ -155,4 +154,4 @@ def test_nothing_comes_in_at_a_rank_that_takes_no_samples(tmp_path: Path) -> Non
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         spec = context.specification(ModelWorkerSpec).model_copy(update={"takes_samples": False})
         with open_samples(context, spec, DataStore()) as samples:
-            assert (samples.inbox, samples.rows, samples.num_rows) == (None, None, 0)
+            assert (samples.receiver, samples.rows, samples.num_rows) == (None, None, 0)

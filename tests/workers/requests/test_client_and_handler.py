@@ -35,6 +35,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WorkerRequest,
 )
+from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import Buffer, MessageCodec
 from corral.workers.streams.errors import (
     PeerDeadError,
@@ -53,7 +54,6 @@ def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: A
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
-            await client.flush(deadline_s=10)
             envelope = await take(stream)  # and now the main thread "computes"
             assert await ask(client, stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_rows=1000)
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
@@ -95,22 +95,7 @@ def test_a_worker_is_let_in_however_late_its_own_thread_hears_of_the_link(
     with_master(run, as_role("master_worker"))
 
 
-def test_blocking_requests_wait_for_the_flush(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await initialize(client, stream)
-            client.post({stream.worker_id: train()}, deadline_s=10)
-            await ask(
-                client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10
-            )  # the request before it has arrived, too
-            assert stream.next_blocking(timeout_s=0) is None
-            await client.flush(deadline_s=10)
-            assert (await take(stream)).request == train()
-
-    with_master(run, as_role("master_worker"))
-
-
-def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRole) -> None:
+def test_all_workers_get_the_requests_that_they_share_in_the_same_order(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         security = as_role("model_worker")
         with (
@@ -123,7 +108,6 @@ def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRo
                 for name in ("actor_train", "critic_train"):
                     client.post(dict.fromkeys(workers, train(name)), deadline_s=10)
             client.post({second.worker_id: train("only the second")}, deadline_s=10)
-            await client.flush(deadline_s=10)
             for stream, count in ((first, 4), (second, 5)):
                 envelopes = [await take(stream) for _ in range(count)]
                 orders.append([f"{envelope.request_id}" for envelope in envelopes])
@@ -132,27 +116,12 @@ def test_all_workers_get_the_requests_of_a_level_in_the_same_order(as_role: AsRo
     with_master(run, as_role("master_worker"))
 
 
-def test_a_flush_aboard_starts_its_request_after_all_that_was_posted_before(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await initialize(client, stream)
-            client.post({stream.worker_id: train("waits")}, deadline_s=10)
-            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10)
-            assert stream.next_blocking(timeout_s=0) is None
-            client.post({stream.worker_id: train("starts both")}, deadline_s=10, flush=True)
-            client.post({stream.worker_id: train("starts at once")}, deadline_s=10, flush=True)
-            names = [(await take(stream)).request for _ in range(3)]
-            assert names == [train("waits"), train("starts both"), train("starts at once")]
-
-    with_master(run, as_role("master_worker"))
-
-
-def test_a_flush_aboard_of_a_request_that_is_refused_starts_the_others(as_role: AsRole) -> None:
+def test_a_request_that_is_refused_holds_up_none_after_it(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
-            early = client.post({stream.worker_id: train("too early")}, deadline_s=10, flush=True)
-            client.post({stream.worker_id: INITIALIZE}, deadline_s=10, flush=True)
+            early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
+            client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
             with pytest.raises(RemoteError, match="came before its Initialize"):
                 await early.results()
             assert (await take(stream)).request == INITIALIZE
@@ -170,7 +139,7 @@ def test_each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others(as_r
             await initialize(client, first, second)
             shares = {stream.worker_id: Inference(mfc="ref_inf", uids=[stream.worker_id]) for stream in (first, second)}
             hook = DataTransfer(parcels=[], num_tokens={"0:a": [1]})
-            client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]}, flush=True)
+            client.post(shares, deadline_s=10, pre_hooks={second.worker_id: [hook]})
             for stream, hooks in ((first, ()), (second, (hook,))):
                 envelope = await take(stream)
                 assert (envelope.request, envelope.pre_hooks) == (shares[stream.worker_id], hooks)
@@ -195,8 +164,8 @@ def test_what_all_workers_get_alike_is_encoded_once(as_role: AsRole, monkeypatch
             await initialize(client, first, second)
             workers = [first.worker_id, second.worker_id]
             monkeypatch.setattr(MessageCodec, "encode", count)
-            client.post(dict.fromkeys(workers, train("same")), deadline_s=10, flush=True)
-            client.post({name: train(name) for name in workers}, deadline_s=10, flush=True)
+            client.post(dict.fromkeys(workers, train("same")), deadline_s=10)
+            client.post({name: train(name) for name in workers}, deadline_s=10)
             requests = [body.request for body in encoded if isinstance(body, WorkerRequest)]
             assert requests == [train("same"), *map(train, workers)]
 
@@ -210,7 +179,6 @@ def test_hooks_arrive_with_the_request(as_role: AsRole) -> None:
             parcel = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
             hook = DataTransfer(parcels=[parcel], num_tokens={"0:a": [1]})
             client.post({stream.worker_id: train()}, deadline_s=10, pre_hooks={stream.worker_id: [hook]})
-            await client.flush(deadline_s=10)
             envelope = await take(stream)
             assert (envelope.epoch, envelope.pre_hooks, envelope.post_hooks) == (1, (hook,), ())
 
@@ -223,7 +191,6 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
             await initialize(client, stream)
             request = Inference(mfc="ref_inf", uids=["0:a"])
             pending = client.post({stream.worker_id: request}, deadline_s=10)
-            await client.flush(deadline_s=10)
             envelope = await take(stream)
             assert envelope.request == request
             reply = MetadataReply.of([SampleMetadata(uid="0:a", keys=("ref_logprobs",), num_tokens=[7], order=3)])
@@ -261,7 +228,6 @@ def test_a_reply_after_the_deadline_is_counted_and_dropped(as_role: AsRole) -> N
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             pending = client.post({stream.worker_id: train()}, deadline_s=0.2)
-            await client.flush(deadline_s=10)
             envelope = await take(stream)
             with pytest.raises(StreamTimeoutError):
                 await pending.results()
@@ -321,7 +287,6 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
             await client.wait_for_workers(["model_worker/0"], timeout_s=120)
             client.post({"model_worker/0": INITIALIZE}, deadline_s=100)
             pending = client.post({"model_worker/0": train("never")}, deadline_s=100)
-            await client.flush(deadline_s=10)
             os.kill(process.pid, fatal_signal)
             with pytest.raises(
                 PeerDeadError, match=rf"model_worker/0 \(pid {process.pid}\) died before it answered TrainStep"
@@ -410,7 +375,6 @@ def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole)
         with worker(as_role("model_worker"), lambda: endpoint) as stream:
             await initialize(client, stream)
             pending = client.post({stream.worker_id: train()}, deadline_s=20)
-            await client.flush(deadline_s=10)
             envelope = await take(stream)
             cable.cut()  # the reply is lost, or is given while nobody is connected
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 1.0}))
@@ -422,17 +386,15 @@ def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole)
     with_master(run, as_role("master_worker"))
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole, flush: bool) -> None:
+def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole) -> None:
     async def run(client: RequestClient) -> None:
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
         with worker(as_role("model_worker"), lambda: endpoint) as stream:
             await initialize(client, stream)
             cable.cut()
-            client.post({stream.worker_id: train("a")}, deadline_s=20, flush=flush)
-            client.post({stream.worker_id: train("b")}, deadline_s=20, flush=flush)
-            await client.flush(deadline_s=20)
+            client.post({stream.worker_id: train("a")}, deadline_s=20)
+            client.post({stream.worker_id: train("b")}, deadline_s=20)
             assert [(await take(stream)).request for _ in range(2)] == [train("a"), train("b")]
         await cable.stop()
 
@@ -472,6 +434,27 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
     asyncio.run(run())
 
 
+def test_a_request_that_comes_after_a_later_one_is_refused(as_role: AsRole) -> None:
+    """However messages are mixed up: workers that run what they share in different orders wait for each other."""
+
+    async def run() -> None:
+        codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=TRIAL)
+        server = as_role("master_worker").bind_router(LOOPBACK, roles={"model_worker"}, purpose="requests")
+        with worker(as_role("model_worker"), lambda: server.endpoint) as stream:
+            identity, *_ = await asyncio.to_thread(server.socket.recv_multipart)
+            for number, request in ((1, INITIALIZE), (3, train("later")), (2, train("earlier"))):
+                frames = codec.encode(WorkerRequest(request=request), epoch=1, request_id=f"1:{number}", deadline_s=10)
+                server.socket.send_multipart([identity, *frames])
+            message = codec.decode((await asyncio.to_thread(server.socket.recv_multipart))[1:])
+            assert isinstance(message.body, ErrorReply) and message.request_id == "1:2"
+            assert message.body.message.startswith("TrainStep 1:2 came after 1:3")
+            assert [(await take(stream)).request for _ in range(2)] == [INITIALIZE, train("later")]
+            assert stream.next_blocking(timeout_s=0) is None
+        server.close()
+
+    asyncio.run(run())
+
+
 def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) -> None:
     async def run() -> None:
         master = as_role("master_worker")
@@ -503,13 +486,11 @@ def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) ->
             addresses = [old.endpoint]
             with worker(as_role("model_worker"), lambda: addresses[-1], silence_s=0.2) as stream:
                 await initialize(old, stream)
-                old.post({stream.worker_id: train("flushed by the old master")}, deadline_s=100)
-                await old.flush(deadline_s=10)
-                old.post({stream.worker_id: train("never flushed")}, deadline_s=100)
+                old.post({stream.worker_id: train("of the old master")}, deadline_s=100)
+                await ask(old, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100)  # it is there, too
                 addresses.append(new.endpoint)
                 await initialize(new, stream)  # takes the next request, which must be the new master's
                 new.post({stream.worker_id: train("new")}, deadline_s=100)
-                await new.flush(deadline_s=10)
                 assert (await take(stream)).request == train("new")
 
     asyncio.run(run())
@@ -527,22 +508,6 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
             assert stream.max_epoch == 5
 
     with_master(run, as_role("master_worker"), epoch=5)
-
-
-def test_a_flush_does_not_wait_for_a_request_that_was_refused(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
-            await client.wait_for_workers([stream.worker_id], timeout_s=120)
-            early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
-            late = client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
-            await client.flush(deadline_s=10)  # names both: the refusal has not arrived yet
-            with pytest.raises(RemoteError, match="came before its Initialize"):
-                await early.results()
-            envelope = await take(stream)
-            await asyncio.to_thread(stream.reply, envelope, OkReply())
-            assert await late.results() == {stream.worker_id: OkReply()}
-
-    with_master(run, as_role("master_worker"))
 
 
 def test_closing_the_master_fails_its_waiting_calls(as_role: AsRole) -> None:
@@ -581,7 +546,6 @@ def test_many_calls_at_once_find_their_own_answers(as_role: AsRole) -> None:
                 )
                 for index in range(50)
             ]
-            await client.flush(deadline_s=20)
             for index, replies in enumerate(pending):
                 for payload in (await replies.results()).values():
                     assert payload == StatsReply(stats={"version": float(index)})

@@ -56,7 +56,7 @@ def test_a_waiting_request_is_answered_when_something_arrives_while_others_are_a
         inbox = Inbox()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
             await initialize(client, stream)
-            step = client.post({stream.worker_id: train()}, deadline_s=100, flush=True)
+            step = client.post({stream.worker_id: train()}, deadline_s=100)
             waiting = asyncio.create_task(ask(client, stream.worker_id, WAITS, deadline_s=100))
             await until(lambda: inbox.num_looks == 1, waiting_for="the first look")
             envelope = await take(stream)  # and now the main thread "computes"
@@ -153,7 +153,7 @@ def test_a_passenger_comes_with_the_next_message_and_has_its_own_answer(as_role:
         ):
             await initialize(client, stream, other)
             pending = client.post_aboard([stream.worker_id, other.worker_id], WAITS, deadline_s=100)
-            step = client.post({stream.worker_id: train()}, deadline_s=100, flush=True)
+            step = client.post({stream.worker_id: train()}, deadline_s=100)
             envelope = await take(stream)
             await until(lambda: inbox.num_looks == 1, waiting_for="the passenger")
             assert other_inbox.num_looks == 0  # it was sent nothing
@@ -244,7 +244,7 @@ def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsR
             await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100)
             assert done == [clears[0], clears[1], ClearDataCache(uids=[])]
             client.attach({stream.worker_id: clears[2]})
-            client.post({stream.worker_id: train()}, deadline_s=100, flush=True)
+            client.post({stream.worker_id: train()}, deadline_s=100)
             assert (await take(stream)).request == train()
             assert done[3:] == [clears[2]]
 
@@ -262,10 +262,10 @@ def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Spec
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=answer) as stream:
             await initialize(client, stream)
             client.attach({stream.worker_id: ClearDataCache(uids=["0:a"])})
-            failing = client.post({stream.worker_id: carrier}, deadline_s=100, flush=True)
+            failing = client.post({stream.worker_id: carrier}, deadline_s=100)
             with pytest.raises(RemoteError, match="KeyError: '0:a'"):
                 await failing.results()
-            client.post({stream.worker_id: train("next")}, deadline_s=100, flush=True)
+            client.post({stream.worker_id: train("next")}, deadline_s=100)
             assert (await take(stream)).request == train("next")
 
     with_master(run, as_role("master_worker"))

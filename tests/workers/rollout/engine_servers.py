@@ -7,7 +7,7 @@ from pathlib import Path
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.http.api import EngineServer
+from corral.workers.engine.server import EngineServer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.streams.https import open_session

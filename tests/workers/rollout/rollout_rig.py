@@ -29,7 +29,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
-from corral.name_resolve import MemoryNameService, MemoryStore, TrialKeys
+from corral.name_resolve import TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
@@ -39,6 +39,7 @@ from corral.workers.rollout.rollout_worker import RolloutWorker
 from corral.workers.streams.https import serve
 from corral.workers.streams.security import StreamSecurity
 from tests.launcher.trials import make_plan
+from tests.name_services import MemoryNameService, MemoryStore
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 from tests.workers.loop_thread import loop_thread
 from tests.workers.worker_context import worker_context
@@ -155,8 +156,7 @@ class RolloutRig:
             stack.callback(lambda: self._loop.run(self.server.stop()))
             record = {"url": url, "control": url, "incarnation": "a", "place": ""}
             names.add(self._keys.generation_server(0), json.dumps(record))
-            published = PublishedWeights(version="0.0", weights=str(self._folder), digest=None)
-            names.add(self._keys.policy_version(), published.to_json())
+            self.publish("0.0")
             stack.enter_context(self._running_manager())
             security = stack.enter_context(self._security("model_worker"))
             self.receiver = stack.enter_context(
@@ -201,6 +201,11 @@ class RolloutRig:
         finally:
             deadline.cancel()
 
+    def publish(self, version: str) -> None:
+        """The trainer stands at this version of the weights."""
+        published = PublishedWeights(version=version, weights=str(self._folder), digest=None)
+        MemoryNameService(self._store).add(self._keys.policy_version(), published.to_json(), replace=True)
+
     def reject_first(self) -> None:
         """Wait for a record, and reject it."""
         deadline = time.monotonic() + DEADLINE_S
@@ -217,7 +222,7 @@ class RolloutRig:
 
     def num_retried(self) -> int:
         """How often the manager was told that a server failed."""
-        return int(self.manager.status()["requests retried elsewhere"])
+        return self.manager._num_retried
 
     @contextmanager
     def worker(self) -> Iterator[RolloutWorker]:

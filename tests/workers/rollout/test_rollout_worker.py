@@ -209,6 +209,24 @@ def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_pr
             assert spool.uids() == ["0:2"]
 
 
+def test_a_worker_that_has_nothing_to_ask_for_does_not_keep_the_gate_closed_when_training_goes_back(
+    tmp_path: Path,
+) -> None:
+    with RolloutRig(tmp_path, ["1+1="], rollout={}) as rig:
+        rig.publish("0.1")
+        gates: list[str] = []
+
+        def is_open_again() -> bool:
+            if not gates and rig.received and rig.phase() == "wait for the trainer":
+                rig.publish("1.0")
+            if rig.received and "version 0" in (gate := rig.manager._admission.explain()):
+                gates.append(gate)
+            return bool(gates)
+
+        rig.run_until(is_open_again, "the gate")
+        assert gates[-1].startswith("open for")
+
+
 @pytest.mark.parametrize("in_the", ["record", "removal of a rejected record"])
 def test_a_disk_that_fails_once_ends_the_worker_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_the: str

@@ -1,14 +1,11 @@
-"""Requests to a bound server that may restart and move, and control of a worker that computes."""
+"""Requests to a bound server that may restart and move."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 import pytest
 
-from corral.workers.lifecycle.control import ControlServer, control_call
 from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
@@ -26,6 +23,10 @@ class Add(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="add"):
 
 class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wait"):
     """-> Sum, once the test allows it"""
+
+
+class Anything(msgspec.Struct, frozen=True, tag="anything"):
+    value: object
 
 
 class Sum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sum"):
@@ -181,44 +182,19 @@ def test_closing_the_client_fails_what_waits_on_it(as_role: AsRole) -> None:
     with_calculator(as_role, run)
 
 
-async def ask(server: ControlServer, security: StreamSecurity, command: str) -> dict[str, Any]:
-    return await control_call(server.endpoint, command, security, worker="model_worker/0", deadline_s=10)
+def test_an_answer_that_cannot_travel_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
+    async def handle(role: str, request: Wait) -> Anything:
+        return Anything(object())
 
+    async def run() -> None:
+        server = AsyncRequestServer[Wait](
+            as_role("gserver_manager"), Wait, handle, address=LOOPBACK, roles={"rollout_worker"}, purpose="manager"
+        )
+        client = AsyncRequestClient[Wait, Sum](
+            as_role("rollout_worker"), Sum, lambda: server.endpoint, server="gserver_manager/0"
+        )
+        async with server, client:
+            with pytest.raises(RemoteError, match="gserver_manager/0 raised TypeError"):
+                await client.request(Wait(), deadline_s=10)
 
-def test_a_worker_answers_control_while_its_main_thread_computes(as_role: AsRole) -> None:
-    main_thread = threading.current_thread()
-    answers: dict[str, object] = {}
-
-    def callback(command: str) -> dict[str, object]:
-        if command != "status":
-            raise ValueError(f"unknown command {command!r}")
-        return {"step": 3, "is_main": threading.current_thread() is main_thread}
-
-    with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
-        security = as_role("launcher")
-        asking = threading.Thread(target=lambda: answers.update(asyncio.run(ask(server, security, "status"))))
-        asking.start()
-        while asking.is_alive():  # computing
-            sum(range(1000))
-        assert answers == {"step": 3, "is_main": False}
-
-
-def test_an_unknown_command_is_an_error_that_names_the_worker(as_role: AsRole) -> None:
-    def callback(command: str) -> dict[str, object]:
-        raise ValueError(f"unknown command {command!r}; there are ping, status")
-
-    with ControlServer(as_role("model_worker"), callback, address=LOOPBACK) as server:
-        with pytest.raises(RemoteError, match="model_worker/0 raised ValueError: unknown command 'dance'"):
-            asyncio.run(ask(server, as_role("launcher"), "dance"))
-
-
-def test_rollout_workers_may_not_control_anybody(as_role: AsRole) -> None:
-    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
-        with pytest.raises(WrongTrialKeyError):
-            asyncio.run(ask(server, as_role("rollout_worker"), "exit"))
-
-
-def test_a_control_answer_that_cannot_travel_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
-    with ControlServer(as_role("model_worker"), lambda command: {"x": object()}, address=LOOPBACK) as server:
-        with pytest.raises(RemoteError, match="TypeError"):
-            asyncio.run(ask(server, as_role("launcher"), "status"))
+    asyncio.run(run())

@@ -15,7 +15,6 @@ import zmq
 import corral.workers
 from corral.experiments.trial.secrets import CurvePair, Secret, TrialSecrets
 from corral.workers.delivery.receiver import TrajectoryReceiver
-from corral.workers.lifecycle.control import ControlServer, control_call
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import ClearDataCache, OkReply
@@ -24,7 +23,7 @@ from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.router import RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK, TRIAL, ask, until
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, ask, echo, said, until
 
 AsRole = Callable[[str], StreamSecurity]
 CODEC: MessageCodec[OkReply] = MessageCodec(OkReply, trial_uuid=TRIAL)
@@ -51,18 +50,18 @@ def test_no_worker_module_pickles() -> None:
 
 @pytest.mark.parametrize("address", ["*", "0.0.0.0", "::", ""])
 def test_no_socket_listens_on_all_interfaces(as_role: AsRole, address: str) -> None:
-    with pytest.raises(ValueError, match="all interfaces"):
-        ControlServer(as_role("model_worker"), lambda command: {}, address=address)
+    with pytest.raises(ValueError, match="all interfaces"), echo(as_role("model_worker"), address=address):
+        pass
 
 
 def test_an_address_of_another_machine_is_an_error_that_names_it(as_role: AsRole) -> None:
-    with pytest.raises(OSError, match="203.0.113.1"):
-        ControlServer(as_role("model_worker"), lambda command: {}, address="203.0.113.1")
+    with pytest.raises(OSError, match="203.0.113.1"), echo(as_role("model_worker"), address="203.0.113.1"):
+        pass
 
 
 def test_security_refuses_to_close_under_an_open_stream(as_role: AsRole) -> None:
     security = as_role("model_worker")
-    with ControlServer(security, lambda command: {}, address=LOOPBACK):
+    with echo(security):
         with pytest.raises(RuntimeError, match="still open"):
             security.close()
 
@@ -130,22 +129,22 @@ def test_a_role_that_the_socket_does_not_serve_is_refused(as_role: AsRole, caplo
 
 
 def test_a_client_without_a_key_is_refused(as_role: AsRole, caplog: pytest.LogCaptureFixture) -> None:
-    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
+    with echo(as_role("model_worker")) as endpoint:
         context = zmq.Context()
         plain = context.socket(zmq.DEALER)
         plain.setsockopt(zmq.IMMEDIATE, 1)
-        plain.connect(server.endpoint)
+        plain.connect(endpoint)
         assert plain.poll(500, zmq.POLLOUT) == 0, "an unauthenticated connection could send"
         plain.close(linger=0)
         context.term()
-        assert "connections to the control socket were refused so far" in caplog.text
+        assert "connections to the echo socket were refused so far" in caplog.text
 
 
 def test_the_worker_stream_raises_a_wrong_key_in_the_main_thread(as_role: AsRole, stranger: StreamSecurity) -> None:
-    with ControlServer(as_role("model_worker"), lambda command: {}, address=LOOPBACK) as server:
+    with echo(as_role("model_worker")) as endpoint:
         with WorkerRequestStream(
             stranger,
-            lambda: server.endpoint,
+            lambda: endpoint,
             worker_id="model_worker/0",
             incarnation="a",
             non_blocking=lambda request: OkReply(),
@@ -158,7 +157,7 @@ def test_nobody_listening_is_a_timeout_that_names_the_server(as_role: AsRole) ->
     with socket.create_server((LOOPBACK, 0)) as taken:
         endpoint = f"tcp://{LOOPBACK}:{taken.getsockname()[1]}"
     with pytest.raises(StreamTimeoutError, match=f"model_worker/3 at {endpoint} .*nobody listens there"):
-        asyncio.run(control_call(endpoint, "ping", as_role("launcher"), worker="model_worker/3", deadline_s=0.3))
+        asyncio.run(said(endpoint, "hello", as_role("master_worker"), deadline_s=0.3))
 
 
 def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
@@ -199,13 +198,12 @@ def send_garbage(endpoint: str, *, count: int, seed: int) -> None:
 def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> None:
     worker, master = as_role("model_worker"), as_role("master_worker")
     with (
-        ControlServer(worker, lambda command: {"said": command}, address=LOOPBACK) as control,
+        echo(worker) as echoing,
         TrajectoryReceiver(worker, address=LOOPBACK, capacity_records=4, capacity_bytes=10_000) as receiver,
     ):
-        for index, endpoint in enumerate([control.endpoint, receiver.endpoint]):
+        for index, endpoint in enumerate([echoing, receiver.endpoint]):
             send_garbage(endpoint, count=350, seed=index)
-        ping = control_call(control.endpoint, "ping", master, worker="model_worker/0", deadline_s=10)
-        assert asyncio.run(ping) == {"said": "ping"}
+        assert asyncio.run(said(echoing, "hello", master, deadline_s=10)) == "hello"
         assert receiver.drain(1) == []
 
         async def master_goes_on() -> None:

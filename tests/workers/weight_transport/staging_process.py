@@ -4,20 +4,17 @@ argv: host directory, trial, weights, digest, what it does once half of a versio
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from corral.workers.checkpoint.manifest import Manifest
+from corral.workers.weight_transport.filling import Encoded, Filling, whole
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
-from corral.workers.weight_transport.transport import Arrived
+from corral.workers.weight_transport.staging import WeightStaging
 
 
-def hang(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
+def hang(version: Filling) -> Encoded:
     """Write half of one file, and wait to be killed."""
-    name = next(iter(manifest.files))
-    (into / name).write_bytes((weights / name).read_bytes()[:1000])
+    name = next(iter(version.manifest.files))
+    (version.into / name).write_bytes((version.weights / name).read_bytes()[:1000])
     print("hangs", flush=True)
     sys.stdin.read()
     raise AssertionError("nobody killed this process")
@@ -26,7 +23,7 @@ def hang(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], pa
 def main() -> None:
     root, trial, weights, digest, what = sys.argv[1:]
     host = HostWeights(Path(root), trial, owner=f"generation_server/{what}")
-    transport = SharedMemoryTransport(host, fill=hang if what == "hang" else fill_with_copies)
+    transport = WeightStaging(host, encode=hang if what == "hang" else whole)
     print("joined", flush=True)
     sys.stdin.readline()
     staged = transport.stage("0.1", Path(weights), digest, timeout_s=60.0)

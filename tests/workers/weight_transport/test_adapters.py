@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save, save_file
 
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, write_manifest
 from corral.workers.weight_transport.adapters import BASE_FILE
-from corral.workers.weight_transport.transport import StagedVersion, WeightTransport
+from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.transport import StagedVersion
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.weight_transport.adapted_versions import merged, publish_adapted, random_adapter
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined
@@ -52,12 +53,12 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[WeightTransport]:
+def transport(tmp_path: Path) -> Iterator[WeightStaging]:
     with closing(joined(tmp_path, "lora")) as transport:
         yield transport
 
 
-def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
+def stage(transport: WeightStaging, version: SealedDirectory) -> StagedVersion:
     """What is staged is what was published, bit for bit, however it came."""
     staged = transport.stage(version.path.name, version.path, version.digest, timeout_s=LONG_S)
     assert staged.path != version.path
@@ -83,7 +84,7 @@ def small(version: SealedDirectory) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_after_fifty_versions_a_host_still_has_what_the_trainer_has_bit_for_bit(
-    transport: WeightTransport, tmp_path: Path, dtype: torch.dtype
+    transport: WeightStaging, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     trainer = Trainer(tmp_path / "weights", dtype=dtype)
     first, second = trainer.write("v0-e1"), trainer.write("v1-e1")
@@ -107,7 +108,7 @@ def test_who_joins_late_on_another_host_reads_all_once_and_then_adapters(trainer
 
 
 def test_a_torn_adapter_is_said_and_all_is_read(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v0-e1"))
     for number, damaged in enumerate(("adapter_model.safetensors", "adapter_config.json"), 1):
@@ -125,7 +126,7 @@ def test_a_torn_adapter_is_said_and_all_is_read(
 
 
 def test_another_base_model_is_found_out(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v0-e1"))
     name = ADAPTED[1]
@@ -137,7 +138,7 @@ def test_another_base_model_is_found_out(
 
 
 def test_kept_base_weights_that_cannot_be_used_are_read_anew_for_the_next_version(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v0-e1"))
     kept = stage(transport, trainer.write("v1-e1")).path / BASE_FILE
@@ -154,7 +155,7 @@ def test_kept_base_weights_that_cannot_be_used_are_read_anew_for_the_next_versio
 
 
 def test_a_base_model_that_is_gone_is_said_and_all_is_read(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v0-e1"))
     (trainer.base / "model-2.safetensors").unlink()
@@ -163,7 +164,7 @@ def test_a_base_model_that_is_gone_is_said_and_all_is_read(
     assert f"{trainer.base} has no weight {ADAPTED[1]}" in caplog.text
 
 
-def test_a_version_without_adapter_is_read_whole(transport: WeightTransport, trainer: Trainer) -> None:
+def test_a_version_without_adapter_is_read_whole(transport: WeightStaging, trainer: Trainer) -> None:
     stage(transport, trainer.write("v0-e1"))
     trainer.write("v1-e1")
     plain = trainer.folder / "plain"

@@ -17,10 +17,10 @@ from corral.workers.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from corral.workers.weight_transport import deltas as deltas_module
-from corral.workers.weight_transport import from_held
-from corral.workers.weight_transport.deltas import fill_with_deltas
-from corral.workers.weight_transport.transport import StagedVersion, StagingError, WeightTransport
+from corral.workers.weight_transport import filling
+from corral.workers.weight_transport.deltas import by_deltas
+from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.transport import StagedVersion, StagingError
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined, patience
@@ -53,12 +53,12 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[WeightTransport]:
+def transport(tmp_path: Path) -> Iterator[WeightStaging]:
     with closing(joined(tmp_path, "delta")) as transport:
         yield transport
 
 
-def stage(transport: WeightTransport, version: SealedDirectory) -> StagedVersion:
+def stage(transport: WeightStaging, version: SealedDirectory) -> StagedVersion:
     """What is staged is what was published, bit for bit and without deltas, however it came."""
     staged = transport.stage(version.path.name, version.path, version.digest, timeout_s=LONG_S)
     published = content_of(version.path)
@@ -81,7 +81,7 @@ def small(version: SealedDirectory) -> int:
     return bytes_of(version, ".delta", MANIFEST_NAME)
 
 
-def test_only_what_changed_is_read_version_after_version(transport: WeightTransport, trainer: Trainer) -> None:
+def test_only_what_changed_is_read_version_after_version(transport: WeightStaging, trainer: Trainer) -> None:
     first = trainer.write("v1-e1")
     assert stage(transport, first).bytes_read == whole(first)
     for name in ("v2-e1", "v3-e1", "v4-e1"):
@@ -90,7 +90,7 @@ def test_only_what_changed_is_read_version_after_version(transport: WeightTransp
 
 
 def test_all_servers_of_a_host_share_what_one_has_built_and_a_late_joiner_goes_on_from_it(
-    transport: WeightTransport, trainer: Trainer, tmp_path: Path
+    transport: WeightStaging, trainer: Trainer, tmp_path: Path
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -103,7 +103,7 @@ def test_all_servers_of_a_host_share_what_one_has_built_and_a_late_joiner_goes_o
 
 
 def test_who_missed_versions_reads_what_changed_in_each_of_them(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     missed = [trainer.write("v2-e1"), trainer.write("v3-e1")]
@@ -113,7 +113,7 @@ def test_who_missed_versions_reads_what_changed_in_each_of_them(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_version_that_was_missed_and_is_gone_or_torn_is_no_way(transport: WeightTransport, trainer: Trainer) -> None:
+def test_a_version_that_was_missed_and_is_gone_or_torn_is_no_way(transport: WeightStaging, trainer: Trainer) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
     third = trainer.write("v3-e1")
@@ -128,7 +128,7 @@ def test_a_version_that_was_missed_and_is_gone_or_torn_is_no_way(transport: Weig
 
 
 def test_a_missed_version_is_damaged_where_no_header_shows_it_and_nothing_wrong_is_staged(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -141,7 +141,7 @@ def test_a_missed_version_is_damaged_where_no_header_shows_it_and_nothing_wrong_
 
 
 def test_an_orphan_is_no_base_and_the_resumed_trainer_s_commit_is(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trainer goes back to the commit of step 1 while this host holds step 2 of the lost branch."""
     first = trainer.write("v1-e1")
@@ -180,7 +180,7 @@ def tear(path: Path) -> None:
     ids=["torn", "garbled", "gone", "empty"],
 )
 def test_a_damaged_delta_is_named_and_its_file_read_whole(
-    damage: Damage, says: str, transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    damage: Damage, says: str, transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -195,7 +195,7 @@ def test_a_damaged_delta_is_named_and_its_file_read_whole(
 
 
 def test_a_delta_that_leads_elsewhere_is_named_and_its_file_read_whole(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -213,7 +213,7 @@ def _without_manifest(directory: Path) -> dict[str, FileEntry]:
 
 
 def test_a_host_directory_without_hard_links_is_no_hindrance(
-    transport: WeightTransport, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -222,11 +222,11 @@ def test_a_host_directory_without_hard_links_is_no_hindrance(
     second = trainer.write("v2-e1")
     monkeypatch.setattr(os, "link", refuse)
     assert stage(transport, second).bytes_read == small(second) + bytes_of(second, "config.json", "index.json")
-    assert "config.json is read whole, since it could not be made from what is held: " in caplog.text
+    assert "config.json is read whole, from the next that has it: " in caplog.text
 
 
 def test_what_memory_has_lost_is_found_by_the_digest_of_the_result(
-    transport: WeightTransport, trainer: Trainer, caplog: pytest.LogCaptureFixture
+    transport: WeightStaging, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     staged = stage(transport, trainer.write("v1-e1"))
     flip_a_byte(staged.path / "model-00001-of-00003.safetensors")
@@ -238,7 +238,7 @@ def test_what_memory_has_lost_is_found_by_the_digest_of_the_result(
 
 
 def test_whole_files_that_are_torn_are_refused_even_where_deltas_are_not(
-    transport: WeightTransport, trainer: Trainer
+    transport: WeightStaging, trainer: Trainer
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -252,7 +252,7 @@ def test_whole_files_that_are_torn_are_refused_even_where_deltas_are_not(
 
 
 def test_memory_that_is_full_in_the_middle_of_a_delta_sends_servers_to_the_shared_directory(
-    transport: WeightTransport, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    transport: WeightStaging, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(transport, trainer.write("v1-e1"))
     second = trainer.write("v2-e1")
@@ -260,17 +260,22 @@ def test_memory_that_is_full_in_the_middle_of_a_delta_sends_servers_to_the_share
     def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(deltas_module, "apply_delta", full)
-    monkeypatch.setattr(from_held, "copy_verified", full)
+    monkeypatch.setattr(filling, "write_hashed", full)
     staged = transport.stage("v2-e1", second.path, second.digest, timeout_s=LONG_S)
     assert staged.path == second.path
 
 
-def test_who_gives_up_ends_the_building(transport: WeightTransport, trainer: Trainer, tmp_path: Path) -> None:
+def test_who_gives_up_ends_the_building(transport: WeightStaging, trainer: Trainer, tmp_path: Path) -> None:
     held = stage(transport, trainer.write("v1-e1")).path
     second = trainer.write("v2-e1")
     (tmp_path / "into").mkdir()
     with pytest.raises(StagingError, match="was not staged within 0 s"):
         manifest = read_manifest(second.path, second.digest)
-        fill_with_deltas(second.path, manifest, tmp_path / "into", [held], patience(0.0))
+        filling.Filling(
+            weights=second.path,
+            manifest=manifest,
+            into=tmp_path / "into",
+            held=filling.Held.of([held]),
+            on_progress=patience(0.0).check,
+        ).fill(by_deltas)
     assert not (tmp_path / "into" / MANIFEST_NAME).exists()

@@ -5,7 +5,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.config.rollout import WeightsConfig
-from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest
-from corral.workers.weight_transport.disk import DiskTransport
+from corral.workers.checkpoint.manifest import CorruptCheckpointError
+from corral.workers.weight_transport.filling import Encoded, Filling, whole
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.shared_memory import SharedMemoryTransport, fill_with_copies
-from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError
-from corral.workers.weight_transport.transports import make_transport
+from corral.workers.weight_transport.staging import WeightStaging, make_staging
+from corral.workers.weight_transport.transport import StagedVersion, StagingError
 from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, make_version
 
@@ -51,7 +50,7 @@ class Versions:
     def path(self, seed: int) -> Path:
         return self._folder / f"v{seed}"
 
-    def stage(self, transport: SharedMemoryTransport, seed: int) -> StagedVersion:
+    def stage(self, transport: WeightStaging, seed: int) -> StagedVersion:
         if seed not in self.digests:
             self.digests[seed] = make_version(self.path(seed), seed=seed)
         return transport.stage(f"0.{seed}", self.path(seed), self.digests[seed], timeout_s=LONG_S)
@@ -62,9 +61,9 @@ def versions(tmp_path: Path) -> Versions:
     return Versions(tmp_path / "weights")
 
 
-def worker(root: Path, number: int = 0, *, trial: str = TRIAL, room: int = PLENTY) -> SharedMemoryTransport:
+def worker(root: Path, number: int = 0, *, trial: str = TRIAL, room: int = PLENTY) -> WeightStaging:
     host = HostWeights(root, trial, owner=f"generation_server/{number}", room=lambda path: room)
-    return SharedMemoryTransport(host)
+    return WeightStaging(host)
 
 
 def held_in(root: Path, trial: str = TRIAL) -> set[str]:
@@ -85,13 +84,13 @@ def test_one_worker_of_a_host_reads_and_the_others_use_it(root: Path, versions: 
 def test_workers_that_ask_at_the_same_time_read_once(root: Path, versions: Versions, leaving: ExitStack) -> None:
     writing, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
+    def slowly(version: Filling) -> Encoded:
         writing.set()
         assert may_go_on.wait(LONG_S)
-        return fill_with_copies(weights, manifest, into, held, patience)
+        return whole(version)
 
     hosts = [HostWeights(root, TRIAL, owner=f"generation_server/{number}") for number in range(3)]
-    transports = [leaving.enter_context(closing(SharedMemoryTransport(host, fill=slowly))) for host in hosts]
+    transports = [leaving.enter_context(closing(WeightStaging(host, encode=slowly))) for host in hosts]
     versions.digests[1] = make_version(versions.path(1), seed=1)
     staged: list[StagedVersion] = []
     threads = [threading.Thread(target=lambda t=t: staged.append(versions.stage(t, 1))) for t in transports]
@@ -120,6 +119,19 @@ def test_the_present_version_and_the_next_are_held_and_no_other(
     assert held_in(root) == {versions.digests[2]}
     versions.stage(fast, 3)
     versions.stage(slow, 3)
+    assert held_in(root) == {versions.digests[3]}
+
+
+def test_what_a_server_reads_stays_until_it_has_taken_over_another(
+    root: Path, versions: Versions, leaving: ExitStack
+) -> None:
+    only = leaving.enter_context(closing(worker(root)))
+    read = versions.stage(only, 1).path
+    only.taken_over()
+    for failed in (2, 3, 3):  # a load of the first fails for good, and one of the second at first
+        versions.stage(only, failed)
+        assert held_in(root) == {read.name, versions.digests[failed]}
+    only.taken_over()
     assert held_in(root) == {versions.digests[3]}
 
 
@@ -180,31 +192,32 @@ def test_a_version_that_nobody_reads_makes_room_for_the_next(
         return 0 if any(len(entry.name) == 64 for entry in path.iterdir()) else PLENTY
 
     host = HostWeights(root, TRIAL, owner="generation_server/0", room=room)
-    transport = leaving.enter_context(closing(SharedMemoryTransport(host)))
+    transport = leaving.enter_context(closing(WeightStaging(host)))
     for seed in (1, 2):
         assert versions.stage(transport, seed).path.name == versions.digests[seed]
         assert held_in(root) == {versions.digests[seed]}
 
 
 def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versions, leaving: ExitStack) -> None:
-    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
-        (into / "half").write_bytes(b"abc")
+    def fill(version: Filling) -> Encoded:
+        (version.into / "half").write_bytes(b"abc")
         raise OSError(28, os.strerror(28))
 
     host = HostWeights(root, TRIAL, owner="generation_server/0")
-    transport = leaving.enter_context(closing(SharedMemoryTransport(host, fill=fill)))
+    transport = leaving.enter_context(closing(WeightStaging(host, encode=fill)))
     assert versions.stage(transport, 1).path == versions.path(1) and held_in(root) == set()
 
 
 def test_a_worker_that_leaves_gives_up_what_it_stages_and_leaves_nothing(root: Path, versions: Versions) -> None:
     writing = threading.Event()
 
-    def endlessly(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
+    def endlessly(version: Filling) -> Encoded:
         writing.set()
         while True:
-            patience.wait_for("nobody", seconds=0.01)
+            time.sleep(0.01)
+            version.on_progress()
 
-    transport = SharedMemoryTransport(HostWeights(root, TRIAL, owner="generation_server/0"), fill=endlessly)
+    transport = WeightStaging(HostWeights(root, TRIAL, owner="generation_server/0"), encode=endlessly)
     with ThreadPoolExecutor(1) as pool:
         staging = pool.submit(versions.stage, transport, 1)
         assert writing.wait(LONG_S)
@@ -228,12 +241,12 @@ def test_a_model_from_elsewhere_is_read_where_it_is(root: Path, tmp_path: Path, 
 def test_who_fills_a_version_is_told_which_are_there(root: Path, versions: Versions, leaving: ExitStack) -> None:
     told: list[list[str]] = []
 
-    def fill(weights: Path, manifest: Manifest, into: Path, held: Sequence[Path], patience: Patience) -> Arrived:
-        told.append([path.name for path in held])
-        return fill_with_copies(weights, manifest, into, held, patience)
+    def fill(version: Filling) -> Encoded:
+        told.append([path.name for path, _ in version.held.versions])
+        return whole(version)
 
     host = HostWeights(root, TRIAL, owner="generation_server/0")
-    transport = leaving.enter_context(closing(SharedMemoryTransport(host, fill=fill)))
+    transport = leaving.enter_context(closing(WeightStaging(host, encode=fill)))
     for seed in (1, 2):
         versions.stage(transport, seed)
     assert told == [[], [versions.digests[1]]]
@@ -247,28 +260,20 @@ def test_what_logind_removes_is_staged_again(root: Path, versions: Versions, lea
     assert again.bytes_read > 0 and content_of(again.path) == content_of(versions.path(1))
 
 
-def test_a_directory_that_others_could_change_is_not_used(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_others_could_change_is_not_used(
+    root: Path, versions: Versions, caplog: pytest.LogCaptureFixture
+) -> None:
     (root / f"corral-weights-{TRIAL}").mkdir()
     (root / f"corral-weights-{TRIAL}").chmod(0o777)
-    config = WeightsConfig(host_directory=root)
-    assert isinstance(
-        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()),
-        DiskTransport,
-    )
-    assert "is not private to this user" in caplog.text
-    config = WeightsConfig(host_directory=root / "absent")
-    assert isinstance(
-        make_transport(config, trial_uuid=TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()),
-        DiskTransport,
-    )
-    (root / f"corral-weights-{ANOTHER_TRIAL}").symlink_to(root)
-    config = WeightsConfig(host_directory=root)
-    assert isinstance(
-        make_transport(
-            config, trial_uuid=ANOTHER_TRIAL, worker="generation_server/0", admin_key="", tls=trust().client()
-        ),
-        DiskTransport,
-    )
+    for directory, trial in ((root, TRIAL), (root / "absent", TRIAL), (root, ANOTHER_TRIAL)):
+        (root / f"corral-weights-{ANOTHER_TRIAL}").unlink(missing_ok=True)
+        (root / f"corral-weights-{ANOTHER_TRIAL}").symlink_to(root)
+        config = WeightsConfig(host_directory=directory)
+        transport = make_staging(
+            config, trial_uuid=trial, worker="generation_server/0", admin_key="", tls=trust().client()
+        )
+        assert versions.stage(transport, 1).path == versions.path(1)
+    assert "is not private to this user" in caplog.text and "absent cannot be used" in caplog.text
 
 
 class Process:

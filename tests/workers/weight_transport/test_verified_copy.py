@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,16 @@ from hypothesis import strategies as st
 
 from corral.workers.checkpoint.durable_file import CACHED_BYTES, no_progress
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
-from corral.workers.weight_transport.verified_copy import copy_verified
+from corral.workers.weight_transport.filling import Filling, Held, whole
 from tests.workers.weight_transport.versions import content_of, flip_a_byte, make_version
 
 SIZES = st.sampled_from([0, 1, 17, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 5 * CACHED_BYTES + 3])
+
+
+def copy(weights: Path, manifest: Manifest, into: Path, *, on_progress: Callable[[], None] = no_progress) -> int:
+    """Onto a host that holds nothing; the bytes that were read."""
+    version = Filling(weights=weights, manifest=manifest, into=into, held=Held(()), on_progress=on_progress)
+    return version.fill(whole).bytes_read
 
 
 @settings(max_examples=20, deadline=None)
@@ -23,7 +30,7 @@ def test_a_copy_is_the_same_files_whatever_their_sizes(sizes: list[int], seed: i
         weights, into = Path(folder) / "v", Path(folder) / "copy"
         digest = make_version(weights, seed=seed, sizes=tuple(sizes))
         into.mkdir()
-        num_bytes = copy_verified(weights, read_manifest(weights, digest), into, on_progress=no_progress)
+        num_bytes = copy(weights, read_manifest(weights, digest), into)
         assert content_of(into) == content_of(weights)
         assert num_bytes == sum(path.stat().st_size for path in weights.iterdir())
 
@@ -32,7 +39,7 @@ def copied(folder: Path, manifest: Manifest) -> None:
     into = folder / "copy"
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()
-    copy_verified(folder / "v", manifest, into, on_progress=no_progress)
+    copy(folder / "v", manifest, into)
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
@@ -73,5 +80,5 @@ def test_who_gives_up_ends_the_copy(tmp_path: Path) -> None:
 
     (tmp_path / "copy").mkdir()
     with pytest.raises(TimeoutError, match="enough"):
-        copy_verified(tmp_path / "v", manifest, tmp_path / "copy", on_progress=give_up)
+        copy(tmp_path / "v", manifest, tmp_path / "copy", on_progress=give_up)
     assert 1 <= num_pieces <= len(manifest.files)

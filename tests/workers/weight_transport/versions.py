@@ -7,9 +7,8 @@ import numpy as np
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
-from corral.workers.weight_transport.patience import Patience
-from corral.workers.weight_transport.transport import WeightTransport
-from corral.workers.weight_transport.transports import make_transport
+from corral.workers.weight_transport.staging import WeightStaging, make_staging
+from corral.workers.weight_transport.transport import Patience
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.trusted import trust
 
@@ -27,11 +26,11 @@ def make_version(
     return write_manifest(directory, describe(directory), {"version": f"0.{seed}"}).digest
 
 
-def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightTransport:
+def joined(tmp_path: Path, transport: str, *, number: int = 0) -> WeightStaging:
     """One of the workers of a host, whose memory is a folder of `tmp_path`."""
     (tmp_path / "memory").mkdir(exist_ok=True)
     config = WeightsConfig.model_validate({"transport": transport, "host_directory": tmp_path / "memory"})
-    return make_transport(
+    return make_staging(
         config, trial_uuid="ab" * 16, worker=f"generation_server/{number}", admin_key="", tls=trust().client()
     )
 

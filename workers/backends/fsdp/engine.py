@@ -13,23 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
-from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.context_parallel import cut_row
-from corral.workers.backends.files.adapters import adapter_config
-from corral.workers.backends.files.companions import companion_files
-from corral.workers.backends.files.share import Adapter
 from corral.workers.backends.files.weights import as_stored
+from corral.workers.backends.fsdp.loading import load_over_ranks
 from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning_rate
-from corral.workers.backends.fsdp.over_ranks import load_over_ranks
 from corral.workers.backends.fsdp.packing_proof import refuse_unless_packed_alike
 from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
-from corral.workers.backends.hosted_state import HostedState
+from corral.workers.backends.host_copies import parameters_that_can_leave, state_that_can_leave
 from corral.workers.backends.lora import (
     count_parameters,
-    fold_sums,
     layers_with_adapters,
     merged_weights,
     sum_of_frozen,
@@ -37,103 +31,44 @@ from corral.workers.backends.lora import (
 )
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch, with_last
-from corral.workers.backends.offload import own_parameters, own_state
-from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
-from corral.workers.backends.sharding import layers_of, reshard, sum_gradients, take_over, whole
+from corral.workers.backends.sharding import layers_of, local, reshard, sum_gradients, take_over, whole
 from corral.workers.shared_prompts.rule import why_not_shared
 
 
 class FSDPEngine(MeshEngine):
-    """A `TrainEngine` over a transformers model with one of the `HEADS`.
+    """A `MeshEngine` over a transformers model with one of the `HEADS`.
 
     Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
     weights that `save_weights` writes. Adapters (`lora.py`), where there are any, are all that is trained and resumed
-    from, and what is exported is what the model and they amount to. The rest is told in `TrainEngine`.
+    from, and what is exported is what the model and they amount to. The rest is told in `MeshEngine`.
     """
 
-    def __init__(
-        self,
-        model_directory: Path,
-        *,
-        context: ParallelContext,
-        head: str = "lm",
-        optimizer: OptimizerConfig | None,
-        lora: LoraConfig | None = None,
-        recompute: Recompute = "none",
-        gradient_sums: GradientSums = "each_micro_batch",
-        hosts_optimizer: bool = False,
-        is_held_low: bool = False,
-        total_steps: int = 1,
-        micro_batches: MicroBatchSpec | None = None,
-        seed: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Load the model and cut it over the ranks.
-
-        Args:
-            lora: trains adapters in place of the weights.
-            recompute: what of a layer is computed again in the backward pass.
-            gradient_sums: when ranks add their gradients up; each has a whole one until then.
-            hosts_optimizer: whether the state of the optimizer lies in host memory (hosted_state.py).
-            is_held_low: whether weights that products alone read are held in `compute_dtype`, which changes none of its
-                scores: for a model without an optimizer, which takes over weights whole or not at all.
-
-        The others are told in `MeshEngine`.
-
-        Raises:
-            ValueError: if the layout cannot hold this model, or packed rows change what it computes.
-        """
-        assert lora is None or optimizer is not None, "adapters that nothing trains"
-        assert optimizer is None or not is_held_low, "an optimizer changes float32"
-        super().__init__(
-            model_directory,
-            context=context,
-            head=head,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            micro_batches=micro_batches,
-            seed=seed,
-            compute_dtype=compute_dtype,
-        )
+    def _load(self) -> Any:
+        context, lora, compute_dtype = self.context, self._lora, self._compute_dtype
         self._model: nn.Module = load_over_ranks(
-            model_directory,
+            self._directory,
             self._head,
             context,
             lora,
-            seed=seed,
+            seed=self._seed,
             compute_dtype=compute_dtype,
-            is_held_low=is_held_low,
+            is_held_low=self._is_held_low,
         )
-        self._is_held_low = is_held_low
         self._unshared_because = why_not_shared(
             self._model, lora, ranks_of_row=context.cp_size, device=context.device, compute_dtype=compute_dtype
         )
-        self._sums_once = gradient_sums == "last_micro_batch"
-        recompute_layers(layers_of(self._model), recompute)
+        recompute_layers(layers_of(self._model), self._recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
         if lora is not None:
-            self._note_adapters(lora, model_directory, head)
-        if context.is_first:
-            config: Any = self._model.config
-            self._companions = companion_files(model_directory, config, self._head, dtype=compute_dtype)
-        self._hosted: HostedState | None = None
-        if optimizer is not None:
-            self._optimizer = make_optimizer(
-                self._model, optimizer, compute_dtype=compute_dtype, is_hosted=hosts_optimizer
-            )
-            self._hosted = self._optimizer.hosted
+            own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
+            self._note_adapters(lora, layers_with_adapters(self._model), own_sum=own_sum)
+        if self._config is not None:
+            self._optimizer = make_optimizer(self._model, self._config, compute_dtype=compute_dtype)
         refuse_unless_packed_alike(
             self._model, self._head, self._own_scores, context=context, compute_dtype=compute_dtype
         )
-
-    def _note_adapters(self, lora: LoraConfig, model_directory: Path, head: str) -> None:
-        """What a state and an export of adapters say of the model that they stand on."""
-        context = self.context
-        own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
-        self._sum_of_frozen = fold_sums(context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
-        layers = layers_with_adapters(self._model)
-        self._adapter_config = adapter_config(layers, lora, base=model_directory, head=head)
+        return self._model.config
 
     @property
     def model(self) -> nn.Module:
@@ -202,32 +137,23 @@ class FSDPEngine(MeshEngine):
         # Rounded before they are gathered, which is half as much to send and to hold.
         return as_stored(self.model, self._whole_weights(self._compute_dtype), dtype=self._compute_dtype)
 
-    def _adapter(self) -> Adapter | None:
-        if self._adapter_config is None:
-            return None
-        tensors = {name: whole(parameter) for name, parameter in self._trained().items()}  # a collective
-        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
+    def _whole_trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, whole(parameter)) for name, parameter in self._trained().items())
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
-        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, hosted=self._hosted)
+        content_of = local if self._hosted is None else self._hosted.content_of
+        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, content_of=content_of)
 
     def _read_share(
         self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
     ) -> None:
-        read_state(
-            directory,
-            header,
-            self._trained(),
-            self._optimizer,
-            first_file=self._first_file(header),
-            on_progress=on_progress,
-            hosted=self._hosted,
-        )
+        first_file = self._first_file(header)
+        read_state(directory, header, self._trained(), self._optimizer, first_file=first_file, on_progress=on_progress)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.export_weights`."""
+        """See `MeshEngine.export_weights`."""
         return self._whole_weights(torch.float32)
 
     def _whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -235,15 +161,17 @@ class FSDPEngine(MeshEngine):
         yield from merged_weights(self._model, dtype=dtype)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
-        """See `TrainEngine.import_weights`."""
+        """See `MeshEngine.import_weights`."""
         self._require_trained_weights()
         assert eta == 1.0 or not self._is_held_low, "an average of weights moves by less than a low type can tell"
         take_over(self._parameters(), weights, eta=eta)
 
     def _own_tensors(self) -> list[Tensor]:
         reshard(self._model)
-        moments = [] if self._optimizer is None else own_state(self._optimizer)
-        return [*own_parameters(self._model), *moments]
+        return [*parameters_that_can_leave(self._model), *self._moments()]
+
+    def _moments(self) -> list[Tensor]:
+        return [] if self._optimizer is None else state_that_can_leave(self._optimizer)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This rank's rows of every parameter, by name; a tied one is there once."""

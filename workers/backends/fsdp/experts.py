@@ -5,16 +5,33 @@
 
 transformers' own `grouped_mm` computes in the type of the weights, which are float32 master weights here: autocast does
 not reach it, and on a GPU torch multiplies float32 groups one by one, with a wait of the host for each layer.
+
+They stay in the files of the model until each rank reads what it keeps of them.
+
+    files     a matrix for each expert ──────────────────────────────────────────────┐ the parts of them that are in
+    module    all of a layer in one parameter, on `meta` ──► cut over ranks ──► own part, filled: `StoredExperts.fill`
+
+transformers stacks the matrices when it loads them: nine of ten numbers of a mixture would lie in the memory of every
+rank, before any rank has dropped what others keep.
 """
 
-from collections.abc import Iterable
-from typing import Any, Final
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from corral.workers.backends.grouped_product import grouped_product
+from corral.workers.backends.sharding import local, start_of
 
 GROUPED_EXPERTS: Final = "corral_grouped"
 """What `experts_implementation` names them by."""
@@ -55,3 +72,116 @@ def expert_matrices(layers: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
             are_two = name == "gate_up_proj" and module.is_concatenated and not module.is_transposed
             found[parameter] = 0 if parameter.ndim < 3 else 2 if are_two else 1
     return found
+
+
+_OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_INDEX: Final = "model.safetensors.index.json"
+
+
+class _Piece(NamedTuple):
+    """A stored tensor as a box of a parameter."""
+
+    name: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dims: tuple[int, ...]
+    """Which dimensions of the parameter are those of the stored tensor; it has one number of the others."""
+
+
+class StoredExperts:
+    """The files of a model, of which the experts are read part by part."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        """
+        Args:
+            stack: closes the files.
+        """
+        index = directory / _INDEX
+        names = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+        paths = [path for name in sorted(set(names)) if (path := directory / name).is_file()]
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        self._slices: Mapping[str, Any] = {name: file.get_slice(name) for file in files for name in file.keys()}
+        self._pieces: dict[str, list[_Piece]] = {}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What transformers loads in place of the files: all but the experts; None if there are no experts to leave."""
+        if not any(map(_OF_EXPERT.search, self._slices)):
+            return None
+        return {name: _Unread(slice_) if _OF_EXPERT.search(name) else slice_ for name, slice_ in self._slices.items()}
+
+    def find_places(self, model: Any) -> bool:
+        """Learn of which stored tensors the parameters on `meta` are made; whether each is made of parts of them.
+
+        Args:
+            model: loaded from `state_dict`, and not cut yet.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                whole = torch.empty(parameter.shape, device="meta")
+                with _NoCopies():
+                    views = revert_weight_conversion(model, {name: whole})
+                pieces = [self._piece(stored, view, whole) for stored, view in views.items()]
+                self._pieces[name] = [piece for piece in pieces if piece is not None]
+                if sum(math.prod(piece.size) for piece in self._pieces[name]) != parameter.numel():
+                    return False
+        return True
+
+    def _piece(self, name: str, view: Tensor, whole: Tensor) -> _Piece | None:
+        """Where a view of a whole parameter is in it, unless it is no box of it, or not stored so."""
+        if name not in self._slices or list(self._slices[name].get_shape()) != list(view.shape):
+            return None
+        if view is not whole and view._base is not whole:
+            return None
+        strides = whole.stride()
+        dims: list[int] = []
+        for stride in view.stride():
+            dim = next((dim for dim in range(dims[-1] + 1 if dims else 0, whole.ndim) if strides[dim] == stride), None)
+            if dim is None:
+                return None
+            dims.append(dim)
+        start = [view.storage_offset() // stride % size for stride, size in zip(strides, whole.shape, strict=True)]
+        sizes = dict(zip(dims, view.shape, strict=True))
+        return _Piece(name, tuple(start), tuple(sizes.get(dim, 1) for dim in range(whole.ndim)), tuple(dims))
+
+    def fill(self, name: str, parameter: Tensor) -> None:
+        """Read this rank's part of a parameter that was on `meta`; of the files no other numbers are read."""
+        own = local(parameter)
+        for piece, source, target in _common(self._pieces[name], start_of(parameter), tuple(own.shape)):
+            values: Tensor = self._slices[piece.name][tuple(source[dim] for dim in piece.dims)]
+            part = own[target]
+            part.copy_(values.view(part.shape))
+
+
+def _common(
+    pieces: list[_Piece], first: tuple[int, ...], size: tuple[int, ...]
+) -> Iterator[tuple[_Piece, list[slice], tuple[slice, ...]]]:
+    """The pieces that have numbers in a box, and where these are: in the piece, and in the box."""
+    for piece in pieces:
+        begins = [max(pair) for pair in zip(piece.start, first, strict=True)]
+        piece_ends, box_ends = (map(sum, zip(*box, strict=True)) for box in (piece[1:3], (first, size)))
+        ends = [min(pair) for pair in zip(piece_ends, box_ends, strict=True)]
+        if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+            spans = list(zip(begins, ends, strict=True))
+            source = [slice(a - start, b - start) for (a, b), start in zip(spans, piece.start, strict=True)]
+            yield piece, source, tuple(slice(a - start, b - start) for (a, b), start in zip(spans, first, strict=True))
+
+
+class _NoCopies(TorchFunctionMode):
+    """What would be a copy is a view, of which can be asked where it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+class _Unread:
+    """A stored tensor as transformers asks for it, which gives its shape and none of its numbers."""
+
+    def __init__(self, stored: Any) -> None:
+        self._shape = stored.get_shape()
+
+    def __getitem__(self, _: Any) -> "_Unread":
+        return self
+
+    def to(self, *, device: Any, dtype: torch.dtype) -> Tensor:
+        """On `meta`, whatever device is named."""
+        return torch.empty(self._shape, dtype=dtype, device="meta")

@@ -13,20 +13,27 @@ orthogonal one: all its directions are learned equally fast, also those that the
 
 The factor makes an update as large as AdamW's usually are, so that both share a learning rate and its schedule (Liu et
 al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+
+Matrices whose rows are cut over ranks are dealt out whole: each rank computes with some of them, and all have parts.
+
+    rows of matrices 0, 1, ... of a round ──all-to-all──► rank i: matrix i, whole ──compute──► result i
+    rows of the results 0, 1, ...         ◄──all-to-all── its rows ◄──────────────────────────────┘
+
+As many matrices make a round as there are ranks, and the largest come first, so that those of a round take equally
+long. Each rank makes one of them, where all ranks would make all of them alike.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
-from corral.workers.backends.fsdp.dealt_matrices import can_be_dealt, compute_dealt, rounds_of
 from corral.workers.backends.fsdp.experts import expert_matrices
-from corral.workers.backends.hosted_state import HostedState
 from corral.workers.backends.sharding import cut_like, layers_of, local
 from corral.workers.backends.train_state import ADAMW
 
@@ -36,15 +43,12 @@ _MUON = frozenset({"momentum_buffer"})
 _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
-def make_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype, is_hosted: bool = False
-) -> "AdamWAndMuon":
+def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype) -> "AdamWAndMuon":
     """The optimizer of the parameters that are trained; `set_learning_rate` must be called before each step.
 
     Args:
         model: cut over the ranks already, where it is.
         compute_dtype: of Muon's matrix products.
-        is_hosted: whether its state lies in host memory but for the moments in which it is used.
     """
     layers = layers_of(model)
     matrices = {p: int(p.ndim == 2) for layer in layers for p in layer.parameters()} | expert_matrices(layers)
@@ -68,7 +72,6 @@ def make_optimizer(
         config,
         muon,
         compute_dtype=compute_dtype,
-        is_hosted=is_hosted,
     )
 
 
@@ -100,38 +103,18 @@ class AdamWAndMuon(torch.optim.AdamW):
         muon: MuonConfig,
         *,
         compute_dtype: torch.dtype,
-        is_hosted: bool,
     ) -> None:
         super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-        self.hosted = HostedState(self.state) if is_hosted else None
-        """Where the state lies, if not on the device."""
         self._muon = muon
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; a collective where they are cut."""
-        if self.hosted is None:
-            return self._step_groups(self.param_groups)
-        groups = {
-            parameter: group
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        }
-        for parameter in self.hosted.visited(list(groups)):
-            self._step_groups([{**groups[parameter], "params": [parameter]}])
-        return None
-
-    def _step_groups(self, groups: list[dict[str, Any]]) -> Any:
-        for group in groups:
+        for group in self.param_groups:
             if group["num_matrices"]:
                 self._orthogonal_step([p for p in group["params"] if p.grad is not None], group)
-        every, self.param_groups = self.param_groups, groups
-        try:
-            return super().step()
-        finally:
-            self.param_groups = every
+        return super().step()
 
     def _orthogonal_step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for some in rounds_of(parameters):
@@ -191,3 +174,49 @@ def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
         gram = result @ result.mT
         result = a * result + (b * gram + c * gram @ gram) @ result
     return result.mT if is_tall else result
+
+
+def can_be_dealt(tensor: Tensor) -> bool:
+    """Whether its rows, and nothing else of it, are cut over ranks."""
+    return tensor.ndim == 2 and isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+
+
+def rounds_of(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Those that can be dealt out, as many at a time as there are ranks; then the others, one by one."""
+    dealt = sorted((p for p in parameters if can_be_dealt(p)), key=lambda parameter: -parameter.numel())
+    mesh = getattr(dealt[0], "device_mesh", None) if dealt else None
+    ranks = 1 if mesh is None else mesh.size()
+    for first in range(0, len(dealt), ranks):
+        yield dealt[first : first + ranks]
+    yield from ([parameter] for parameter in parameters if not can_be_dealt(parameter))
+
+
+def compute_dealt(matrices: Sequence[DTensor], compute: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """This rank's rows of `compute(matrix)` for each of a round; a collective of the mesh that they are cut over.
+
+    Args:
+        matrices: [rows, columns] of one type; each `can_be_dealt`, and no more of them than ranks.
+        compute: [rows, columns] -> the same.
+    """
+    mesh = matrices[0].device_mesh
+    own = mesh.get_local_rank()
+    rows = [local(matrix) for matrix in matrices]
+    sizes = [part.numel() for part in rows] + [0] * (mesh.size() - len(rows))
+    of_own = [0] * mesh.size()
+    if own < len(matrices):
+        total, columns = matrices[own].shape
+        each = -(-total // mesh.size())  # as torch cuts them: the last ranks may have less, or nothing
+        of_own = [max(0, min(each, total - rank * each)) * columns for rank in range(mesh.size())]
+    given = torch.cat([part.flatten() for part in rows])
+    result = _exchanged(given, sizes, of_own, mesh.get_group())
+    if own < len(matrices):
+        result = compute(result.view(matrices[own].shape)).to(given.dtype).flatten()
+    parts = torch.split(_exchanged(result, of_own, sizes, mesh.get_group()), sizes[: len(rows)])
+    return [part.view(like.shape) for part, like in zip(parts, rows, strict=True)]
+
+
+def _exchanged(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Numbers for each rank -> numbers from each rank, laid end to end."""
+    output = values.new_empty(sum(received))
+    dist.all_to_all_single(output, values.contiguous(), received, sent, group=group)
+    return output

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from corral.workers.backends.chunked_head import ChunkedHead
+from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
 from corral.workers.backends.lora import AdaptedLinear, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
-from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, own
-from corral.workers.backends.vocabulary_parallel import VocabularyShare
+from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, local_with_gradient
 
 _BY_ROWS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_COLUMNS: Final = ("self_attn.o_proj", "mlp.down_proj")
@@ -134,7 +133,8 @@ class OwnPart(CastingLinear):
     """A linear layer of whose weight each rank has a part, such as the rows of its heads: [..., in] -> [..., out/t]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, own(self.weight), None if self.bias is None else own(self.bias))
+        bias = None if self.bias is None else local_with_gradient(self.bias)
+        return product(input, local_with_gradient(self.weight), bias)
 
 
 class OwnColumns(CastingLinear):
@@ -148,7 +148,7 @@ class OwnColumns(CastingLinear):
 
     def partial(self, input: Tensor) -> Tensor:
         """What this rank's columns make of their inputs."""
-        return product(input, own(self.weight), None)
+        return product(input, local_with_gradient(self.weight), None)
 
 
 class AdaptedRows(AdaptedLinear, OwnPart):
@@ -175,7 +175,7 @@ class OwnTokens(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] -> [..., H]."""
-        weight = own(self.weight)
+        weight = local_with_gradient(self.weight)
         rows = weight.shape[0]
         first = self.tensor_mesh.get_local_rank() * rows
         is_own = (input >= first) & (input < first + rows)

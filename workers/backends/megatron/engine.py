@@ -22,12 +22,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from corral.experiments.config.model import LoraConfig, OptimizerConfig, Recompute
-from corral.scheduling.packing import MicroBatchSpec
+from corral.experiments.config.model import LoraConfig
 from corral.workers.backends import train_state
-from corral.workers.backends.files.adapters import adapter_config
-from corral.workers.backends.files.companions import companion_files
-from corral.workers.backends.files.share import Adapter
 from corral.workers.backends.lora import fold_sums, sum_of_bits
 from corral.workers.backends.megatron.bridge import SCORE, SCORE_BIAS, Bridge
 from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
@@ -41,7 +37,6 @@ from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.recompute import recompute_layers
 from corral.workers.backends.token_scores import TokenScores
 
@@ -49,81 +44,49 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronEngine(MeshEngine):
-    """A `TrainEngine` over megatron-core's model with one of the `HEADS`.
+    """A `MeshEngine` over megatron-core's model with one of the `HEADS`.
 
     The optimizer's master weights and moments are float32; `compute_dtype` is that of the model's own weights, of its
     products, and of the weights that `save_weights` writes. Adapters (`lora.py`), where there are any, are all that is
     trained and resumed from, and what is exported is what the model and they amount to.
     """
 
-    def __init__(
-        self,
-        model_directory: Path,
-        *,
-        context: ParallelContext,
-        head: str = "lm",
-        optimizer: OptimizerConfig | None,
-        lora: LoraConfig | None = None,
-        recompute: Recompute = "none",
-        total_steps: int = 1,
-        micro_batches: MicroBatchSpec | None = None,
-        seed: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        """Make this rank's part of the model, and read its weights; what is not told here is told in `MeshEngine`.
-
-        Args:
-            lora: trains adapters in place of the weights. They alone draw at random: first values, and dropout.
-
-        Raises:
-            ValueError: if the model is of a kind that Megatron would compute otherwise, or its directory lacks weights.
-        """
-        assert lora is None or optimizer is not None, "adapters that nothing trains"
+    def _load(self) -> Any:
+        context, head, lora = self.context, self._head_name, self._lora
         if context.device.type == "cpu":
             stand_in_for_gpu()
-        super().__init__(
-            model_directory,
-            context=context,
-            head=head,
-            optimizer=optimizer,
-            total_steps=total_steps,
-            micro_batches=micro_batches,
-            seed=seed,
-            compute_dtype=compute_dtype,
-        )
         self._groups = process_groups(context)
-        model_parallel_cuda_manual_seed(seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
-        self._hf_config: Any = AutoConfig.from_pretrained(model_directory, local_files_only=True)
-        self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=compute_dtype)
+        model_parallel_cuda_manual_seed(self._seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
+        self._hf_config: Any = AutoConfig.from_pretrained(self._directory, local_files_only=True)
+        self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=self._compute_dtype)
         stage = make_model(
             self._bridge,
             self._groups,
             head=head,
-            has_score_bias=_stores(model_directory, SCORE_BIAS),
+            has_score_bias=_stores(self._directory, SCORE_BIAS),
             cp_group=context.cp_group,
         ).to(context.device)
         if lora is not None and head != "lm" and stage.post_process:
             stage.output_layer.float()  # trained beside adapters, and of their type
         self._weights = StageWeights(self._bridge.names(stage), self._bridge, self._groups, context.device)
-        recompute_layers(stage.decoder.layers, recompute)
-        self._weights.take_over(_stored_tensors(model_directory, needed=self._weights.stored_shapes()))
+        recompute_layers(stage.decoder.layers, self._recompute)
+        self._weights.take_over(_stored_tensors(self._directory, needed=self._weights.stored_shapes()))
         self._adapters: Adapters | None = None
         self._trained = self._weights
         if lora is not None:
             self._adapters = self._make_adapters(lora, stage)
             self._trained = self._adapters.trained
-            self._adapter_config = adapter_config(self._adapters.layers, lora, base=model_directory, head=head)
         self._trainee: Any = stage
-        if optimizer is not None:
+        if self._config is not None:
             self._trainee = with_gradients(stage, self._groups)
-            self._optimizer = make_optimizer(self._trainee, optimizer, self._groups)
+            self._optimizer = make_optimizer(self._trainee, self._config, self._groups)
             stage.config.finalize_model_grads_func = self._finish_gradients
         self._pipeline = Pipeline(stage, self._trainee, self._groups, context)
         self.num_parameters, self.num_trained = self._weights.num_parameters, self._trained.num_parameters
-        if context.is_first:
-            self._companions = companion_files(model_directory, self._hf_config, self._head, dtype=compute_dtype)
+        return self._hf_config
 
     def _make_adapters(self, lora: LoraConfig, stage: Any) -> Adapters:
+        """They alone draw at random: first values, and dropout."""
         adapters = Adapters(lora, stage, self._weights, self._bridge)
         adapters.initialize(self._bridge, seed=self._seed)
         frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
@@ -131,7 +94,7 @@ class MegatronEngine(MeshEngine):
         own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
         parts = _stored_tensors(self._directory, needed=own)
         own_sum = fold_sums(sum(sum_of_bits(name, part.to(self._compute_dtype)) for name, part in parts))
-        self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum_of_frozen": float(own_sum)})["sum_of_frozen"])
+        self._note_adapters(lora, adapters.layers, own_sum=own_sum)
         return adapters
 
     @property
@@ -208,11 +171,8 @@ class MegatronEngine(MeshEngine):
         own = self._weights.export()
         return own if self._adapters is None else self._adapters.merged(own)
 
-    def _adapter(self) -> Adapter | None:
-        if self._adapter_config is None:
-            return None
-        tensors = dict(self._trained.export())  # a collective
-        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
+    def _whole_trained(self) -> Iterator[tuple[str, Tensor]]:
+        return self._trained.export()
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         return self._state.shard(header, rank=self.context.place)
@@ -230,13 +190,13 @@ class MegatronEngine(MeshEngine):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.export_weights`."""
+        """See `MeshEngine.export_weights`."""
         self.onload()
         names, num_experts = self._bridge.expert_names, self._bridge.num_experts
         yield from stack_experts(self._merged(), names, num_experts=num_experts)
 
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
-        """See `TrainEngine.import_weights`."""
+        """See `MeshEngine.import_weights`."""
         self._require_trained_weights()
         self.onload()
         given = unstack_experts(weights, self._bridge.expert_names)
@@ -248,11 +208,12 @@ class MegatronEngine(MeshEngine):
         tensors: list[Tensor] = [*self._trainee.parameters(), *self._weights.beside_parameters()]
         if self._optimizer is not None:
             tensors += self._optimizer.get_parameters()
-            buffers = [*self._trainee.buffers, *self._trainee.expert_parallel_buffers]
-            tensors += [buffer.grad_data for buffer in buffers]
-            moments = self._optimizer.moments()
-            tensors += [tensor for state in moments for tensor in state.values() if isinstance(tensor, Tensor)]
-        return tensors
+            tensors += [buffer.grad_data for buffer in (*self._trainee.buffers, *self._trainee.expert_parallel_buffers)]
+        return tensors + self._moments()
+
+    def _moments(self) -> list[Tensor]:
+        states = () if self._optimizer is None else self._optimizer.moments()
+        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
 
 
 def _as_head_gives(scores: Tensor) -> TokenScores | Tensor:

@@ -27,14 +27,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_head import score_tokens
+from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare, score_tokens
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.megatron.bridge import Bridge
-from corral.workers.backends.megatron.experts import Replay, mend_router
-from corral.workers.backends.megatron.grouped_experts import GroupedExperts
+from corral.workers.backends.megatron.experts import GroupedExperts, Replay, mend_router
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.packed_attention import packed_attention, share_heads
-from corral.workers.backends.vocabulary_parallel import WHOLE_VOCABULARY, VocabularyShare
 
 
 @dataclass

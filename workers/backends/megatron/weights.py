@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from corral.workers.backends.megatron.bridge import Bridge, is_cut
+from corral.workers.backends.sharding import each_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +128,18 @@ class StageWeights:
         Raises:
             ValueError: if they are not exactly those of the model.
         """
-        if not 0.0 <= eta <= 1.0:
-            raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
         home = {stored: part.name for part in self.parts for stored in self._bridge.stored_names(part.name)}
-        missing = dict.fromkeys(home)
         waiting: dict[str, dict[str, Tensor]] = {}
-        for stored, tensor in weights:
-            if stored not in missing:
-                problem = "was given twice" if stored in home else "is no weight of this model"
-                raise ValueError(f"weight {stored!r} {problem}; it has {', '.join(sorted(home)[:3])}, ...")
-            del missing[stored]
+        for stored, tensor in each_once(home, weights, eta=eta):
             name = home[stored]
             if name not in self.parameters:
                 continue
             pieces = waiting.setdefault(name, {})
-            pieces[stored] = tensor.detach()
+            pieces[stored] = tensor
             wanted = self._bridge.stored_names(name)
             if len(pieces) == len(wanted):
                 self._write(name, [waiting[name][piece] for piece in wanted], eta, keeps_averages)
                 del waiting[name]
-        if missing:
-            raise ValueError(f"{len(missing)} of {len(home)} weights were not given, such as {min(missing)!r}")
 
     def _write(self, name: str, pieces: list[Tensor], eta: float, keeps_averages: bool) -> None:
         parameter = self.parameters[name]

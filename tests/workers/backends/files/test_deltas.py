@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from corral.workers.backends.files.deltas import WeightBase
-from corral.workers.backends.files.weights import write_weights
+from corral.workers.backends.files.weights import WeightBase, write_weights
 from corral.workers.checkpoint.file_delta import apply_delta, read_header
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe

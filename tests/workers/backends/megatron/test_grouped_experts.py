@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from corral.workers.backends.grouped_product import as_one
-from corral.workers.backends.megatron.grouped_experts import GroupedExperts
+from corral.workers.backends.megatron.experts import GroupedExperts
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import Variant

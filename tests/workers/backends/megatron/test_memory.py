@@ -28,7 +28,7 @@ from transformers import (
 
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.scheduling.memory.megatron_layers import adapter_bytes_per_token, layer_bytes_per_token
+from corral.scheduling.memory.layers import Layers
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -155,11 +155,12 @@ def test_what_a_layer_keeps_is_what_is_planned_for(case: Case, directory: Path) 
     sizes, dims = decoder_sizes(directory / f"{case.model}-2"), ParallelDims.parse(case.layout)
     assert sizes is not None
     compute_bytes = case.dtype.itemsize
-    of_token = layer_bytes_per_token(sizes, 0, compute_bytes=compute_bytes, dims=dims, trains_weights=case.lora is None)
+    layers = Layers(
+        sizes=sizes, backend="megatron", dims=dims, compute_bytes=compute_bytes, trains_weights=case.lora is None
+    )
+    of_token = layers.works_in(0)
     if case.lora is not None:
-        of_token += ADAPTERS * adapter_bytes_per_token(
-            0, rank=case.lora.rank, recompute="none", compute_bytes=compute_bytes
-        )
+        of_token += ADAPTERS * layers.of_adapter("", (), rank=case.lora.rank, recompute="none")
     seen = [json.loads((directory / f"rank-{rank}.json").read_text())[str(case)] for rank in range(dims.world_size)]
     bounds = 4 * sizes.num_experts // dims.ep  # where the tokens of each expert end, once for all
     assert mean(seen) == of_token * TOKENS / dims.cp + bounds

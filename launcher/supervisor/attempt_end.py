@@ -1,0 +1,422 @@
+"""How one attempt ends: requests, the cluster's word and the last exit go in; what follows, and records, come out.
+
+             time nearly up, preempted, nodes lost,
+             rl-stop --requeue, our job is ended                    nothing runs any more
+    OPEN ----------------------------------------> HANDING_OVER ---------------------------> CLOSING
+     |                                               |       |                                |   |
+     | rl-stop, a signal to the supervisor alone,    |       | the trial is complete, failed, |   | our job is requeued,
+     | scancel                                       |       | or no attempt may follow       |   | a successor waits
+     +-----------------------------------------------+-------+---> FINAL <--------------------+   v
+                                                                     |     no job can be had    CLOSED
+                                                                     +--nothing runs any more-----^
+
+FINAL is somebody's word that the trial ends here: nothing that comes later takes it back, and of several the first one
+gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
+our job is being ended both are recorded as soon as they are known: we may be killed before the workers have ended.
+
+Whether an attempt may follow is decided by `why_not_another` in experiments/trial/attempts.py: EndShell hands its
+answer to `judge`, and the start of the next job asks it again. EndMachine decides, and does nothing by itself.
+
+    supervisor.py tells EndShell               +--EndQueue--> continuation.py: successor, requeue
+    SIGUSR2, SIGTERM, SIGINT --+               |
+    control/stop.json ---------+--> EndMachine +--EndRecords--> control/end-N.json, then the journal
+    lost nodes, last exit -----+                          +---> Stop in the trial log
+
+A signal becomes a stop request in control/, because the master has to see it too, and a supervisor that takes over.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, Follows, write_end
+from corral.experiments.trial.attempts import ENDED_BY_CLUSTER, Refusal, read_attempts, taken_away, why_not_another
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
+from corral.launcher.cluster.own_job import JobEnd
+from corral.launcher.supervisor.continuation import Continuation
+from corral.launcher.supervisor.units import EndTrial
+
+ADVICE = "continue with rl-submit --resume"
+_REFUSED = "no further job could be submitted"
+_CAUSE_BY_STATE = {
+    EndState.TIMED_OUT: "the time limit is near",
+    EndState.PREEMPTED: "its nodes are wanted for another job",
+}
+_LOCAL_MEANING = {
+    signal.SIGUSR2: f"SIGUSR2: {_CAUSE_BY_STATE[EndState.TIMED_OUT]}; {ADVICE}",
+    signal.SIGTERM: "SIGTERM to the supervisor",
+    signal.SIGINT: "SIGINT to the supervisor",
+}
+# SLURM has sent SIGTERM to the steps too, and kills after KillWait: whoever has not ended by then will not checkpoint.
+_ENDING_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The end of an attempt."""
+
+    state: EndState
+    cause: str
+    """For people."""
+    goes_on: bool
+    """Whether the next attempt follows by itself."""
+
+
+class EndQueue(Protocol):
+    """What an attempt's end asks of the cluster; each answer is there before anything else is decided."""
+
+    @property
+    def successor(self) -> str:
+        """The job that waits to go on; "" if there is none."""
+
+    def arrange(self) -> str:
+        """Puts the next attempt's job into the queue; returns why there is none, or ""."""
+
+    def revoke(self) -> None:
+        """Takes it out of the queue again, if it can."""
+
+    def requeue(self) -> str:
+        """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
+
+    def sweep(self) -> None:
+        """Cancels every job of the trial but our own."""
+
+
+class EndRecords(Protocol):
+    """What an attempt's end puts down."""
+
+    def seal(self) -> None:
+        """The trial log must not let a job go on that could not be taken out of the queue."""
+
+    def record_attempt(self, state: EndState, cause: str, then: Follows) -> None:
+        """The attempt is over; once."""
+
+    def record_trial(self, state: EndState, cause: str) -> None:
+        """Nothing follows by itself; again only if it came differently: Done in the last moment."""
+
+
+class EndPhase(StrEnum):
+    """What is to become of the attempt."""
+
+    OPEN = "open"
+    HANDING_OVER = "handing over"
+    FINAL = "final"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class EndMachine:
+    """The decisions about the end of one attempt.
+
+    Args:
+        queue: of the cluster that another job can be asked of; None if there is none.
+    """
+
+    def __init__(self, queue: EndQueue | None, records: EndRecords) -> None:
+        self._queue = queue
+        self._records = records
+        self._state = EndState.STOPPED
+        self._cause = ""
+        self._job_end: JobEnd | None = None
+        self._is_in_queue_again = False
+        self._is_recorded = False
+        self._trial_end: EndState | None = None
+        """Of the trial_ended that was recorded last."""
+        self.phase = EndPhase.OPEN
+
+    @property
+    def is_job_ending(self) -> bool:
+        """Whether the cluster is about to kill us."""
+        return self._job_end is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a wish to hand over comes too late."""
+        return self.phase in (EndPhase.FINAL, EndPhase.CLOSED) or self.is_job_ending
+
+    @property
+    def then(self) -> Literal["", "requeue"]:
+        """What a stop of the trial log that the supervisor itself appends says about what follows."""
+        return "requeue" if self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING) else ""
+
+    def hand_over(self, state: EndState, cause: str, *, is_requeued: bool = False) -> None:
+        """The next attempt is to go on. What ends the trial, or the job already, goes first.
+
+        Args:
+            is_requeued: whether the cluster has put our job back into the queue already; its SIGTERM follows.
+        """
+        if self.is_settled or self._queue is None:
+            return
+        self.phase, self._state, self._cause = EndPhase.HANDING_OVER, state, cause
+        self._is_in_queue_again |= is_requeued
+        if self._is_in_queue_again:
+            self._revoke()
+        else:
+            self._arrange()  # if it is refused, the cluster is asked again when nothing runs any more
+
+    def stop(self, state: EndState = EndState.STOPPED, cause: str = "") -> None:
+        """Somebody wants the trial to end here."""
+        if self.phase in (EndPhase.CLOSING, EndPhase.CLOSED):
+            return  # what follows finds the request
+        if self.phase is not EndPhase.FINAL:
+            self.phase, self._state, self._cause = EndPhase.FINAL, state, cause
+        self._revoke()
+
+    def job_ends(self, end: JobEnd) -> None:
+        """The cluster ends our job, and will not say so again."""
+        if self.is_job_ending:
+            return
+        self._job_end = end
+        if not end.state.may_go_on:
+            self.stop(end.state, end.cause)
+        elif self.phase in (EndPhase.OPEN, EndPhase.HANDING_OVER):
+            self.phase, self._state, self._cause = EndPhase.HANDING_OVER, end.state, end.cause
+            if end.needs_successor and (why_not := self._arrange()):
+                self.phase, self._cause = EndPhase.FINAL, f"{self._cause}; {_REFUSED}: {why_not}"
+        if self.phase is EndPhase.FINAL:
+            self._record_attempt("")
+            self._record_trial(self._advised(self._cause))
+        else:
+            self._record_attempt("requeue" if self._is_requeued or not self._successor else "successor")
+        if end.is_requeued and self.phase is EndPhase.HANDING_OVER:
+            # Asked for before it was said: of two jobs that go on, the cluster's is enough. In the grace period of a
+            # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
+            self._revoke()
+
+    def judge(self, end: EndTrial, *, is_done: bool, refusal: Refusal | None) -> Verdict:
+        """Nothing runs any more: what that means.
+
+        Args:
+            is_done: whether the trial log holds Done.
+            refusal: why no further attempt may follow, whatever is wanted.
+        """
+        is_ending_by_itself = self.is_job_ending and self.phase is EndPhase.HANDING_OVER
+        if is_done:
+            self.phase, self._state, self._cause = EndPhase.FINAL, EndState.COMPLETE, ""
+        elif end.outcome is EndState.FAILED and not is_ending_by_itself:
+            self.phase, self._state, self._cause = EndPhase.FINAL, EndState.FAILED, end.cause
+        elif self.phase is not EndPhase.HANDING_OVER:
+            self.phase, self._cause = EndPhase.FINAL, self._advised(self._cause or end.cause)
+        elif refusal is not None:
+            self.phase, self._cause = EndPhase.FINAL, self._advised(f"{self._cause}; {refusal.text}")
+        return self.verdict
+
+    @property
+    def verdict(self) -> Verdict:
+        """The end, as far as it is known."""
+        goes_on = self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING) or (
+            self.phase is EndPhase.CLOSED and self._trial_end is None
+        )
+        return Verdict(state=self._state, cause=self._cause, goes_on=goes_on)
+
+    def close(self) -> None:
+        """After `judge`, when everything else has been cleared away: sees to what follows, and records the end."""
+        if self.phase is EndPhase.FINAL:
+            self._finish()
+        if self.phase is not EndPhase.HANDING_OVER:
+            return
+        self.phase = EndPhase.CLOSING
+        if self._is_requeued:
+            self._close("requeue")
+        elif not (why_not := self._arrange()):
+            self._close("successor")
+        elif self.is_job_ending:
+            self._give_up(self._state, why_not)
+        else:
+            self._close("requeue")  # recorded before it is done, because it ends us
+            if self._queue is not None and (
+                why_not := self._queue.requeue()
+            ):  # neither way is open: a human has to go on
+                self._give_up(EndState.STOPPED, why_not)
+
+    @property
+    def _is_requeued(self) -> bool:
+        """Whether the cluster starts our job again by itself; if it does not say so, our jobs ask for that."""
+        if self._job_end is None:
+            return self._is_in_queue_again
+        return self._job_end.is_requeued or self._job_end.state is EndState.UNKNOWN
+
+    @property
+    def _successor(self) -> str:
+        return self._queue.successor if self._queue is not None else ""
+
+    def _arrange(self) -> str:
+        return "" if self._queue is None or self._successor else self._queue.arrange()
+
+    def _revoke(self) -> None:
+        if self._queue is not None and self._successor:
+            self._queue.revoke()
+
+    def _advised(self, cause: str) -> str:
+        return f"{cause}; {ADVICE}" if self._state.may_go_on else cause
+
+    def _give_up(self, state: EndState, why: str) -> None:
+        self._state, self._cause = state, f"{self._cause}; {_REFUSED}: {why}; {ADVICE}"
+        self._finish()
+
+    def _finish(self) -> None:
+        """Nothing follows."""
+        self.phase = EndPhase.CLOSED
+        if self._queue is not None:
+            self._records.seal()
+        self._record_attempt("")
+        self._record_trial(self._cause)
+        self._revoke()
+        if self._queue is not None and not self.is_job_ending:
+            self._queue.sweep()
+
+    def _close(self, then: Follows) -> None:
+        self.phase = EndPhase.CLOSED
+        self._record_attempt(then)
+
+    def _record_attempt(self, then: Follows) -> None:
+        if not self._is_recorded:
+            self._is_recorded = True
+            self._records.record_attempt(self._state, self._cause, then)
+
+    def _record_trial(self, cause: str) -> None:
+        if self._state is not self._trial_end:
+            self._trial_end = self._state
+            self._records.record_trial(self._state, cause)
+
+
+@dataclass(slots=True, kw_only=True)
+class EndShell:
+    """Sees the end of one attempt through: signals and requests become what EndMachine is told; and its hands."""
+
+    directory: TrialDirectory
+    attempt: int
+    plan: RunPlan
+    log: TrialLog
+    """Of the thread that looks, until all has ended."""
+    continuation: Continuation | None
+    """None where there are no jobs."""
+    record: Callable[..., None]
+    """Adds a line to the journal."""
+    _end: EndMachine = field(init=False)
+    _own_request: StopRequest | None = None
+
+    def __post_init__(self) -> None:
+        self._end = EndMachine(self.continuation, self)
+
+    @property
+    def is_job_ending(self) -> bool:
+        """Whether the cluster is about to kill us."""
+        return self._end.is_job_ending
+
+    @property
+    def then(self) -> Literal["", "requeue"]:
+        """What follows a stop of the trial log that the supervisor itself appends."""
+        return self._end.then
+
+    def signalled(self, number: signal.Signals, *, was_asked: bool) -> StopRequest | None:
+        """What a signal asks for; None if it says nothing new.
+
+        Args:
+            was_asked: whether the trial is being stopped already; a second signal means now.
+        """
+        continuation = self.continuation
+        if continuation is not None and number is signal.SIGUSR2:
+            # Sites may let the cluster send the same signal at the beginning of a preemption's grace period.
+            if was_asked or self._end.is_settled:
+                return None
+            prospect = continuation.look_ahead()
+            state = EndState.PREEMPTED if prospect.is_preempted else EndState.TIMED_OUT
+            self._end.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued)
+            by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
+            return self._request(by, grace_s=self.plan.supervision.stop_grace_s, state=state)
+        if continuation is not None and number is signal.SIGTERM:
+            if self.is_job_ending:
+                return None  # it is said more than once
+            job_end = continuation.explain()
+            if job_end.state is not EndState.STOPPED:
+                self._end.job_ends(job_end)
+                # Whoever cancels wants no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
+                is_now = not job_end.state.may_go_on
+                return self._request(
+                    f"SLURM ({job_end.cause})", grace_s=_ENDING_GRACE_S, state=job_end.state, now=is_now
+                )
+        self._end.stop()
+        is_now = was_asked and number is not signal.SIGUSR2
+        return self._request(_LOCAL_MEANING[number], grace_s=self.plan.supervision.stop_grace_s, now=is_now)
+
+    def requested(self, request: StopRequest) -> None:
+        """A stop request was found."""
+        if request == self._own_request:
+            return
+        if request.is_notice and self.continuation is not None:
+            # In the grace period of a preemption the cluster asks the steps to leave, and not us.
+            # Where there is none it asks all of us at once, and what the steps say may be heard first.
+            prospect = self.continuation.look_ahead()
+            if prospect.is_ending and not prospect.is_requeued:
+                return  # our own SIGTERM comes too, and only then it can be said why: of scancel nothing follows
+            why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
+            self._end.hand_over(why, _CAUSE_BY_STATE.get(why, request.by), is_requeued=prospect.is_requeued)
+            return
+        # Set if the supervisor before us, which was killed, has asked for its job's sake.
+        state = EndState(request.state) if request.state in tuple(EndState) else None
+        if self.continuation is None or not request.then:
+            self._end.stop(state or EndState.STOPPED, request.by if state else "")
+        else:
+            cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
+            self._end.hand_over(state or EndState.REQUEUED, cause)
+
+    def nodes_lost(self, cause: str) -> None:
+        """The allocation is not what it was: the next attempt gets all of its nodes again."""
+        self._end.hand_over(EndState.NODE_FAILED, cause)
+
+    def judge(self, end: EndTrial, log: LogState) -> Verdict:
+        """What the end means, with what the trial log holds by now."""
+        attempts = read_attempts(self.directory)
+        taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.attempt])
+        if self._end.verdict.state in ENDED_BY_CLUSTER:  # which may not be written down yet
+            taken.add(self.attempt)
+        refusal = why_not_another(attempts, log, taken)
+        return self._end.judge(end, is_done=log.is_done, refusal=refusal)
+
+    def close(self) -> Verdict:
+        """Sees to what follows, and records the end; returns what it became."""
+        self._end.close()
+        return self._end.verdict
+
+    def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
+        self._own_request = StopRequest(
+            requested_at=time.time(), by=by, now=now, grace_s=grace_s, then=self._end.then, state=state or ""
+        )
+        return self._own_request
+
+    @property
+    def _successor(self) -> str:
+        return self.continuation.successor if self.continuation is not None else ""
+
+    def seal(self) -> None:
+        try:
+            state = self.log.read()
+            if state.is_handed_over or (self._successor and not state.is_stopped):
+                self.log.request_stop("supervisor", reason="no further attempt follows by itself")
+        except StoppedError:
+            return
+        except (OSError, TrialLogError) as error:  # control/end-N.json says the same, where it can be written
+            self.record("log_not_sealed", cause=str(error))
+
+    def record_attempt(self, state: EndState, cause: str, then: Follows) -> None:
+        self._write_end(state, cause, then)
+        self.record("attempt_ended", state=state, cause=cause, then=then, successor=self._successor)
+
+    def record_trial(self, state: EndState, cause: str) -> None:
+        self._write_end(state, cause, "")
+        self.record("trial_ended", state=state, cause=cause)
+
+    def _write_end(self, state: EndState, cause: str, then: Follows) -> None:
+        """What later starts of the trial decide on; the journal is only told."""
+        end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then)
+        try:
+            write_end(self.directory, end)
+        except OSError as error:
+            self.record("end_not_written", cause=str(error))

@@ -1,0 +1,163 @@
+"""What follows an attempt: the cluster starts its job again, or a successor that waits for its end, or a human.
+
+    time limit near (USR2), rl-stop --requeue --arrange--> successor in the queue --> checkpoint --> the job ends --> it
+    SIGTERM --explain--> preempted, node lost, time limit: the cluster requeues the job, else --arrange--> successor
+                    +--> cancelled: --revoke--> nothing follows
+    submissions do not work --requeue--> the cluster starts our own job again
+
+A successor is the same script again, submitted to begin after the end of this job: it waits however long the checkpoint
+takes, and also if the cluster starts our job again by itself. Whether it may go on is decided when it starts, by
+`why_not_another` in experiments/trial/attempts.py.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempt_end_record import EndState, failed_nodes
+from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.jobs import Job, JobPhase
+from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
+from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.submit_once import is_head_of, submit_once
+from corral.launcher.layout.layout import Layout
+from corral.launcher.supervisor.node_loss import note_failed_node
+
+_SWEEP_TIMEOUT_S = 15.0
+_SWEEP_INTERVAL_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Continuation:
+    """The cluster's part in what follows one attempt."""
+
+    cluster: Cluster
+    """With a short timeout, as it may be about to kill us."""
+    plan: RunPlan
+    layout: Layout
+    directory: TrialDirectory
+    own: OwnJob
+    record: Callable[..., None]
+    """Adds a line to the journal."""
+    successor: str = field(init=False)
+    """Job id of the successor; "" if there is none."""
+    _own_jobs: OwnJobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
+        self.successor = read_successor(self.directory, after=self.own.job_id)
+
+    def look_ahead(self) -> JobProspect:
+        """What the cluster has in mind for our job, while we may use its nodes for a while yet."""
+        return self.cluster.prospect(self.own)
+
+    def explain(self) -> JobEnd:
+        """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
+        end = self.cluster.why_ending(self.own, self.directory)
+        if end.state is EndState.NODE_FAILED:
+            self.record_failed_nodes()
+        return end
+
+    def record_failed_nodes(self) -> None:
+        """Writes down which of our nodes are down; later attempts avoid them."""
+        for node in self.cluster.failed_nodes(self.own.hosts):
+            note_failed_node(self.directory, node, self.record)
+
+    def arrange(self) -> str:
+        """Puts a successor into the queue, once; returns why there is none, or ""."""
+        if self.successor:
+            return ""
+        excluded = failed_nodes(self.directory) if self.plan.launch.exclude_failed_nodes else []
+        submit = partial(
+            self.cluster.submit_successor,
+            self.layout,
+            self.directory,
+            after=self.own.job_id,
+            exclude_nodes=excluded,
+        )
+        try:
+            # One look: the cluster may be about to kill us.
+            self.successor = submit_once(self.cluster, submit, is_it=self._is_successor, looks=1)
+        except ClusterError as error:
+            self.record("successor_refused", cause=str(error))
+            return str(error)
+        self._remember(self.successor)
+        self.record("successor_submitted", job_id=self.successor, after=self.own.job_id, excluded=excluded)
+        return ""
+
+    def revoke(self) -> None:
+        """Nothing is to follow: takes the successor out of the queue, if the cluster lets it."""
+        if not self.successor:
+            return
+        try:
+            self.cluster.cancel(self.successor)
+        except ClusterError as error:
+            # It will find in the trial log that nothing is to follow, and end.
+            self.record("successor_not_cancelled", job_id=self.successor, cause=str(error))
+            return
+        self.record("successor_cancelled", job_id=self.successor)
+        self.successor = ""
+        self._remember("")
+
+    def requeue(self) -> str:
+        """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
+        try:
+            self.cluster.requeue(self.own.job_id)
+        except ClusterError as error:
+            self.record("requeue_refused", cause=str(error))
+            return str(error)
+        self.record("requeued", job_id=self.own.job_id)
+        return ""
+
+    def sweep(self) -> None:
+        """Cancels every job of this trial but our own: nothing of a trial that has ended stays in the queue."""
+        deadline = time.monotonic() + _SWEEP_TIMEOUT_S
+        while True:
+            try:
+                for job, _ in self._own_jobs.select(self.cluster.jobs()):
+                    is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
+                    if job.is_staying and not is_ours:
+                        self.cluster.cancel(job.job_id)
+                return
+            except ClusterError as error:
+                if time.monotonic() >= deadline:
+                    self.record("jobs_left", cause=str(error))
+                    return
+                time.sleep(_SWEEP_INTERVAL_S)
+
+    def _remember(self, successor: str) -> None:
+        try:
+            write_successor(self.directory, successor, after=self.own.job_id)
+            if successor:
+                self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
+        except OSError as error:
+            self.record("successor_not_written", job_id=successor, cause=str(error))
+
+    def _is_successor(self, job: Job) -> bool:
+        is_waiting = job.phase is JobPhase.WAITING and job.job_id != self.own.job_id
+        return is_waiting and is_head_of(self._own_jobs)(job)
+
+
+def write_successor(directory: TrialDirectory, job_id: str, *, after: str) -> None:
+    """Notes which job goes on after a job has ended; "" if none is to."""
+    atomic_write(_successor_path(directory), msgspec.json.encode({"job_id": job_id, "after": after}))
+
+
+def read_successor(directory: TrialDirectory, *, after: str) -> str:
+    """The successor that waits for the end of this job: of an earlier supervisor, or of before a requeue; or ""."""
+    try:
+        noted = msgspec.json.decode(_successor_path(directory).read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return noted.get("job_id", "") if noted.get("after") == after else ""
+
+
+def _successor_path(directory: TrialDirectory) -> Path:
+    return directory.control_path / "successor.json"

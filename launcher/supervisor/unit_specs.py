@@ -1,0 +1,107 @@
+"""What of a plan is started: restart units, the command line of each worker, and which units run in extra jobs. Pure.
+
+plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker
+          --worker_command--> python -m corral.workers --plan ... --kind ... --index ...
+extra jobs --NodesGranted(allocation)--> UnitNodes --unit by unit--> UnitMachine.nodes_granted --> actions
+unit machine --CheckNodes(unit)--> UnitNodes --allocation--> extra jobs
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.extra_jobs.book import NodesEvent, NodesGranted, NodesLost, NodesNeverCome, NodesStay
+from corral.launcher.layout.layout import Allocation, Layout
+from corral.launcher.supervisor.units import TRAINER_UNIT, Action, UnitMachine, UnitSpec
+
+REDIS_UNIT = "redis"
+
+WorkerCommand = Callable[[TrialDirectory, str, int, AttemptRecord, str], Sequence[str]]
+"""(trial, kind, index, attempt, incarnation) -> command line."""
+
+
+def worker_command(
+    directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
+) -> list[str]:
+    """The command line of a worker. It holds nothing secret: other users of the node can read it."""
+    return [
+        sys.executable,
+        "-m",
+        "corral.workers",
+        "--plan",
+        str(directory.plan_path),
+        "--kind",
+        kind,
+        "--index",
+        str(index),
+        "--attempt",
+        str(attempt.attempt),
+        "--incarnation",
+        incarnation,
+    ]
+
+
+def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
+    """Restart units: Redis, all training ranks together, every other worker by itself."""
+    workers = [f"{worker.kind}/{worker.index}" for worker in plan.workers]
+    ranks = tuple(worker for worker in workers if worker.startswith(f"{TRAINER_UNIT}/"))
+    units = [UnitSpec(name=REDIS_UNIT, tasks=(REDIS_UNIT,), is_service=True)]
+    if ranks:
+        units.append(UnitSpec(name=TRAINER_UNIT, tasks=ranks))
+    return units + [UnitSpec(name=worker, tasks=(worker,)) for worker in workers if worker not in ranks]
+
+
+class UnitNodes:
+    """The units of each allocation, and the allocation of each unit."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._allocation_by_unit: dict[str, Allocation] = {}
+        self._units_by_allocation: dict[str, list[str]] = {}
+        for index, allocation in enumerate(layout.allocations):
+            units = self._units_by_allocation[allocation.name] = _units_of(layout, index)
+            self._allocation_by_unit = dict.fromkeys(units, allocation) | self._allocation_by_unit
+
+    def allocation_of(self, unit: str) -> str:
+        """The name of the allocation that a unit runs in."""
+        return self._allocation_by_unit[unit].name
+
+    def with_needs(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The restart units, told which of them run in extra jobs."""
+        roles = {unit: allocation.role for unit, allocation in self._allocation_by_unit.items()}
+        gang = tuple(unit.name for unit in units if roles.get(unit.name) == "group")
+        has_fallback = {unit.name: self._layout.fallback_of(unit.name) is not None for unit in units}
+        return [
+            replace(
+                unit,
+                needs_nodes=unit.name in roles and self._allocation_by_unit[unit.name].is_extra_job,
+                has_fallback=has_fallback[unit.name],
+                waits_for=() if unit.is_service or unit.name in gang else gang,
+                is_optional=roles.get(unit.name) == "elastic" and not has_fallback[unit.name],
+            )
+            for unit in units
+        ]
+
+    def apply(self, action: NodesEvent, machine: UnitMachine, now: float) -> list[Action]:
+        """What follows for the units of an allocation from what became of its job."""
+        actions: list[Action] = []
+        for unit in self._units_by_allocation[action.name]:
+            match action:
+                case NodesGranted():
+                    actions += machine.nodes_granted(unit, now)
+                case NodesLost(_, cause):
+                    actions += machine.nodes_lost(unit, cause, now)
+                case NodesStay():
+                    actions += machine.nodes_stay(unit, now)
+                case NodesNeverCome(_, cause):
+                    actions += machine.cannot_run(cause, now)
+        return actions
+
+
+def _units_of(layout: Layout, allocation: int) -> list[str]:
+    ranks = f"{TRAINER_UNIT}/"
+    workers = layout.workers_of(allocation)
+    return list(dict.fromkeys(TRAINER_UNIT if worker.startswith(ranks) else worker for worker in workers))

@@ -1,0 +1,487 @@
+"""Restart units as a pure state machine: exits, requests and the clock go in; starts, signals and the end come out.
+
+One unit, while the trial runs:
+
+    WAITING --pause over--> RUNNING --one task ended--> CLEARING --last task gone--> WAITING
+       ^                                                    |   |
+       |                                                    |   +-- budget spent, or exit 2, 77, 78, 81 the trial fails
+       +-- its nodes are lost, or stay --- CHECKING <-------+ (a unit in an extra job)
+
+A unit in an extra job (`needs_nodes`) starts only while that job runs. Its exit is judged once the cluster has said
+whether the job still runs: nodes that were lost are no failure, cost no budget, and are waited for.
+
+The trial:
+
+    RUNNING --stop requested--> STOPPING --Stop in the log | grace over | master gone--> TERMINATING
+       |                                                                                      |
+       +-- Done or Stop in the log, a unit gave up, stop at once ---------------------------->+
+                                                                                              v
+                              ENDED <--all gone-- KILLING <--grace over, or everything but services gone
+
+The shell (supervisor.py) owns processes, files and clocks; nothing here does I/O.
+A task is one worker process. The tasks of one unit share collectives: one dies, all start again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempt_end_record import EndState
+from corral.launcher.trial.exits import ExitKind, exit_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """What restarts together."""
+
+    name: str
+    tasks: tuple[str, ...]
+    is_service: bool = False
+    """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
+    needs_nodes: bool = False
+    """Its nodes are those of an extra job, which may be away."""
+    has_fallback: bool = False
+    """While its nodes are away it runs elsewhere."""
+    waits_for: tuple[str, ...] = ()
+    """Units without whose nodes it is not started: its deadlines must not count the time that jobs are queued."""
+    is_optional: bool = False
+    """The trial can do without it: out of budget, it is given up alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Budgets and deadlines, in seconds."""
+
+    max_restarts: int
+    pause_s: float
+    healthy_after_s: float
+    max_pause_s: float = 30.0
+    terminate_grace_s: float = 10.0
+    kill_grace_s: float = 5.0
+    check_timeout_s: float = 30.0
+    """How long an exit may wait for the cluster's word on its nodes; after that it counts as a crash."""
+
+    def pause_before(self, restart: int) -> float:
+        """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
+        return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
+
+
+_MEANING_BY_KIND = {
+    ExitKind.NODE_LOST: "lost its node",
+    ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
+    ExitKind.FILES_AWAY: "could not be started: the file system refused",
+    ExitKind.JOB_GONE: "could not be started: its job has ended",
+    ExitKind.NOTICED: "ended by SLURM's notice of the job's end (SIGTERM), which came before it could listen",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExit:
+    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
+
+    task: str
+    returncode: int
+    kind: ExitKind = ExitKind.OWN
+    killed_by_us: bool = False
+    said: str = ""
+    """What the task itself put down about its end."""
+    silent_s: float = 0.0
+    """How long it had given no sign of life when it was killed for that."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another task's end explains this one."""
+        return not self.silent_s and (self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN)
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether it counts as a crash of the task."""
+        return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
+
+    def __str__(self) -> str:
+        if self.silent_s:
+            return f"{self.task} gave no sign of life for {self.silent_s:.0f} s, and was killed"
+        if self.kind is not ExitKind.OWN:
+            return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
+        meaning = {
+            0: " before the trial was done",
+            WorkerExit.BAD_CONFIGURATION: " (it refused its configuration)",
+            WorkerExit.NOT_FINITE: " (loss or gradient stays not finite)",
+            WorkerExit.CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
+            WorkerExit.SUPERSEDED: " (superseded)",
+            WorkerExit.GANG_BROKEN: " (its peers failed)",
+            WorkerExit.WRONG_DEVICES: " (it sees other GPUs than the plan gives it: look at its node)",
+            WorkerExit.USER_CODE: f" ({self.said or 'your code fails on everything: its log says with what'})",
+            WorkerExit.OUT_OF_MEMORY: " (out of memory: raise `mem` of its group)",
+            WorkerExit.NO_ROOM: " (a disk is full; it goes on when there is room)",
+        }.get(self.returncode, "")
+        return f"{self.task} {exit_text(self.returncode)}{meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnit:
+    """Start every task of the unit under a new incarnation."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTask:
+    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
+
+    task: str
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestartUnit:
+    """News for the journal: the unit will start again after the pause."""
+
+    unit: str
+    cause: str
+    pause_s: float
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckNodes:
+    """Find out whether the unit's nodes are still there; `nodes_stay` or `nodes_lost` is the answer."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveUnit:
+    """News for the journal: the unit ended for a reason that is not its own, and starts again when it may."""
+
+    unit: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpUnit:
+    """An optional unit is out of budget: the trial goes on without it."""
+
+    unit: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStop:
+    """Fence the trial: append Stop to the trial log before anything is killed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """Nothing runs any more."""
+
+    outcome: EndState
+    cause: str
+
+
+Action = StartUnit | SignalTask | RestartUnit | CheckNodes | LeaveUnit | GiveUpUnit | AppendStop | EndTrial
+
+_FINAL = (
+    WorkerExit.BAD_CONFIGURATION,
+    WorkerExit.NOT_FINITE,
+    WorkerExit.CANNOT_CONTINUE,
+    WorkerExit.USER_CODE,
+)
+MASTER_UNIT = "master_worker/0"
+TRAINER_UNIT = "model_worker"
+
+
+class TrialPhase(StrEnum):
+    """What the whole trial is doing."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+class UnitPhase(StrEnum):
+    """What one unit is doing."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    CLEARING = "clearing"
+    CHECKING = "checking"
+    """Nothing of it runs, and the cluster is asked whether its nodes are still there."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    spec: UnitSpec
+    phase: UnitPhase = UnitPhase.WAITING
+    running: set[str] = field(default_factory=set)
+    exits: list[TaskExit] = field(default_factory=list)
+    start_at: float = 0.0
+    started_at: float = 0.0
+    restarts: int = 0
+    charged: int = 0
+    in_a_row: int = 0
+    has_nodes: bool = True
+    is_on_fallback: bool = False
+    is_kept_down: bool = False
+    is_given_up: bool = False
+    expected_end: str = ""
+    """Why its tasks end, where that is not their fault."""
+    deadline: float = float("inf")
+    """Of an answer about its nodes, or of an expected end."""
+
+    @property
+    def may_start(self) -> bool:
+        is_somewhere = self.has_nodes or self.spec.has_fallback
+        return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_kept_down and not self.is_given_up
+
+
+class UnitMachine:
+    """The decisions of one attempt. Every method takes the time (monotonic seconds) and returns what to do now."""
+
+    def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:
+        self._policy = policy
+        ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
+        self._units = {spec.name: _Unit(spec, has_nodes=not spec.needs_nodes) for spec in ordered}
+        self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
+        self._signalled: set[str] = set()
+        self._silent_s: dict[str, float] = {}
+        self._deadline = float("inf")
+        self._stop_reason = ""
+        self._outcome = EndState.FAILED
+        self._cause = ""
+        self.phase = TrialPhase.RUNNING
+
+    def exited(
+        self, task: str, returncode: int, now: float, *, kind: ExitKind = ExitKind.OWN, said: str = ""
+    ) -> list[Action]:
+        """A task ended, or could not be started; `said` is what it put down about that.
+
+        The shell reads the trial log first (`log_ended`), so that a worker that ends because of Done is no crash.
+        """
+        unit = self._unit_by_task[task]
+        if task not in unit.running:
+            return []
+        unit.running.discard(task)
+        silent_s = self._silent_s.pop(task, 0.0)
+        unit.exits.append(TaskExit(task, returncode, kind, task in self._signalled, said, silent_s))
+        self._signalled.discard(task)
+        if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
+            return self._end_if_all_gone()
+        if returncode in _FINAL:
+            return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
+        if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
+            return self._exited_while_stopping(unit, now)
+        actions: list[Action] = []
+        if unit.phase is UnitPhase.RUNNING:
+            unit.phase = UnitPhase.CLEARING
+            # The rest of a gang waits in a collective that can never finish; commits are atomic, so nothing is lost.
+            actions += self._signal(unit.running, kill=True)
+        if not unit.running:
+            actions += self._cleared(unit, now)
+        return actions
+
+    def silent(self, task: str, silent_s: float) -> list[Action]:
+        """A task has given no sign of life for longer than it may: it is killed, which counts as its own failure."""
+        if task not in self._unit_by_task[task].running or self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        self._silent_s[task] = silent_s
+        return [SignalTask(task, kill=True)]
+
+    def nodes_granted(self, name: str, now: float) -> list[Action]:
+        """The unit's nodes are there; what runs on its fallback moves."""
+        unit = self._units[name]
+        unit.has_nodes = True
+        if unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+            return self._expect_end(unit, "its own nodes were granted", now, kill=False)
+        return []
+
+    def nodes_lost(self, name: str, cause: str, now: float) -> list[Action]:
+        """The unit's nodes are gone, and with them what ran there."""
+        unit = self._units[name]
+        unit.has_nodes = False
+        if unit.is_on_fallback or self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
+            return []
+        is_checking = unit.phase is UnitPhase.CHECKING
+        actions = self._leave(unit, cause, now) if is_checking else self._expect_end(unit, cause, now, kill=True)
+        master = self._units.get(MASTER_UNIT)
+        if name == TRAINER_UNIT and master is not None and self.phase is TrialPhase.RUNNING:
+            # It would give up on its trainer after a while, and both begin at the last commit anyway.
+            actions += self._expect_end(master, f"{name} is away: {cause}", now, kill=False)
+        return actions
+
+    def nodes_stay(self, name: str, now: float) -> list[Action]:
+        """The nodes of a unit that ended are still there: it ended by itself."""
+        unit = self._units[name]
+        if unit.phase is not UnitPhase.CHECKING or self.phase is not TrialPhase.RUNNING:
+            return []
+        return self._restart_or_give_up(unit, now)
+
+    def cannot_run(self, cause: str, now: float) -> list[Action]:
+        """The trial can never have all that it needs."""
+        return self._terminate(EndState.FAILED, cause, now) if self.phase is TrialPhase.RUNNING else []
+
+    def keep_down(self, name: str, *, is_kept_down: bool, now: float) -> list[Action]:
+        """Someone wants the unit to be kept down, or to run again."""
+        unit = self._units[name]
+        was_kept_down, unit.is_kept_down = unit.is_kept_down, is_kept_down
+        if not is_kept_down or was_kept_down or self.phase is not TrialPhase.RUNNING:
+            return []
+        return self._expect_end(unit, "its group is kept down", now, kill=False)
+
+    def give_up(self, name: str) -> None:
+        """There is no room for the unit any more: it is not started again, and the trial goes on without it."""
+        self._units[name].is_given_up = True
+
+    def stop_requested(self, *, reason: str, grace_s: float, immediately: bool, now: float) -> list[Action]:
+        """Someone asks for the end; the master checkpoints within `grace_s`, unless it is to be `immediately`."""
+        if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        self._stop_reason = reason
+        if immediately:
+            return [AppendStop(reason), *self._terminate(EndState.STOPPED, reason, now, kill=True)]
+        if self.phase is TrialPhase.STOPPING:
+            self._deadline = min(self._deadline, now + grace_s)
+            return []
+        self.phase = TrialPhase.STOPPING
+        self._deadline = now + grace_s
+        if not self._master_can_still_checkpoint():
+            return self._stop_without_checkpoint("the trainer did not run", now)
+        return []
+
+    def log_ended(self, outcome: EndState, reason: str, now: float) -> list[Action]:
+        """The trial log holds Done or Stop."""
+        if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
+            return []
+        return self._terminate(outcome, reason, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed."""
+        if self.phase is TrialPhase.STOPPING and now >= self._deadline:
+            return self._stop_without_checkpoint("the grace period ended", now)
+        if self.phase is TrialPhase.TERMINATING and now >= self._deadline:
+            return self._kill_all(now)
+        if self.phase is TrialPhase.KILLING and now >= self._deadline:
+            left = ", ".join(sorted(self._all_running()))
+            self._cause += f" (these did not die: {left})"
+            return self._end()
+        actions: list[Action] = []
+        for unit in self._units.values():
+            if now >= unit.deadline:
+                actions += self._overdue(unit, now)
+            may_start = self.phase is TrialPhase.RUNNING or (self.phase is TrialPhase.STOPPING and unit.spec.is_service)
+            is_accompanied = all(self._units[name].has_nodes for name in unit.spec.waits_for)
+            if may_start and unit.may_start and is_accompanied and now >= unit.start_at:
+                unit.phase = UnitPhase.RUNNING
+                unit.running = set(unit.spec.tasks)
+                unit.exits.clear()
+                unit.started_at = now
+                unit.is_on_fallback = not unit.has_nodes
+                actions.append(StartUnit(unit.spec.name))
+        return actions
+
+    def _cleared(self, unit: _Unit, now: float) -> list[Action]:
+        """The last task of a unit is gone."""
+        if unit.expected_end:
+            return self._leave(unit, unit.expected_end, now)
+        if unit.spec.needs_nodes and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+            unit.phase = UnitPhase.CHECKING
+            unit.deadline = now + self._policy.check_timeout_s
+            return [CheckNodes(unit.spec.name)]
+        return self._restart_or_give_up(unit, now)
+
+    def _expect_end(self, unit: _Unit, cause: str, now: float, *, kill: bool) -> list[Action]:
+        """Its tasks end now, and it is not their fault."""
+        if not unit.running:
+            return []
+        unit.expected_end = cause
+        unit.deadline = now + (self._policy.kill_grace_s if kill else self._policy.terminate_grace_s)
+        return self._signal(unit.running, kill=kill)
+
+    def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
+        unit.phase, unit.start_at, unit.deadline, unit.expected_end = UnitPhase.WAITING, now, float("inf"), ""
+        unit.is_on_fallback = False
+        return [LeaveUnit(unit.spec.name, cause)]
+
+    def _overdue(self, unit: _Unit, now: float) -> list[Action]:
+        if unit.phase is UnitPhase.CHECKING:
+            return self._restart_or_give_up(unit, now) if self.phase is TrialPhase.RUNNING else []
+        unit.deadline = now + self._policy.kill_grace_s  # again and again: what was asked politely, or did not die
+        return self._signal(unit.running, kill=True)
+
+    def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
+        unit.deadline = float("inf")
+        first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
+        if now - unit.started_at >= self._policy.healthy_after_s:
+            unit.charged = unit.in_a_row = 0
+        unit.in_a_row += 1
+        if unit.is_given_up:
+            unit.phase = UnitPhase.WAITING
+            return []
+        unit.charged += first.is_charged
+        if unit.charged > self._policy.max_restarts:
+            cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"
+            if unit.spec.is_optional:
+                unit.phase, unit.is_given_up = UnitPhase.WAITING, True
+                return [GiveUpUnit(unit.spec.name, cause)]
+            return self._terminate(EndState.FAILED, cause, now)
+        pause_s = self._policy.pause_before(unit.in_a_row)
+        unit.restarts += 1
+        unit.phase = UnitPhase.WAITING
+        unit.start_at = now + pause_s
+        return [RestartUnit(unit.spec.name, str(first), pause_s, unit.restarts)]
+
+    def _exited_while_stopping(self, unit: _Unit, now: float) -> list[Action]:
+        unit.phase = UnitPhase.CLEARING  # not started again: the trial is about to end
+        if unit.spec.name in (MASTER_UNIT, TRAINER_UNIT):
+            return self._stop_without_checkpoint(str(unit.exits[-1]), now)
+        return []
+
+    def _master_can_still_checkpoint(self) -> bool:
+        needed = [self._units[name] for name in (MASTER_UNIT, TRAINER_UNIT) if name in self._units]
+        return bool(needed) and all(unit.phase is UnitPhase.RUNNING for unit in needed)
+
+    def _stop_without_checkpoint(self, why: str, now: float) -> list[Action]:
+        reason = f"{self._stop_reason} (without a last checkpoint: {why})"
+        return [AppendStop(reason), *self._terminate(EndState.STOPPED, reason, now)]
+
+    def _terminate(self, outcome: EndState, cause: str, now: float, *, kill: bool = False) -> list[Action]:
+        self._outcome, self._cause = outcome, cause
+        if kill:
+            return self._kill_all(now)
+        self.phase = TrialPhase.TERMINATING
+        self._deadline = now + self._policy.terminate_grace_s
+        workers = self._all_running(services=False)
+        return self._signal(workers, kill=False) if workers else self._kill_all(now)
+
+    def _kill_all(self, now: float) -> list[Action]:
+        self.phase = TrialPhase.KILLING
+        self._deadline = now + self._policy.kill_grace_s
+        running = self._all_running()
+        return self._signal(running, kill=True) if running else self._end()
+
+    def _end_if_all_gone(self) -> list[Action]:
+        if not self._all_running():
+            return self._end()
+        if self.phase is TrialPhase.TERMINATING and not self._all_running(services=False):
+            services = self._all_running()
+            # Nothing durable lives in a service, so it needs no grace; the deadline of its killer stays.
+            self.phase = TrialPhase.KILLING
+            return self._signal(services, kill=True)
+        return []
+
+    def _end(self) -> list[Action]:
+        self.phase = TrialPhase.ENDED
+        return [EndTrial(self._outcome, self._cause)]
+
+    def _signal(self, tasks: Iterable[str], *, kill: bool) -> list[Action]:
+        chosen = sorted(tasks)
+        self._signalled.update(chosen)
+        return [SignalTask(task, kill) for task in chosen]
+
+    def _all_running(self, *, services: bool = True) -> set[str]:
+        return {task for unit in self._units.values() if services or not unit.spec.is_service for task in unit.running}

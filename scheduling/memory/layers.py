@@ -1,0 +1,186 @@
+"""Sizes of a decoder, its layout, tokens of a micro-batch -> bytes that autograd keeps for the backward pass.
+
+Tensors of one layer, for each token: H hidden, I intermediate, Q all heads of queries, K those of keys, D one head, E
+experts of which k are taken, X the inner size of one, S that of a shared one. float32 is 4 bytes, a product's type c.
+
+                     fsdp (FSDP2, c > 1 under autocast)               megatron (its own layer; t: sequence parallel)
+ 2 norms             2 x (input H, normalized H, scale): 4, as the residual stream is float32; the normalized only for a
+                     weight that is trained                                                              megatron: / t
+ inputs of products  q, k, v | gate, up: H each: c; under autocast    q, k, v in one; gate and up: H each: c, / t; with
+                     each has its rounded copy, else two              adapters all of the tokens, not a part
+ attention           queries Q, keys K, values K, result Q: c;     projected Q + 2 K, rotated Q + K, result Q twice: c;
+                     logsumexp: 4 a head                              cosine, sine 4 D: c; logsumexp: 4 a head
+ norms of heads      input and normalized 2 (Q + K): 4; under         input and normalized: 4; the input in float32 only
+                     autocast one is rounded to c                     where queries are not in a row
+ MLP                 gate, activated gate, up, product 4 I c / t gate and up 2 I, up, activated gate, product 5 I c / t
+ router              E: 4                                             chosen, weighed and sent: E (5 + c) / t
+ experts, each of k  4 X + 2 H: c, weight c, four indices            H + 5 X / t + weight: c; where it came from: 16 / t
+ shared expert       as an MLP; result H, how much of it 1: c;        as an MLP; result H, how much of it 1: c / t
+                     rounded: 3 more copies of the input
+ adapters            r between A and B: c; a rounded copy of its      r: c
+                     own of the input where that is float32: c
+
+All of that is what a layer works in; where it is computed again in the backward pass, it keeps less until then:
+
+ recompute: selective  its input H, and what products gave: Q + 2 K, Q, H | 2 I, H, or the router's; of adapters r and
+                       what B gave; with shared prompts once more Q, and a head's logsumexp
+ recompute: full       its input H
+
+Found with torch.autograd.graph.saved_tensors_hooks on tiny models, and counted again so by the tests. Tokens are taken
+to be spread evenly over experts: a rank whose experts are chosen more often keeps more.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
+from corral.scheduling.parallel import ParallelDims
+
+Backend = Literal["fsdp", "megatron"]
+Recompute = Literal["none", "selective", "full"]
+"""What layers compute again in the backward pass (workers/backends/recompute.py)."""
+
+FLOAT32_BYTES = 4
+_INDEX_BYTES = 8  # of int64
+_INDICES_PER_EXPERT = 4  # which expert, and the order in which tokens are sorted by it and back
+_SUMS_BYTES = 4 * FLOAT32_BYTES + 2 * _INDEX_BYTES  # of the softmax, and the token's place and label
+_READ_FLOAT32 = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the others read what a product gave
+HEAD_CHUNK_BYTES = 2**28
+"""Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
+
+
+def share_of(number: int, tensor_parallel: int) -> int:
+    """What each tensor-parallel rank has of rows or columns: an equal part, or all where there is none."""
+    return number if number % tensor_parallel else number // tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers of a model in one layout: bytes of one token on the rank that has it."""
+
+    sizes: DecoderSizes
+    backend: Backend = "fsdp"
+    dims: ParallelDims = ParallelDims()
+    compute_bytes: int = FLOAT32_BYTES
+    """Of a number in matrix products: 4 or 2."""
+    trains_weights: bool = True
+    """Not where adapters are trained in place of them."""
+    shares_prompts: bool = False
+    """Whether attention has two results, of an answer and of its prompt, before they are one."""
+
+    @cached_property
+    def _heads(self) -> tuple[int, int]:
+        return self.sizes.num_heads // self.dims.tp, self.sizes.num_key_value_heads // self.dims.tp
+
+    @property
+    def _is_rounded(self) -> bool:
+        return self.compute_bytes < FLOAT32_BYTES
+
+    def works_in(self, layer: int) -> int:
+        """All that one layer keeps for its own backward pass, without adapters."""
+        norms = 2 * FLOAT32_BYTES * ((2 if self.trains_weights else 1) * self.sizes.hidden_size + 1)
+        is_sparse = layer in self.sizes.sparse_layers
+        return self._fsdp(norms, is_sparse) if self.backend == "fsdp" else self._megatron(norms, is_sparse)
+
+    def kept(self, layer: int, recompute: Recompute) -> int:
+        """What one layer keeps until its backward pass, without adapters: all, or less where it is computed again."""
+        sizes, (heads, key_heads) = self.sizes, self._heads
+        if recompute == "none":
+            return self.works_in(layer)
+        own_input = FLOAT32_BYTES * sizes.hidden_size
+        if self.backend == "megatron":
+            own_input = self.compute_bytes * -(-sizes.hidden_size // self.dims.tp)
+        if recompute == "full":
+            return own_input
+        products = 2 * (heads + key_heads) * sizes.head_dim + sizes.hidden_size
+        if layer not in sizes.sparse_layers:
+            products += 2 * share_of(sizes.intermediate_size, self.dims.tp) + sizes.hidden_size
+        else:  # products of experts are one operation for all, which is not kept (workers/backends/recompute.py)
+            products += -(-sizes.num_experts // self.dims.tp)
+            if sizes.shared_expert_size:
+                products += 2 * share_of(sizes.shared_expert_size, self.dims.tp) + sizes.hidden_size + 1
+        results = 2 if self.shares_prompts else 1
+        products += (results - 1) * heads * sizes.head_dim
+        return own_input + self.compute_bytes * products + results * FLOAT32_BYTES * heads
+
+    def of_adapter(self, name: str, shape: tuple[int, ...], *, rank: int, recompute: Recompute) -> int:
+        """What an adapter beside a linear layer of this name and shape [out, in] on a rank keeps."""
+        if recompute == "full":
+            return 0
+        is_copied = self.backend == "fsdp" and self._is_rounded and name.endswith(_READ_FLOAT32)
+        given = shape[0] if recompute == "selective" else shape[1] if is_copied else 0
+        return self.compute_bytes * (given + rank)
+
+    @property
+    def ends(self) -> int:
+        """What is kept before the first layer and after the last: its id, rotations, and the last norm's."""
+        rotations = 2 * FLOAT32_BYTES * self.sizes.head_dim
+        return _INDEX_BYTES + rotations + FLOAT32_BYTES * (2 * self.sizes.hidden_size + 1)
+
+    def head(self, output: Output, *, tokens: int, has_gradient: bool) -> int:
+        """Bytes that the last layer takes: a chunk of logits at a time, and its weight as products take it.
+
+        Two float32 copies of a chunk exist at the worst moment; hidden states come in float32, and so does their
+        gradient. A score is one number of a token, for which nothing but float32 hidden states is kept.
+        """
+        hidden = FLOAT32_BYTES * self.sizes.hidden_size
+        if output == "score":
+            return hidden * tokens
+        vocabulary = share_of(self.sizes.vocab_size, self.dims.tp)
+        rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * vocabulary)))
+        rounded_weight = self.compute_bytes * vocabulary * self.sizes.hidden_size if self._is_rounded else 0
+        copies = 2 if has_gradient else 1
+        return 2 * rows * FLOAT32_BYTES * vocabulary + rounded_weight + tokens * (copies * hidden + _SUMS_BYTES)
+
+    def _key_copies(self) -> int:
+        """How often each head of keys is there, so that every context-parallel rank has those of its queries."""
+        (queries, keys), ranks = self._heads, self.dims.cp
+        if keys % ranks == 0:
+            return 1
+        return ranks // keys if ranks % keys == 0 else queries // keys
+
+    def _fsdp(self, norms: int, is_sparse: bool) -> int:
+        sizes, compute_bytes, (heads, key_heads) = self.sizes, self.compute_bytes, self._heads
+        query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
+        copies = (4 if is_sparse else 5) if self._is_rounded else 2  # q, k, v, then the router, or gate and up
+        attention = compute_bytes * (3 * query + 2 * key * self._key_copies()) + FLOAT32_BYTES * heads
+        normalized = FLOAT32_BYTES + (compute_bytes if self.trains_weights else 0)
+        head_norms = normalized * (query + key) + FLOAT32_BYTES * (heads + key_heads)
+        mlp = 4 * compute_bytes * sizes.intermediate_size // self.dims.tp
+        if is_sparse:
+            numbers = 4 * sizes.expert_size + 2 * sizes.hidden_size + 1
+            of_one = compute_bytes * numbers + _INDICES_PER_EXPERT * _INDEX_BYTES
+            mlp = sizes.experts_per_token * of_one + FLOAT32_BYTES * sizes.num_experts
+            if sizes.shared_expert_size:
+                of_input = (4 if self._is_rounded else 1) * sizes.hidden_size
+                mlp += compute_bytes * (4 * sizes.shared_expert_size + of_input + 1)
+        whole = norms + compute_bytes * copies * sizes.hidden_size
+        return whole + attention + (head_norms if sizes.has_head_norms else 0) + mlp
+
+    def _megatron(self, norms: int, is_sparse: bool) -> int:
+        sizes, compute_bytes, (heads, key_heads), tp = self.sizes, self.compute_bytes, self._heads, self.dims.tp
+        query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
+        inputs = 2 * compute_bytes * sizes.hidden_size
+        # A part of the tokens have all of it.
+        whole = -(-(norms + inputs) // tp) if self.trains_weights else -(-norms // tp) + inputs
+        seen_key = key * self._key_copies()
+        # Values lie in what was projected, and keep all of it, unless they were sent to other ranks of c.
+        is_projected_kept = self.dims.cp == 1 or (sizes.has_head_norms and not self._is_rounded)
+        numbers = 3 * query + seen_key + 4 * sizes.head_dim
+        numbers += (query + 2 * key if is_projected_kept else 0) + (seen_key if self.dims.cp > 1 else 0)
+        attention = compute_bytes * numbers + FLOAT32_BYTES * heads
+        if sizes.has_head_norms:
+            # Queries of several heads of keys do not follow each other in what was projected, and are copied.
+            read = query + key if self._is_rounded else (query if key_heads > 1 else 0)
+            normalized = query + key if self.trains_weights else 0
+            attention += FLOAT32_BYTES * (normalized + read + heads + key_heads)
+        if not is_sparse:
+            return whole + attention + 5 * compute_bytes * share_of(sizes.intermediate_size, tp)
+        # Of a token's experts, wherever they are: a rank has as many tokens of others as others have of its own.
+        own = sizes.num_experts * (FLOAT32_BYTES + 1 + compute_bytes) + sizes.experts_per_token * 2 * _INDEX_BYTES
+        numbers = sizes.experts_per_token * (sizes.hidden_size + 5 * share_of(sizes.expert_size, tp) + 1)
+        if sizes.shared_expert_size:
+            own += compute_bytes * (sizes.hidden_size + 1)
+            numbers += 5 * share_of(sizes.shared_expert_size, tp)
+        return whole + attention + -(-own // tp) + compute_bytes * numbers

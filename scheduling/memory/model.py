@@ -1,0 +1,379 @@
+"""One model in one layout -> bytes on each of its GPUs: a role's, as its backend holds it, and a generation server's.
+
+                fsdp                                               megatron
+ parameters     float32, cut over t by rows or columns, then by    in the type of the products: the layers of a stage,
+                rows over d x c (torch's fully_shard, FSDP2), of   cut over t, their experts over t x e; embedding in
+                experts along what divides (cut_dim); frozen       the first one, output in the last; float32 averages
+                matrices in the type of the products               beside those of a model that follows another
+ gradients      float32, cut alike; let go after each step         float32, not cut over d x c, always there
+ optimizer      AdamW: two moments, a step count per tensor;       AdamW: two moments, and float32 weights where those
+                Muon: one moment for the layers' matrices; in      are of another type, cut over d x c, of experts over
+                host memory but for the step, after the passes     d x c / e (Megatron's distributed optimizer)
+ adapters       float32, cut as their layer is                     float32; the uncut half of each is whole
+ activations    what autograd keeps of all layers (layers.py), less with recompute, and one layer's worth to work in;
+                without gradients that alone; in a pipeline for as many micro-batches as are under way (1F1B)
+ buffers        where a model is cut: its ends whole from the      where a call generates: all weights whole, once
+                beginning to the end of a pass, three layers
+                whole, and the gradients of the ends and of one
+                layer before they are reduced, in float32; where
+                a call generates: all weights whole, in float32
+ server         weights cut over its GPUs, what is small whole; keys and values of every token that it may hold; logits
+                of one token of each running request, in float32, and their softmax; the embedded engine reads new
+                weights beside those that it answers with, and rounds to int8 beside them. SGLang's graphs and
+                workspaces are of the reserve, and what `sglang.flags` change is not known here.
+
+What a backend does otherwise is told by `_Tensor`. Each figure is that of the stage and of the rank with most.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
+from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
+from corral.scheduling.memory.layers import FLOAT32_BYTES, Backend, Layers, Recompute, share_of
+from corral.scheduling.parallel import ParallelDims, stage_layers
+
+CallKind = Literal["train", "infer", "generate"]
+ANSWER = "answer"
+"""What a server does, as the one call on its model."""
+_LAYERS = "model.layers."
+_EMBEDDING, _OUTPUTS, _SCORE = "model.embed_tokens.weight", ("lm_head.weight", "score.weight"), "score.weight"
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_EXPERTS_DIM = {"mlp.experts.gate_up_proj": 1, "mlp.experts.down_proj": 2}
+_LAYERS_WHOLE = 3  # the one that computes, the next, which is gathered meanwhile, and the flat buffer of that
+_STEP_COUNT_BYTES = 4  # of AdamW, a float32 for each tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters beside linear layers."""
+
+    rank: int
+    layers: frozenset[str]
+    """Names of the linear layers that have one, such as model.layers.0.self_attn.q_proj."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSizes:
+    """One call on the model, as large as it gets on one rank."""
+
+    name: str
+    kind: CallKind
+    tokens: int
+    """Of a whole micro-batch, which context-parallel ranks share; where it generates, of all answers that are made at a
+    time, prompts included."""
+    sequences: int = 1
+    """Answers that are made at a time, where it generates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    """A parameter, and what its backend keeps of it."""
+
+    shape: Shape
+    tensor_dim: int | None
+    """The dimension that tensor-parallel ranks cut it along."""
+    is_expert: bool
+    is_trained: bool
+    number_bytes: int
+    """Of one number, while it is held."""
+    gathered_bytes: int
+    """The same where all ranks' parts are made whole for a layer."""
+    moment_bytes: int
+    """Of all that the optimizer keeps of one number."""
+    step_count_bytes: int
+
+    def part(self, dims: ParallelDims) -> Shape:
+        """What tensor-parallel and expert-parallel ranks leave each other."""
+        cut = [share_of(size, dims.tp) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape)]
+        return (-(-cut[0] // dims.ep), *cut[1:]) if self.is_expert else tuple(cut)
+
+    def whole(self, dims: ParallelDims) -> int:
+        """Numbers of that part."""
+        return math.prod(self.part(dims))
+
+    def share(self, dims: ParallelDims) -> int:
+        """Numbers of it where those ranks share it that have it alike: as much as the rank with most."""
+        part, ranks = self.part(dims), dims.dp * dims.cp // (dims.ep if self.is_expert else 1)
+        dim = cut_dim(part, ranks)
+        return math.prod(part) // part[dim] * -(-part[dim] // ranks)
+
+
+class _Tensors(NamedTuple):
+    """Of a whole model."""
+
+    ends: dict[str, _Tensor]
+    """What is outside of layers, by name."""
+    kinds: list[tuple[_Tensor, ...]]
+    """What layers hold, adapters included: one for all that hold the same."""
+    kind_of_layer: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleModel:
+    """The model of a role, whatever its layout: computed once, asked for many layouts."""
+
+    sizes: DecoderSizes
+    backend: Backend = "fsdp"
+    output: Output = "vocabulary"
+    optimizer: Literal["adamw", "muon"] | None = None
+    """None for a model that is only read."""
+    adapters: Adapters | None = None
+    """What is trained in place of the weights; a score layer is trained beside them."""
+    compute_bytes: int = FLOAT32_BYTES
+    """Of a number in matrix products: 4 or 2."""
+    recompute: Recompute = "none"
+    follows: bool = False
+    """Whether it is a moving average of another model."""
+    sums_gradients_once: bool = False
+    """Whether a rank keeps whole gradients until the last micro-batch of a step."""
+    shares_prompts: bool = False
+    """Whether rows may have prompts once."""
+    hosts_optimizer: bool = False
+    """Whether moments lie in host memory."""
+    is_held_low: bool = False
+    """Whether a model that is only read is held in the type of the products."""
+
+    def on_gpu(self, name: str, dims: ParallelDims, calls: Sequence[CallSizes]) -> ModelOnGpu:
+        """What each of the model's GPUs has to hold.
+
+        Args:
+            calls: on this model, with the tokens of one data-parallel rank.
+        """
+        working = {call.name: self._working(call, dims) for call in calls}
+        return ModelOnGpu(name=name, held=self._held(dims), working=working)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return tensor_shapes(self.sizes, self.output)
+
+    @cached_property
+    def _tensors(self) -> "_Tensors":
+        ends: dict[str, _Tensor] = {}
+        layers: list[list[_Tensor]] = [[] for _ in range(self.sizes.num_layers)]
+        adapted = self.adapters.layers if self.adapters is not None else frozenset[str]()
+        for name, shape in self._shapes.items():
+            if not name.startswith(_LAYERS):
+                ends[name] = self._tensor(name, shape)
+                continue
+            layer = layers[int(name.split(".")[2])]
+            layer.append(self._tensor(name, shape))
+            if self.adapters is not None and name.removesuffix(".weight") in adapted:
+                rank, dim = self.adapters.rank, _tensor_dim(name)
+                layer.append(self._tensor(name, (rank, shape[1]), is_adapter=True, tensor_dim=1 if dim == 1 else None))
+                layer.append(self._tensor(name, (shape[0], rank), is_adapter=True, tensor_dim=0 if dim == 0 else None))
+        number_by_kind = {kind: number for number, kind in enumerate(dict.fromkeys(map(tuple, layers)))}
+        return _Tensors(ends, list(number_by_kind), [number_by_kind[tuple(layer)] for layer in layers])
+
+    def _tensor(self, name: str, shape: Shape, *, is_adapter: bool = False, tensor_dim: int | None = None) -> _Tensor:
+        in_layer = name.startswith(_LAYERS)
+        trains_weights = self.optimizer is not None and self.adapters is None
+        is_trained = trains_weights or is_adapter or (self.adapters is not None and name == _SCORE)
+        is_low = self.compute_bytes < FLOAT32_BYTES
+        if self.backend == "fsdp":
+            # Frozen matrices may be held in the type of the products; embeddings and the router's are not.
+            is_product = name.endswith(("_proj.weight", "lm_head.weight", "_gate.weight")) or len(shape) == 3
+            holds_low = (self.is_held_low or self.adapters is not None) and is_product and not is_trained
+            beside, moments = 0, 1 if self.optimizer == "muon" and in_layer and len(shape) >= 2 else 2
+        else:
+            holds_low = trains_weights or not is_trained
+            beside, moments = FLOAT32_BYTES if is_low and self.follows else 0, 3 if is_low and holds_low else 2
+        return _Tensor(
+            shape=shape,
+            tensor_dim=tensor_dim if is_adapter else _tensor_dim(name),
+            is_expert=".mlp.experts." in name,
+            is_trained=is_trained,
+            number_bytes=(self.compute_bytes if holds_low else FLOAT32_BYTES) + beside,
+            gathered_bytes=self.compute_bytes if in_layer or name == "lm_head.weight" else FLOAT32_BYTES,
+            moment_bytes=FLOAT32_BYTES * moments if is_trained else 0,
+            step_count_bytes=_STEP_COUNT_BYTES if is_trained and self.backend == "fsdp" and moments == 2 else 0,
+        )
+
+    def _sum(self, dims: ParallelDims, amount: Callable[[_Tensor], int]) -> int:
+        """Of all tensors of the stage with most."""
+        ends, kinds, kind_of_layer = self._tensors
+        of_kind = [sum(map(amount, kind)) for kind in kinds]
+        in_all = []
+        for stage, layers in enumerate(stage_layers(self.sizes.num_layers, dims.pp)):
+            is_last = stage == dims.pp - 1
+            own = [one for name, one in ends.items() if (stage == 0 if name == _EMBEDDING else is_last)]
+            if is_last and stage and not any(name in ends for name in _OUTPUTS):
+                own.append(ends[_EMBEDDING])  # a tied output is a copy of the embedding there
+            in_all.append(sum(map(amount, own)) + sum(of_kind[kind_of_layer[layer]] for layer in layers))
+        return max(in_all)
+
+    def _held(self, dims: ParallelDims) -> Parts:
+        if self.backend == "fsdp":
+            parts: dict[Part, int] = {"parameters": self._sum(dims, lambda one: one.number_bytes * one.share(dims))}
+        else:
+            parts = {"parameters": self._sum(dims, lambda one: one.number_bytes * one.whole(dims))}
+            if self.optimizer is not None:
+                parts["gradients"] = self._gradients(dims, is_cut=False)
+        if self.optimizer is not None:
+            parts["optimizer"] = self._sum(
+                dims,
+                lambda one: one.step_count_bytes + (0 if self.hosts_optimizer else one.moment_bytes * one.share(dims)),
+            )
+        return parts
+
+    def _gradients(self, dims: ParallelDims, *, is_cut: bool) -> int:
+        return self._sum(
+            dims, lambda one: FLOAT32_BYTES * (one.share(dims) if is_cut else one.whole(dims)) * one.is_trained
+        )
+
+    def _moments(self, dims: ParallelDims) -> int:
+        return self._sum(dims, lambda one: one.moment_bytes * one.share(dims))
+
+    def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
+        if call.kind == "generate":
+            return self._generating(call, dims)
+        is_training = call.kind == "train"
+        tokens = -(-call.tokens // dims.cp)
+        layers = self._layers(dims)
+        parts: dict[Part, int] = {
+            "activations": tokens * self._activations(layers, is_training=is_training),
+            "head": layers.head(self.output, tokens=tokens, has_gradient=is_training),
+        }
+        if self.backend == "fsdp":
+            parts["buffers"] = self._gathered(dims, is_training=is_training)
+            if is_training and self.hosts_optimizer:  # they come when the passes have let go of all this
+                parts["optimizer"] = max(0, self._moments(dims) - sum(parts.values()))
+            if is_training:
+                parts["gradients"] = self._gradients(dims, is_cut=not self.sums_gradients_once)
+        return parts
+
+    def _layers(self, dims: ParallelDims) -> Layers:
+        return Layers(
+            sizes=self.sizes,
+            backend=self.backend,
+            dims=dims,
+            compute_bytes=self.compute_bytes,
+            trains_weights=self.adapters is None,
+            shares_prompts=self.shares_prompts and self.backend == "fsdp",
+        )
+
+    def _activations(self, layers: Layers, *, is_training: bool) -> int:
+        """Of one token."""
+        works_in_by_kind = {layer: layers.works_in(layer) for layer in self.sizes.layer_kinds}
+        works_in = max(works_in_by_kind.values())
+        if not is_training:
+            return works_in
+        again, dims = self.recompute, layers.dims
+        kept_by_kind = {layer in self.sizes.sparse_layers: layers.kept(layer, again) for layer in works_in_by_kind}
+        kept = [kept_by_kind[layer in self.sizes.sparse_layers] for layer in range(self.sizes.num_layers)]
+        for layer, size in self._of_adapters(layers, again):
+            kept[layer] += size
+        # The layer whose backward pass it is has all of its own again, and lets go of it while it works.
+        if again != "none" and self.adapters is not None:
+            works_in += sum(size for _, size in self._of_adapters(layers, "none")) // self.sizes.num_layers
+        under_way = max(
+            sum(kept[layer] for layer in own) * (dims.pp - stage)
+            for stage, own in enumerate(stage_layers(self.sizes.num_layers, dims.pp))
+        )
+        return under_way + layers.ends + works_in
+
+    def _of_adapters(self, layers: Layers, recompute: Recompute) -> Iterator[tuple[int, int]]:
+        """Of each adapter: its layer, and what it keeps of a token."""
+        if self.adapters is None:
+            return
+        for name in self.adapters.layers:
+            shape = self._tensor(f"{name}.weight", self._shapes[f"{name}.weight"]).part(layers.dims)
+            yield (
+                int(name.split(".")[2]),
+                layers.of_adapter(name, shape, rank=self.adapters.rank, recompute=recompute),
+            )
+
+    def _gathered(self, dims: ParallelDims, *, is_training: bool) -> int:
+        """Whole copies of what is cut; where nothing is, the experts of a layer in the type of their products."""
+        ends, kinds, kind_of_layer = self._tensors
+        if dims.dp * dims.cp == 1:
+            held = (one for kind in kinds for one in kind if one.is_expert and one.number_bytes > self.compute_bytes)
+            return max((self.compute_bytes * one.whole(dims) for one in held), default=0)
+
+        def whole(tensors: Iterable[_Tensor], times: int) -> int:
+            return sum(
+                (times * one.gathered_bytes + FLOAT32_BYTES * (is_training and one.is_trained)) * one.whole(dims)
+                for one in tensors
+            )
+
+        in_layers = sum(whole(kinds[kind], _LAYERS_WHOLE) * count for kind, count in Counter(kind_of_layer).items())
+        return whole(ends.values(), 1) + in_layers // self.sizes.num_layers
+
+    def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:
+        number_bytes = FLOAT32_BYTES if self.backend == "fsdp" else self.compute_bytes
+        is_mixed = self.adapters is not None and self.compute_bytes < FLOAT32_BYTES
+        has_copy = self.backend == "megatron" or dims.world_size > 1 or is_mixed
+        whole = sum(math.prod(shape) for shape in self._shapes.values())
+        return {
+            "KV cache": key_value_bytes_per_token(self.sizes, number_bytes=number_bytes) * call.tokens,
+            "head": 2 * FLOAT32_BYTES * self.sizes.vocab_size * call.sequences,
+            "buffers": number_bytes * whole if has_copy else 0,
+        }
+
+
+def server_on_gpu(
+    name: str,
+    sizes: DecoderSizes,
+    *,
+    number_bytes: int,
+    max_total_tokens: int,
+    max_running_requests: int,
+    num_gpus: int = 1,
+    is_embedded: bool = False,
+    is_rounded: bool = False,
+) -> ModelOnGpu:
+    """What each GPU of a server has to hold.
+
+    Args:
+        number_bytes: of a weight, and of a number in the KV cache.
+        num_gpus: of the server (tensor parallel).
+        is_embedded: whether it is the embedded engine.
+        is_rounded: whether that computes with weights rounded to int8.
+    """
+    shapes = tensor_shapes(sizes)
+    matrices = {name for name in shapes if "_proj" in name}
+    cut = {*matrices, _EMBEDDING, "lm_head.weight"}
+    numbers = {name: -(-math.prod(shape) // (num_gpus if name in cut else 1)) for name, shape in shapes.items()}
+    rounded = sum(math.prod(shapes[name]) for name in matrices) if is_rounded else 0
+    weights = number_bytes * (sum(numbers.values()) + rounded)
+    of_token = key_value_bytes_per_token(sizes, number_bytes=number_bytes, tensor_parallel=num_gpus)
+    held: dict[Part, int] = {
+        "parameters": weights,
+        "KV cache": of_token * max_total_tokens,
+        "head": 2 * FLOAT32_BYTES * sizes.vocab_size * max_running_requests,
+        "buffers": weights if is_embedded else 0,
+    }
+    return ModelOnGpu(name=name, held=held, working={})
+
+
+def key_value_bytes_per_token(sizes: DecoderSizes, *, number_bytes: int, tensor_parallel: int = 1) -> int:
+    """Keys and values of one token in all layers; where there are more ranks than heads, each has a copy of one."""
+    heads = -(-sizes.num_key_value_heads // tensor_parallel)
+    return 2 * sizes.num_layers * heads * sizes.head_dim * number_bytes
+
+
+def cut_dim(shape: Shape, ranks: int) -> int:
+    """The dimension that a parameter is cut along: its rows, which need not divide, unless it is experts' matrices.
+
+    These are few and large: 128 of them are 6 on most of 24 ranks and none on two. The ranks share them equally along
+    any dimension that divides, if one does.
+    """
+    if len(shape) < 3:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+def _tensor_dim(name: str) -> int | None:
+    """Rows or columns that tensor-parallel ranks share (tensor_parallel.py); None of what each of them has whole."""
+    experts = next((dim for experts, dim in _EXPERTS_DIM.items() if name.endswith(experts)), None)
+    if experts is not None:
+        return experts
+    module = name.rpartition(".")[0]
+    if module.endswith(_BY_ROWS):
+        return 0
+    return 1 if module.endswith(_BY_COLUMNS) and name.endswith(".weight") else None

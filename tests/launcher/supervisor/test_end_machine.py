@@ -1,0 +1,266 @@
+"""How an attempt ends: whoever asks, in whatever order, one job at most goes on, and none after a final word."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import Refusal, WhyNot
+from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase, Verdict
+from corral.launcher.supervisor.units import EndTrial
+
+STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
+FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
+COMPLETE = EndTrial(EndState.COMPLETE, "")
+NO_PROGRESS = Refusal(WhyNot.NO_PROGRESS, "attempts 0 and 1 both ended before their first commit")
+SCANCEL = JobEnd(state=EndState.CANCELLED, is_requeued=False)
+TIME_LIMIT = JobEnd(state=EndState.TIMED_OUT, is_requeued=False)
+REQUEUED = JobEnd(state=EndState.REQUEUED, is_requeued=True)
+UNKNOWN = JobEnd(state=EndState.UNKNOWN, is_requeued=False)
+JOB_ENDS = [
+    JobEnd(state=state, is_requeued=is_requeued)
+    for state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
+    for is_requeued in (False, True)
+] + [SCANCEL, REQUEUED, UNKNOWN]
+
+
+@dataclass
+class Slurm:
+    """A queue that takes and gives up jobs, or does not, and what an attempt's end puts down; in order."""
+
+    has_queue: bool = True
+    alive: set[str] = field(default_factory=set)
+    takes_jobs: bool = True
+    cancels: bool = True
+    requeues: bool = True
+    num_requeued: int = 0
+    actions: list[tuple[Any, ...]] = field(default_factory=list)
+    end: EndMachine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = EndMachine(self if self.has_queue else None, self)
+
+    @property
+    def successor(self) -> str:
+        return next(iter(self.alive), "")
+
+    def arrange(self) -> str:
+        self.actions.append(("arrange",))
+        assert not self.alive, "a second successor was asked for"
+        if not self.takes_jobs:
+            return "QOSMaxSubmitJobPerUserLimit"
+        self.alive.add("101")
+        return ""
+
+    def revoke(self) -> None:
+        self.actions.append(("revoke",))
+        if self.cancels:
+            self.alive.clear()
+
+    def requeue(self) -> str:
+        self.actions.append(("requeue",))
+        self.num_requeued += self.requeues
+        return "" if self.requeues else "presently disabled"
+
+    def sweep(self) -> None:
+        self.actions.append(("sweep",))
+        if self.cancels:
+            self.alive.clear()
+
+    def seal(self) -> None:
+        self.actions.append(("seal",))
+
+    def record_attempt(self, state: EndState, cause: str, then: str) -> None:
+        self.actions.append(("attempt", state, cause, then))
+
+    def record_trial(self, state: EndState, cause: str) -> None:
+        self.actions.append(("trial", state, cause))
+
+    def all(self, kind: str) -> list[Any]:
+        """What was done of one kind so far, with what."""
+        return [action[1:] for action in self.actions if action[0] == kind]
+
+    def finish(self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: Refusal | None = None) -> Verdict:
+        self.end.judge(end, is_done=is_done, refusal=refusal)
+        self.end.close()
+        return self.end.verdict
+
+
+@pytest.fixture
+def slurm() -> Slurm:
+    return Slurm()
+
+
+def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
+    assert slurm.end.then == "requeue" and slurm.actions == [("arrange",)]
+    assert slurm.finish() == Verdict(state=EndState.NODE_FAILED, cause="n2 failed", goes_on=True)
+    assert slurm.actions[1:] == [("attempt", EndState.NODE_FAILED, "n2 failed", "successor")]
+
+
+def test_a_job_that_is_in_the_queue_again_needs_no_successor(slurm: Slurm) -> None:
+    slurm.end.hand_over(EndState.REQUEUED, "SIGTERM to the steps", is_requeued=True)
+    slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
+    assert slurm.actions == [] and slurm.finish().goes_on  # also if SLURM's own word never comes
+    assert slurm.actions == [("attempt", EndState.NODE_FAILED, "n2 failed", "requeue")]
+
+
+def test_a_successor_is_revoked_once_our_own_job_is_in_the_queue_again(slurm: Slurm) -> None:
+    slurm.end.hand_over(EndState.PREEMPTED, "wanted")
+    slurm.end.hand_over(EndState.PREEMPTED, "wanted", is_requeued=True)
+    assert slurm.finish().goes_on and slurm.alive == set()
+
+
+def test_a_refused_successor_is_asked_for_again_and_then_our_own_job_is_requeued(slurm: Slurm) -> None:
+    slurm.takes_jobs = False
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    assert slurm.finish().goes_on
+    recorded = ("attempt", EndState.TIMED_OUT, "soon", "requeue")
+    # It is recorded before it is done, because it ends us.
+    assert slurm.actions == [("arrange",), ("arrange",), recorded, ("requeue",)]
+
+
+def test_if_both_ways_are_closed_the_trial_ends_with_advice(slurm: Slurm) -> None:
+    slurm.takes_jobs = slurm.requeues = False
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    verdict = slurm.finish()
+    assert (verdict.state, verdict.goes_on) == (EndState.STOPPED, False)
+    assert "presently disabled" in verdict.cause and verdict.cause.endswith("continue with rl-submit --resume")
+    assert slurm.all("trial") == [(EndState.STOPPED, verdict.cause)]
+    assert len(slurm.all("attempt")) == 1
+
+
+@pytest.mark.parametrize(
+    ("job_end", "then"),
+    [(TIME_LIMIT, "successor"), (REQUEUED, "requeue"), (UNKNOWN, "requeue"), (JOB_ENDS[3], "requeue")],
+)
+def test_an_end_by_slurm_is_recorded_at_once(slurm: Slurm, job_end: JobEnd, then: str) -> None:
+    slurm.end.job_ends(job_end)
+    (recorded,) = slurm.all("attempt")
+    assert (recorded[0], recorded[2]) == (job_end.state, then)
+    before = [*slurm.actions]
+    slurm.end.job_ends(job_end)
+    assert slurm.actions == before  # SLURM says it more than once
+    assert slurm.finish().goes_on and slurm.all("trial") == []
+
+
+def test_a_refusal_at_the_time_limit_leaves_no_second_way(slurm: Slurm) -> None:
+    slurm.takes_jobs = False
+    slurm.end.job_ends(TIME_LIMIT)
+    assert slurm.end.phase is EndPhase.FINAL and slurm.end.then == ""
+    ((_, cause),) = slurm.all("trial")
+    assert "QOSMaxSubmitJobPerUserLimit" in cause and "--resume" in cause
+    assert not slurm.finish().goes_on and slurm.all("requeue") == []
+
+
+def test_of_two_final_words_the_first_one_counts(slurm: Slurm) -> None:
+    slurm.end.stop()
+    slurm.end.job_ends(SCANCEL)
+    assert slurm.finish().state is EndState.STOPPED
+    other = Slurm()
+    other.end.job_ends(SCANCEL)
+    other.end.stop()
+    assert other.finish().state is EndState.CANCELLED
+
+
+def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    assert slurm.finish(FAILED) == Verdict(state=EndState.FAILED, cause=FAILED.cause, goes_on=False)
+    assert slurm.alive == set()
+    other = Slurm()
+    other.end.job_ends(REQUEUED)
+    assert other.finish(FAILED).goes_on
+
+
+def test_without_progress_nothing_follows(slurm: Slurm) -> None:
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    verdict = slurm.finish(refusal=NO_PROGRESS)
+    assert not verdict.goes_on and NO_PROGRESS.text in verdict.cause and "--resume" in verdict.cause
+    assert slurm.alive == set() and slurm.all("seal")
+
+
+def test_without_a_queue_nothing_is_handed_over() -> None:
+    here = Slurm(has_queue=False)
+    here.end.hand_over(EndState.REQUEUED, "asked for")
+    assert here.end.phase is EndPhase.OPEN and here.actions == []
+    assert here.finish() == Verdict(state=EndState.STOPPED, cause=STOPPED.cause, goes_on=False)
+    assert [action[0] for action in here.actions] == ["attempt", "trial"]
+
+
+def test_a_successor_of_an_earlier_supervisor_is_not_asked_for_again() -> None:
+    slurm = Slurm(alive={"101"})
+    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
+    assert slurm.finish().goes_on and slurm.all("arrange") == []
+
+
+HAND_OVERS = [EndState.TIMED_OUT, EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED]
+EVENTS = st.one_of(
+    st.just("stop"),
+    st.sampled_from(HAND_OVERS),
+    st.sampled_from(JOB_ENDS),
+    st.fixed_dictionaries({name: st.booleans() for name in ("takes_jobs", "cancels", "requeues")}),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    has_queue=st.booleans(),
+    events=st.lists(EVENTS, max_size=8),
+    ends_in=st.sampled_from([STOPPED, FAILED, COMPLETE]),
+    refusal=st.sampled_from([None, NO_PROGRESS]),
+)
+def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after_a_final_word(
+    has_queue: bool, events: list[Any], ends_in: EndTrial, refusal: Refusal | None
+) -> None:
+    slurm = Slurm(has_queue=has_queue)
+    end, final, job_end = slurm.end, None, None
+    for event in events:
+        match event:
+            case "stop":
+                end.stop()
+                final = final or EndState.STOPPED
+            case EndState():
+                end.hand_over(event, "handed over")
+            case JobEnd() if has_queue and job_end is None:
+                job_end = event
+                is_refused = end.phase is not EndPhase.FINAL and event.needs_successor and not slurm.takes_jobs
+                end.job_ends(event)
+                if not event.state.may_go_on or (is_refused and not slurm.alive):
+                    final = final or event.state
+            case dict():
+                slurm.takes_jobs, slurm.cancels, slurm.requeues = event.values()
+        assert len(slurm.alive) <= 1
+        assert end.then == ("requeue" if end.phase is EndPhase.HANDING_OVER else "")
+        if final is not None:
+            assert end.phase is EndPhase.FINAL, "a final word was taken back"
+        if job_end is None:
+            assert slurm.all("attempt") == slurm.all("trial") == []
+    is_done = ends_in is COMPLETE
+    verdict = slurm.finish(ends_in, is_done=is_done, refusal=refusal)
+
+    ((_, _, then),) = slurm.all("attempt")
+    trial_ended = slurm.all("trial")
+    assert len(slurm.alive) + slurm.num_requeued <= 1
+    before = [*slurm.actions]
+    end.close()
+    end.stop()
+    assert slurm.actions == before and end.verdict == verdict
+    if verdict.goes_on:
+        assert final is None and not is_done and refusal is None and trial_ended == []
+        assert then == "requeue" or (then == "successor" and slurm.alive)
+        is_requeued = job_end is not None and (job_end.is_requeued or job_end is UNKNOWN)
+        assert slurm.alive or slurm.num_requeued or is_requeued, "nothing goes on"
+        return
+    assert trial_ended and trial_ended[-1][0] is verdict.state
+    assert len({state for state, _ in trial_ended}) == len(trial_ended)
+    assert bool(slurm.all("seal")) is has_queue
+    assert slurm.num_requeued == 0 and (not slurm.alive or not slurm.cancels)
+    if is_done:
+        assert verdict.state is EndState.COMPLETE
+    elif final is not None and ends_in is not FAILED:
+        assert verdict.state is final

@@ -1,0 +1,497 @@
+"""Restart units: what is restarted, what ends a trial, and that every path ends."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempt_end_record import EndState
+from corral.launcher.supervisor.units import (
+    Action,
+    AppendStop,
+    CheckNodes,
+    EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
+    RestartPolicy,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+    TrialPhase,
+    UnitMachine,
+    UnitSpec,
+)
+from corral.launcher.trial.exits import ExitKind
+
+REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
+MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
+GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"))
+ROLLOUT = UnitSpec(name="rollout_worker/0", tasks=("rollout_worker/0",))
+UNITS = (MASTER, GANG, ROLLOUT, REDIS)
+POLICY = RestartPolicy(max_restarts=2, pause_s=1.0, healthy_after_s=100.0, terminate_grace_s=10.0, kill_grace_s=5.0)
+
+
+def started(policy: RestartPolicy = POLICY) -> UnitMachine:
+    machine = UnitMachine(UNITS, policy)
+    machine.tick(0.0)
+    return machine
+
+
+def test_services_start_before_workers() -> None:
+    actions = UnitMachine(UNITS, POLICY).tick(0.0)
+    assert actions[0] == StartUnit("redis")
+    assert {action.unit for action in actions if isinstance(action, StartUnit)} == {unit.name for unit in UNITS}
+
+
+def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
+    machine = started()
+    assert machine.exited("rollout_worker/0", -9, 10.0) == [
+        RestartUnit("rollout_worker/0", "rollout_worker/0 signal 9", 1.0, 1)
+    ]
+    assert machine.tick(10.5) == []
+    assert machine.tick(11.0) == [StartUnit("rollout_worker/0")]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ExitKind if kind is not ExitKind.OWN])
+def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_cost(kind: ExitKind) -> None:
+    machine, now, pauses = started(), 0.0, []
+    for _ in range(10 * POLICY.max_restarts):
+        (restart,) = machine.exited("rollout_worker/0", 127, now, kind=kind)
+        assert isinstance(restart, RestartUnit)
+        pauses.append(restart.pause_s)
+        now += restart.pause_s
+        assert machine.tick(now) == [StartUnit("rollout_worker/0")]
+    assert pauses == sorted(pauses) and pauses[-1] == POLICY.max_pause_s
+
+
+def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_at_no_cost() -> None:
+    machine, now = started(), 0.0
+    for _ in range(POLICY.max_restarts + 1):
+        machine.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
+        (restart,) = machine.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
+        assert isinstance(restart, RestartUnit) and "SLURM's notice" in restart.cause
+        now += restart.pause_s
+        assert machine.tick(now) == [StartUnit("model_worker")]
+
+
+def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
+    machine = started()
+    assert machine.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
+    assert machine.tick(20.0) == []  # not before the old gang is gone
+    assert machine.exited("model_worker/0", -9, 20.0) == [RestartUnit("model_worker", "model_worker/1 exit 1", 1.0, 1)]
+    assert machine.tick(21.0) == [StartUnit("model_worker")]
+
+
+def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
+    machine = started()
+    machine.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
+    supervision_actions = [action for action in machine.exited("model_worker/1", -9, 10.0)]
+    # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
+    assert [type(action) for action in supervision_actions] == [RestartUnit]
+
+
+def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
+    machine = started()
+    now = 0.0
+    for _ in range(2):
+        machine.exited("rollout_worker/0", 3, now)
+        now += 40.0
+        machine.tick(now)
+    machine.exited("rollout_worker/0", 3, now)
+    ended = _drain(machine, now)
+    assert ended.outcome is EndState.FAILED
+    assert "rollout_worker/0 exit 3" in ended.cause and "2 restarts" in ended.cause
+
+
+def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
+    machine = started()
+    pauses = []
+    now = 0.0
+    for run_s in (5.0, 5.0, 500.0, 5.0):
+        now += run_s
+        (restart,) = machine.exited("rollout_worker/0", 1, now)
+        assert isinstance(restart, RestartUnit)
+        pauses.append(restart.pause_s)
+        now += restart.pause_s
+        machine.tick(now)
+    assert pauses == [1.0, 2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("returncode", [WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM])
+def test_a_worker_whose_end_is_no_crash_is_restarted_without_spending_the_budget(returncode: WorkerExit) -> None:
+    machine = started()
+    now = 0.0
+    for _ in range(10):
+        assert isinstance(machine.exited("master_worker/0", returncode, now)[0], RestartUnit)
+        now += 40.0
+        assert machine.tick(now) == [StartUnit("master_worker/0")]
+
+
+@pytest.mark.parametrize(
+    ("worker", "returncode", "words"),
+    [
+        ("rollout_worker/0", WorkerExit.BAD_CONFIGURATION, "refused its configuration"),
+        ("master_worker/0", WorkerExit.NOT_FINITE, "loss or gradient stays not finite"),
+        ("master_worker/0", WorkerExit.CANNOT_CONTINUE, "its log says why"),
+    ],
+)
+def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:
+    machine = started()
+    machine.exited(worker, returncode, 1.0)
+    end = _drain(machine, 1.0)
+    assert end.outcome is EndState.FAILED and words in end.cause
+
+
+def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
+    machine = started()
+    asked = machine.log_ended(EndState.COMPLETE, "", 5.0)
+    workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
+    assert asked == [SignalTask(worker, kill=False) for worker in workers]
+    for worker in workers[:-1]:
+        assert machine.exited(worker, 0, 6.0) == []
+    assert machine.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
+    assert machine.exited("redis", -9, 6.1) == [EndTrial(EndState.COMPLETE, "")]
+
+
+def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
+    machine = started()
+    machine.log_ended(EndState.COMPLETE, "", 5.0)
+    assert machine.tick(14.9) == []
+    assert SignalTask("rollout_worker/0", kill=True) in machine.tick(15.0)
+
+
+def test_an_unkillable_worker_is_named_and_does_not_hold_the_end_up() -> None:
+    machine = started()
+    machine.log_ended(EndState.COMPLETE, "", 5.0)
+    machine.tick(15.0)
+    (end,) = machine.tick(20.0)
+    assert isinstance(end, EndTrial) and "rollout_worker/0" in end.cause
+
+
+def test_stop_waits_for_the_master_within_the_grace_period() -> None:
+    machine = started()
+    assert machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0) == []
+    assert machine.tick(60.9) == []
+    actions = machine.tick(61.0)
+    assert isinstance(actions[0], AppendStop) and "grace period" in actions[0].reason
+
+
+def test_stop_now_fences_before_it_kills() -> None:
+    actions = started().stop_requested(reason="stopped by me", grace_s=60.0, immediately=True, now=1.0)
+    assert actions[0] == AppendStop("stopped by me")
+    assert all(isinstance(action, SignalTask) and action.kill for action in actions[1:])
+
+
+def test_a_master_that_dies_while_it_should_checkpoint_ends_the_stop_at_once() -> None:
+    machine = started()
+    machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    assert isinstance(machine.exited("master_worker/0", -9, 2.0)[0], AppendStop)
+    assert machine.phase is TrialPhase.TERMINATING
+
+
+def test_nobody_waits_for_a_checkpoint_of_a_trainer_that_is_down() -> None:
+    machine = started()
+    machine.exited("master_worker/0", -9, 1.0)
+    assert isinstance(
+        machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.1)[0], AppendStop
+    )
+
+
+def test_redis_is_restarted_even_while_the_trial_stops() -> None:
+    machine = started()
+    machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
+    machine.exited("redis", -9, 2.0)
+    assert machine.tick(3.0) == [StartUnit("redis")]
+
+
+SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_nodes=True, is_optional=True)
+ROAMER = UnitSpec(name="rollout_worker/1", tasks=("rollout_worker/1",), needs_nodes=True, has_fallback=True)
+FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_nodes=True)
+WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
+
+
+def with_nodes(*units: UnitSpec) -> UnitMachine:
+    """All nodes granted, all units running."""
+    machine = UnitMachine(units, POLICY)
+    for unit in units:
+        if unit.needs_nodes:
+            machine.nodes_granted(unit.name, 0.0)
+    machine.tick(0.0)
+    return machine
+
+
+def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
+    machine = UnitMachine((MASTER, SERVER), POLICY)
+    assert machine.tick(0.0) == [StartUnit("master_worker/0")]
+    assert machine.tick(10_000.0) == []
+    machine.nodes_granted("generation_server/1", 10_000.0)
+    assert machine.tick(10_000.0) == [StartUnit("generation_server/1")]
+
+
+def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
+    machine, now = with_nodes(MASTER, SERVER), 0.0
+    for _ in range(10 * POLICY.max_restarts):
+        now += 1.0
+        assert machine.nodes_lost("generation_server/1", "preempted", now) == [
+            SignalTask("generation_server/1", kill=True)
+        ]
+        assert machine.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
+        assert machine.tick(now + 100.0) == []
+        machine.nodes_granted("generation_server/1", now)
+        assert machine.tick(now) == [StartUnit("generation_server/1")]
+
+
+def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
+    machine = with_nodes(MASTER, SERVER)
+    assert machine.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
+    assert machine.tick(2.0) == []
+    assert isinstance(machine.nodes_stay("generation_server/1", 2.0)[0], RestartUnit)
+    machine.tick(4.0)
+    machine.exited("generation_server/1", 0, 5.0)
+    assert machine.nodes_lost("generation_server/1", "preempted", 6.0) == [
+        LeaveUnit("generation_server/1", "preempted")
+    ]
+
+
+def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
+    machine = with_nodes(MASTER, SERVER)
+    machine.exited("generation_server/1", 1, 1.0)
+    assert machine.tick(1.0 + POLICY.check_timeout_s - 0.1) == []
+    assert isinstance(machine.tick(1.0 + POLICY.check_timeout_s)[0], RestartUnit)
+
+
+def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
+    machine, now = with_nodes(MASTER, SERVER), 0.0
+    for _ in range(POLICY.max_restarts + 1):
+        now += 50.0
+        machine.tick(now)
+        machine.exited("generation_server/1", 3, now)
+        (action,) = machine.nodes_stay("generation_server/1", now)
+    assert isinstance(action, GiveUpUnit) and "2 restarts" in action.cause
+    assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
+
+
+def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_granted() -> None:
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    assert StartUnit("rollout_worker/1") in machine.tick(0.0)
+    assert machine.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
+    (left,) = machine.exited("rollout_worker/1", 0, 6.0)
+    assert isinstance(left, LeaveUnit)
+    assert machine.tick(6.0) == [StartUnit("rollout_worker/1")]
+    machine.nodes_lost("rollout_worker/1", "preempted", 7.0)
+    machine.exited("rollout_worker/1", 0, 7.0)
+    assert machine.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
+
+
+def test_what_does_not_move_when_asked_is_killed() -> None:
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine.tick(0.0)
+    machine.nodes_granted("rollout_worker/1", 5.0)
+    assert machine.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
+
+
+def test_a_crash_in_the_fallback_is_a_crash() -> None:
+    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine.tick(0.0)
+    assert isinstance(machine.exited("rollout_worker/1", 1, 1.0)[0], RestartUnit)
+
+
+def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    assert machine.tick(0.0) == []
+    machine.nodes_granted("model_worker", 50.0)
+    assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+    lost = machine.nodes_lost("model_worker", "node failed", 60.0)
+    assert SignalTask("master_worker/0", kill=False) in lost
+    machine.exited("master_worker/0", 0, 61.0)
+    for rank in FAR_GANG.tasks:
+        machine.exited(rank, -9, 61.0)
+    assert machine.tick(1000.0) == []
+    machine.nodes_granted("model_worker", 2000.0)
+    assert machine.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
+
+
+def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    machine.nodes_granted("model_worker", 0.0)
+    machine.tick(0.0)
+    for rank in FAR_GANG.tasks:
+        asked = machine.exited(rank, 0, 10.0)
+    assert asked == [CheckNodes("model_worker")]
+    lost = machine.nodes_lost("model_worker", "requeued", 11.0)
+    assert lost == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
+
+
+def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
+    machine = started()
+    assert machine.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
+        SignalTask("rollout_worker/0", kill=False)
+    ]
+    assert isinstance(machine.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
+    assert machine.tick(1000.0) == []
+    assert machine.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
+    assert machine.tick(1000.0) == [StartUnit("rollout_worker/0")]
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("exit"), st.integers(0, 4), st.sampled_from([0, 1, 2, -9, 75, 76])),
+    st.tuples(st.just("tick"), st.floats(0.0, 200.0), st.just(0)),
+    st.tuples(st.just("stop"), st.booleans(), st.just(0)),
+    st.tuples(st.just("log"), st.booleans(), st.just(0)),
+)
+
+
+class World:
+    """Processes as the shell would hold them: what was started and has not ended."""
+
+    def __init__(self, units: Sequence[UnitSpec] = UNITS) -> None:
+        self.units = units
+        self.running: set[str] = set()
+        self.end: EndTrial | None = None
+        self.starts: dict[str, int] = {}
+        self.restarts: dict[str, int] = {}
+
+    def apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert self.end is None, f"{action} after the end"
+            if isinstance(action, StartUnit):
+                unit = next(unit for unit in self.units if unit.name == action.unit)
+                assert not self.running & set(unit.tasks), "two incarnations of a unit at once"
+                self.running |= set(unit.tasks)
+                self.starts[unit.name] = self.starts.get(unit.name, 0) + 1
+            elif isinstance(action, SignalTask):
+                assert action.task in self.running, "signalled what does not run"
+            elif isinstance(action, RestartUnit):
+                self.restarts[action.unit] = action.restarts
+            elif isinstance(action, EndTrial):
+                self.end = action
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=40))
+def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[tuple[str, float, int]]) -> None:
+    machine, world, now = UnitMachine(UNITS, POLICY), World(), 0.0
+    world.apply(machine.tick(now))
+    for kind, argument, code in events:
+        if world.end:
+            break
+        if kind == "exit" and world.running:
+            task = sorted(world.running)[int(argument) % len(world.running)]
+            world.running.discard(task)
+            world.apply(machine.exited(task, code, now))
+        elif kind == "tick":
+            now += float(argument)
+            world.apply(machine.tick(now))
+        elif kind == "stop":
+            world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
+        elif kind == "log":
+            world.apply(machine.log_ended(EndState.COMPLETE if argument else EndState.STOPPED, "", now))
+    if world.end is None:
+        world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
+        for _ in range(10):  # nobody reacts to anything: grace, terminate, kill, given up
+            if world.end is None:
+                now += 31.0
+                world.apply(machine.tick(now))
+    assert world.end is not None
+    if world.end.outcome is not EndState.FAILED:
+        assert "used up" not in world.end.cause
+
+
+FAR_UNITS = (SERVER, ROAMER, FAR_GANG)
+NODES_EVENTS = st.tuples(
+    st.sampled_from(["exit", "grant", "lose", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(NODES_EVENTS, max_size=60))
+def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_costs_nothing(
+    events: list[tuple[str, int, int]],
+) -> None:
+    units = (WAITING_MASTER, *FAR_UNITS, REDIS)
+    machine, world, now = UnitMachine(units, POLICY), World(units), 0.0
+    granted: set[str] = set()
+    crashes = dict.fromkeys([unit.name for unit in units], 0)
+    checking: set[str] = set()
+    unit_by_task = {task: unit for unit in units for task in unit.tasks}
+
+    def apply(actions: list[Action]) -> None:
+        world.apply(actions)
+        for action in actions:
+            match action:
+                case StartUnit(name):
+                    unit = next(unit for unit in units if unit.name == name)
+                    assert not unit.needs_nodes or unit.has_fallback or name in granted
+                    assert "model_worker" in granted or name != "master_worker/0"
+                case CheckNodes(name):
+                    checking.add(name)
+                case LeaveUnit(name):
+                    checking.discard(name)
+
+    apply(machine.tick(now))
+    for kind, number, code in events:
+        now += 0.1
+        far_unit = FAR_UNITS[number % len(FAR_UNITS)].name
+        if kind == "exit" and world.running:
+            task = sorted(world.running)[number % len(world.running)]
+            world.running.discard(task)
+            if not unit_by_task[task].needs_nodes:
+                crashes[unit_by_task[task].name] += 1
+            elif unit_by_task[task].has_fallback:
+                crashes[unit_by_task[task].name] += 1  # in its fallback it has no nodes to lose
+            apply(machine.exited(task, code, now))
+        elif kind == "grant" and far_unit not in granted:
+            granted.add(far_unit)
+            apply(machine.nodes_granted(far_unit, now))
+        elif kind == "lose" and far_unit in granted:
+            granted.discard(far_unit)
+            apply(machine.nodes_lost(far_unit, "lost", now))
+            if far_unit in checking:
+                checking.discard(far_unit)
+        elif kind == "answer" and far_unit in granted and far_unit in checking:
+            checking.discard(far_unit)
+            crashes[far_unit] += 1
+            apply(machine.nodes_stay(far_unit, now))
+        elif kind == "tick":
+            now += number / 3.0  # never as long as SLURM may take to answer
+            apply(machine.tick(now))
+        if world.end is not None or machine.phase is not TrialPhase.RUNNING:
+            break
+        for name, restarts in world.restarts.items():
+            assert restarts <= crashes[name], f"{name} was charged for what was no crash of its own"
+    if machine.phase is not TrialPhase.RUNNING:
+        assert any(crashes[unit.name] > POLICY.max_restarts for unit in units if not unit.is_optional)
+
+
+def _drain(machine: UnitMachine, now: float) -> EndTrial:
+    """Lets every process die at once, and returns the end."""
+    for task in [task for unit in UNITS for task in unit.tasks]:
+        for action in machine.exited(task, -15, now):
+            if isinstance(action, EndTrial):
+                return action
+    raise AssertionError("the trial did not end")
+
+
+def test_a_silent_task_is_killed_and_started_again_as_its_own_failure_with_its_gang() -> None:
+    machine = started()
+    assert machine.silent("model_worker/1", 61.0) == [SignalTask("model_worker/1", kill=True)]
+    assert machine.exited("model_worker/1", -9, 10.1) == [SignalTask("model_worker/0", kill=True)]
+    (restart,) = machine.exited("model_worker/0", -9, 10.2)
+    assert isinstance(restart, RestartUnit)
+    assert restart.cause == "model_worker/1 gave no sign of life for 61 s, and was killed"
+    assert machine.silent("model_worker/1", 63.0) == []  # it does not run
+
+
+def test_a_task_that_falls_silent_again_and_again_spends_its_budget() -> None:
+    machine, now = started(), 0.0
+    for _ in range(POLICY.max_restarts):
+        machine.silent("rollout_worker/0", 61.0)
+        (restart,) = machine.exited("rollout_worker/0", -9, now)
+        assert isinstance(restart, RestartUnit)
+        now += restart.pause_s
+        machine.tick(now)
+    machine.silent("rollout_worker/0", 61.0)
+    machine.exited("rollout_worker/0", -9, now)
+    assert machine.phase is TrialPhase.TERMINATING

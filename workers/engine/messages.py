@@ -1,0 +1,296 @@
+"""The JSON of the generation server: SGLang's request and response bodies, checked at the border.
+
+    body --parse()--> GenerateBody | AbortBody | PauseBody | UpdateWeightsBody
+                 `--> BadRequestError (status 400), naming the field
+    RequestOutput --generate_reply()--> {"output_ids": ..., "meta_info": ...}
+    message --error_body()--> {"error": {"message": ...}}
+
+What this server would have to ignore (text prompts, grammars, logit biases) is refused by its name, so that no client
+believes in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from corral.workers.engine.answer_text import TextForm
+from corral.workers.engine.requests import (
+    AbortFinish,
+    ExpertRows,
+    FinishReason,
+    LengthFinish,
+    RequestOutput,
+    StopFinish,
+)
+from corral.workers.engine.sampling import SamplingParams
+
+_MAX_SAMPLES = 1024  # answers to one prompt in one request; more is a mistake, and would be held in memory at once
+_ERRORS_IN_MESSAGE = 3
+
+
+class BadRequestError(ValueError):
+    """The body is not what the endpoint takes; the message is for the client."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _check_token_ids(value: list[Any]) -> list[Any]:
+    """One prompt or a list of prompts; by hand, so that 100,000 wrong items are one error and not 100,000."""
+    prompts = value if value and isinstance(value[0], list) else [value]
+    for prompt in prompts:
+        if not isinstance(prompt, list) or any(type(token_id) is not int for token_id in prompt):
+            raise ValueError("must be a list of integer token ids, or a list of such lists")
+    return value
+
+
+class SamplingParamsBody(SamplingParams):
+    """SGLang's sampling_params, as far as they concern token ids."""
+
+    n: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
+    """Answers per prompt."""
+    skip_special_tokens: bool = True
+    """Of the answer's text."""
+    no_stop_trim: bool = False
+    """Whether the answer's text keeps what has stopped it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        """As in SGLang."""
+        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+
+    def of_each_sample(self) -> list[SamplingParams]:
+        """The seed is that of the first answer to a prompt, and one more for each further one (SGLang gives all `n` the
+        same)."""
+        seed = self.sampling_seed
+        seeds = [None if seed is None else seed + sample for sample in range(self.n)]
+        return [self.model_copy(update={"sampling_seed": seed}) for seed in seeds]
+
+    @property
+    def text_form(self) -> TextForm:
+        """Of the answers' texts."""
+        return TextForm(skip_special_tokens=self.skip_special_tokens, keeps_stop=self.no_stop_trim)
+
+
+_SHARED, _LISTED = "for all prompts", "for each prompt"  # pydantic's names for the two forms; no client sees them
+
+
+def _form(value: object) -> str:
+    return _LISTED if isinstance(value, list) else _SHARED
+
+
+_SamplingParamsBodies = Annotated[
+    Annotated[SamplingParamsBody, Tag(_SHARED)]
+    | Annotated[list[SamplingParamsBody], Field(fail_fast=True), Tag(_LISTED)],
+    Discriminator(_form),
+]
+
+
+class GenerateBody(_Body):
+    """POST /generate."""
+
+    input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
+    """One prompt, or a list of prompts (then the reply is a list)."""
+    sampling_params: _SamplingParamsBodies = SamplingParamsBody()
+    """For all prompts, or a list with those of each, as SGLang takes them; `n` is the same in all."""
+    return_logprob: bool = False
+    return_original_logprob: bool = False
+    """Whether `output_token_original_logprobs` come as well: those of the same tokens at temperature 1. SGLang has no
+    such field; its servers that are started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 give only these."""
+    logprob_start_len: int = Field(default=-1, ge=-1)
+    """First prompt position whose log-probability is returned; -1 returns none."""
+    return_routed_experts: bool = False
+    """Whether `routed_experts` comes with a finished answer: the experts of each token, see `encode_experts`."""
+    routed_experts_start_len: int = Field(default=0, ge=0)
+    """First token of prompt and answer whose experts are returned."""
+    rid: str | list[str] | None = None
+    """Name for /abort_request: one for all prompts, or one per prompt."""
+    stream: bool = False
+    """Whether the reply is a stream of server-sent events, each with the whole answer so far."""
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        """A list has one entry per prompt, and nothing is asked for that would not come."""
+        if self.return_original_logprob and not self.return_logprob:
+            raise ValueError("return_original_logprob needs return_logprob: true")
+        num_prompts = len(self.prompts)
+        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
+            raise ValueError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
+        params = self.sampling_params
+        if not isinstance(params, list):
+            return self
+        if self.is_single:
+            raise ValueError(
+                "sampling_params is a list, and input_ids one prompt; send one object, or a list of prompts"
+            )
+        if len(params) != num_prompts:
+            raise ValueError(f"sampling_params lists {len(params)} objects for {num_prompts} prompts")
+        if len(numbers := {entry.n for entry in params}) > 1:
+            raise ValueError(f"n is the same for all prompts of a request, got {sorted(numbers)} in sampling_params")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        """Answers per prompt."""
+        return self.params_by_prompt[0].n
+
+    @property
+    def params_by_prompt(self) -> list[SamplingParamsBody]:
+        """How the answers to each prompt are sampled."""
+        params = self.sampling_params
+        return params if isinstance(params, list) else [params] * len(self.prompts)
+
+    @property
+    def has_one_answer(self) -> bool:
+        """Whether the reply is one answer and not a list of answers."""
+        return self.is_single and self.num_samples == 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether `input_ids` is one prompt and not a list of prompts."""
+        return not (self.input_ids and isinstance(self.input_ids[0], list))
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts, one entry for the single form."""
+        return [self.input_ids] if self.is_single else self.input_ids
+
+    def names(self) -> list[str]:
+        """The rid of every answer, in reply order; made up where the client gave none."""
+        num_prompts = len(self.prompts)
+        if self.rid is None:
+            rids = [uuid.uuid4().hex for _ in range(num_prompts)]
+        else:
+            rids = self.rid if isinstance(self.rid, list) else [self.rid] * num_prompts
+        return [rid for rid in rids for _ in range(self.num_samples)]
+
+
+class AbortBody(_Body):
+    """POST /abort_request: one request by its rid, or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(_Body):
+    """POST /pause_generation."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class CheckWeightsBody(_Body):
+    """POST /weights_checker."""
+
+    action: Literal["checksum"] = "checksum"
+    skip_tensor_list: list[str] | None = None
+    """Parts of names of tensors that are left out."""
+
+
+class UpdateWeightsBody(_Body):
+    """POST /update_weights_from_disk."""
+
+    model_path: str = Field(min_length=1)
+    weight_version: str = Field(min_length=1)
+    """Required, unlike SGLang's: tokens of unnamed weights could not be told from those of the weights before."""
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse(kind: type[BodyT], body: bytes) -> BodyT:
+    """Check a JSON body; an empty one stands for {}.
+
+    Raises:
+        BadRequestError: naming the fields and what is wrong with them.
+    """
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        problems = [
+            _problem(entry["loc"], entry["msg"]) for entry in error.errors(include_url=False, include_input=False)
+        ]
+        shown = "; ".join(problems[:_ERRORS_IN_MESSAGE])
+        more = f"; and {len(problems) - _ERRORS_IN_MESSAGE} more" if len(problems) > _ERRORS_IN_MESSAGE else ""
+        raise BadRequestError(shown + more) from error
+
+
+def _problem(location: tuple[int | str, ...], message: str) -> str:
+    where = ".".join(str(part) for part in location if part not in (_SHARED, _LISTED))
+    return f"{where}: {message}" if where else message
+
+
+def error_body(message: str) -> dict[str, Any]:
+    """What a client gets in place of an answer."""
+    return {"error": {"message": message}}
+
+
+def _finish_reason(reason: FinishReason | None) -> dict[str, Any] | None:
+    match reason:
+        case None:
+            return None
+        case StopFinish(matched=matched):
+            return {"type": "stop", "matched": matched}
+        case LengthFinish(length=length):
+            return {"type": "length", "length": length}
+        case AbortFinish(message=message):
+            return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+
+
+def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[float | int | None]]:
+    return [[logprob, token_id, None] for logprob, token_id in zip(logprobs, token_ids, strict=True)]
+
+
+def encode_experts(rows: ExpertRows) -> str:
+    """[tokens, layers, top_k] as base64 of int32, row by row: all layers of the model, 0 in those without experts."""
+    return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
+
+
+def generate_reply(
+    output: RequestOutput, body: GenerateBody, *, rid: str, text: str | None, latency_s: float
+) -> dict[str, Any]:
+    """One answer as SGLang gives it, with a tokenizer or (text: None) without; triples: [logprob, token id, null]."""
+    meta_info: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": _finish_reason(output.finish_reason),
+        "prompt_tokens": len(output.prompt),
+        "completion_tokens": len(output.output_ids),
+        "cached_tokens": output.cached_tokens,
+        "weight_version": output.weight_version,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
+        ],
+        "num_retractions": output.num_retractions,
+        "e2e_latency": latency_s,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if body.return_logprob:
+        scored_prompt = output.prompt[body.logprob_start_len :] if output.input_logprobs else ()
+        meta_info["input_token_logprobs"] = _triples(output.input_logprobs, scored_prompt)
+        meta_info["output_token_logprobs"] = _triples(output.output_logprobs, output.output_ids)
+        if body.return_original_logprob:
+            meta_info["output_token_original_logprobs"] = _triples(output.original_logprobs, output.output_ids)
+        meta_info["output_token_logprobs_length"] = len(output.output_ids)
+    if output.experts is not None:
+        meta_info["routed_experts"] = encode_experts(output.experts)
+    reply = {"output_ids": list(output.output_ids), "meta_info": meta_info}
+    return reply if text is None else {"text": text, **reply}

@@ -1,0 +1,97 @@
+"""What one trainer epoch is: the claim that it writes under, the commit that it goes on from, and the plan."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import LogWriter
+from corral.experiments.worker_specs import MasterWorkerSpec
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow, dataset_keys
+from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.workers.checkpoint.checkpoint import WEIGHTS, RecoveryPoint, state_folder, weights_folder
+from corral.workers.lifecycle.worker import WorkerContext
+from corral.workers.master.disk import Disk
+from corral.workers.requests.messages import TrainNotice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """From a claim in the trial log to the end of the run, a stop, or the loss of a model worker."""
+
+    context: WorkerContext
+    spec: MasterWorkerSpec
+    writer: LogWriter
+    recovery: RecoveryPoint
+    disk: Disk
+
+    @property
+    def trial(self) -> TrialDirectory:
+        return self.context.trial
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        return build_dataflow(self.spec.calls, dataset_keys(self.spec.calls))
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        commits = [PolicyVersion(logged.commit.epoch, logged.commit.step) for logged in self.recovery.honoured]
+        return Lineage(commits, epoch=self.writer.epoch)
+
+    # What it starts from
+
+    @property
+    def first_step(self) -> int:
+        """That of the last commit; 0 where nothing is committed."""
+        return self.recovery.commit.step if self.recovery.commit else 0
+
+    @property
+    def checkpoint(self) -> Path | None:
+        commit = self.recovery.commit
+        return self.trial.inside(commit.directory) if commit is not None else None
+
+    @property
+    def roles(self) -> list[str]:
+        """Those that are trained."""
+        return list(self.spec.initial_weights)
+
+    def weights_folder(self, role: str) -> str:
+        """Of a checkpoint."""
+        return WEIGHTS if role == self.spec.published_role else weights_folder(role)
+
+    @property
+    def initial_weights(self) -> dict[str, Path]:
+        """Where each trained role's weights are."""
+        if self.checkpoint is None:
+            return dict(self.spec.initial_weights)
+        return {role: self.checkpoint / self.weights_folder(role) for role in self.roles}
+
+    @property
+    def initial_states(self) -> dict[str, Path]:
+        """Where each trained role's training state is; none where nothing was committed yet."""
+        return {role: self.checkpoint / state_folder(role) for role in self.roles} if self.checkpoint else {}
+
+    # What it says
+
+    def during(self, phase: str, waits_for: Sequence[str]) -> AbstractContextManager[None]:
+        """A phase in which these workers have as long as for a step."""
+        deadline_s = self.context.plan.supervision.step_timeout_s
+        return self.context.presence.during(phase, waits_for=waits_for, deadline_s=deadline_s)
+
+    async def note(self, event: str, **fields: object) -> None:
+        """A line of the journal."""
+        await self.disk.run(Journal(self.trial.journal_path).append, event, epoch=self.writer.epoch, **fields)
+
+    async def tell(self, notice: TrainNotice, *, step: int) -> None:
+        """The log says it once, and rl-status as long as no other notice of its topic follows."""
+        level = logging.WARNING if notice.is_alarm else logging.INFO
+        logger.log(level, "%s", "; ".join([notice.text, notice.details, *notice.causes]))
+        await self.note("train_notice", attempt=self.context.attempt, step=step, **msgspec.to_builtins(notice))

@@ -1,0 +1,470 @@
+"""The step, from top to bottom: a batch, the calls of the graph on it, publication, a commit.
+
+    initialize from the last commit ──► publish its weights ──► evaluate (when due)
+         ┌───────────────────────────────────────────────────────────┘
+         ▼
+    batch ──► calls, of which one publishes ──► metrics ──► begin a commit (when due) ──► free the samples ──┐
+         ▲      │ loss not finite                                                                            │
+         ├── samples go back, nothing is written; too often in a row: NotFiniteError                         │
+         └──────────────── evaluate (when due) ◄─────────────────────────────────────────────────────────────┘
+
+What is where is known by the source and its buffer, who computes by the gang and its calls, what is durable by commits
+and weights; here they are asked in turn. For every call of the graph, at the same time:
+
+    ┌──► inputs of n_seqs samples ──► ranks of its mesh ──► MeshCalls ──► outputs noted ──┬──► push weights, publish
+    │    (StepState)                  (RankLocks)                                         │ after its last go
+    └───────────────── until the whole batch was taken ◄──────────────────────────────────┘
+
+Nothing waits for a level of the graph: calls on ranks apart from each other run side by side as soon as their inputs
+are there, inference and training alike. What a call waits for is always another call of the same step, whose requests
+have a deadline, so that no wait there needs one of its own.
+
+What counts is decided through the LogWriter of this epoch: once a later epoch has claimed the log, it raises, and this
+one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop; a commit
+is written beside the steps that follow it (`Commits`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import msgspec
+
+from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
+from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.model_function_call import ModelFunctionCall, PublishWeightsHook, PushWeightsHook
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.calls import MeshCalls
+from corral.workers.master.commits import Commits
+from corral.workers.master.disk import LogWatch
+from corral.workers.master.epoch import Epoch
+from corral.workers.master.held_out import HeldOut
+from corral.workers.master.loaded_models import check_reallocations, check_rows
+from corral.workers.master.outcome import CallTimes, StepOutcome, joined
+from corral.workers.master.sample_source import SampleSource
+from corral.workers.master.step_order import RankLocks, StepState
+from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.weights import PublishedVersions
+from corral.workers.streams.closing import all_or_first_error
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0  # a server that refuses a version has read all of it twice before
+
+
+class Outcome(Enum):
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+
+
+class NotFiniteError(RuntimeError):
+    """Loss or gradient was not finite too often in a row: only weights from before can still be trained."""
+
+
+class TrainerEpoch:
+    """Trains from the last commit on; `run` returns how it ended."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        *,
+        source: SampleSource,
+        gang: TrainerGang,
+        calls: MeshCalls,
+        held_out: HeldOut,
+        weights: PublishedVersions,
+        commits: Commits,
+    ) -> None:
+        self._epoch = epoch
+        self._source = source
+        self._buffer = held_out.buffer
+        self._gang = gang
+        self._calls = calls
+        self._held_out = held_out
+        self._weights = weights
+        self._commits = commits
+        self._ledger = commits.ledger
+        self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=gang.news.set)
+        self._step = epoch.first_step
+        self._nonfinite_in_a_row = 0
+        self._skipped_updates = 0
+        self._committing_s = self._publishing_s = 0.0
+        self._waited_s: dict[str, float] = {}
+        now, control = self._moment(), epoch.spec.control
+        # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
+        begin = replace(now, step=now.step - 1, passes=now.passes if self._step else BEFORE_THE_RUN)
+        self._evaluations = Cadence(epoch.spec.evaluate_every, last=begin)
+        self._commits_due = Cadence(control.commit_frequency, last=now)
+        self._exports = Cadence(control.save_frequency, last=now)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The weights that the model workers hold."""
+        return self._epoch.lineage.version(self._step)
+
+    async def run(self) -> Outcome:
+        """Train until the run is complete or a stop is asked for.
+
+        Raises:
+            SupersededError, StoppedError: another process decides about the trial now.
+            GangLostError: a model worker is gone; a new epoch has to start from the last commit.
+            NotFiniteError: the same, because the present weights or samples give no finite loss.
+            CommitFailedError: the same, because what is trained cannot be written.
+        """
+        async with self._watch, self._commits:
+            await self._begin()
+            while not self._is_complete():
+                await self._evaluate_if_due()
+                batch = await self._next_batch()
+                if batch is None:
+                    return await self._stop()
+                await self._train(batch)
+            await self._evaluate_if_due(last=True)
+            await self._commit_all()
+            await self._weights.export("final", self.version)
+            await self._epoch.disk.run(self._epoch.writer.done)
+            return Outcome.COMPLETE
+
+    async def _begin(self) -> None:
+        """Let the ranks load the last commit, and publish it; what they hold against the plan is refused."""
+        epoch, gang, presence = self._epoch, self._gang, self._epoch.context.presence
+        await epoch.disk.run(self._commits.cut_lines)
+        with presence.during("initialize", waits_for=gang.workers, deadline_s=None):
+            await gang.initialize(step=self._step, weights=epoch.initial_weights, states=epoch.initial_states)
+        if epoch.spec.source == "dataset":
+            check_rows(await gang.count_rows(), planned=epoch.spec.num_prompts)
+        models = await gang.describe_models()
+        check_reallocations(epoch.graph, models)
+        await epoch.note("models_loaded", models={name: msgspec.to_builtins(model) for name, model in models.items()})
+        await self._weights.publish_first(self.version)
+        presence.enter("train")
+        presence.beat(version=str(self.version))
+
+    # A batch
+
+    async def _next_batch(self) -> list[str] | None:
+        """The uids of the next batch; None if the trial is asked to stop, or the last prompts were dropped."""
+        source, news = self._source, self._gang.news
+        while True:
+            news.clear()  # before all looks: what happens after one of them ends the wait below
+            self._watch.check()
+            self._commits.check()
+            self._gang.check_alive()
+            await self._publish_again_if_damaged()
+            if self._watch.stop_requested:
+                return None
+            batch = await source.poll(version=self._step, remaining=self._remaining())
+            if batch is not None or self._is_complete():
+                return batch or []
+            producers = source.waits_for()
+            self._epoch.context.presence.enter(
+                "wait for a batch", waiting_for=source.waiting_for(), waits_for=producers
+            )
+            started = time.monotonic()
+            # Woken by an arrival, a worker's death, or the log watch; of what servers refuse it has to ask.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), _LOOK_INTERVAL_S)
+            for kind in {worker.partition("/")[0] for worker in producers} or {"dataset"}:
+                self._waited_s[kind] = self._waited_s.get(kind, 0.0) + time.monotonic() - started
+
+    async def _publish_again_if_damaged(self) -> None:
+        """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
+        begun = self._commits.begun_step
+        if await self._weights.publish_again_if_damaged(self.version) and begun == self._step > 0:
+            await self._commits.begin(self._step, self.version)
+
+    # The calls on it
+
+    async def _train(self, batch: list[str]) -> None:
+        """Let the calls of the graph run on a batch; what they learned counts from here on, and is committed later."""
+        if not batch:
+            return
+        epoch, started, published_before_s = self._epoch, time.monotonic(), self._publishing_s
+        with epoch.during("train step", self._gang.workers):
+            outcome = await StepRunner(
+                epoch.graph, self._calls, batch, version=self._step, publish=self._publish, on_progress=self._show
+            ).run()
+        for notice in outcome.notices:
+            await epoch.tell(notice, step=self._step + 1)
+        for uid, reason in outcome.dropped.items():
+            self._ledger.drop(uid, reason)
+        self._free(outcome.dropped)
+        batch = [uid for uid in batch if uid not in outcome.dropped]
+        if not outcome.by_call:
+            return  # nothing is left of the batch
+        if outcome.num_nonfinite or outcome.is_damaged:
+            await self._note_nonfinite(outcome, batch)
+        else:
+            self._nonfinite_in_a_row = 0
+        if outcome.is_skipped:
+            await self._source.give_back(batch)
+            return
+        self._step += 1
+        self._ledger.train(self._step, batch)
+        publishing_s = self._publishing_s - published_before_s
+        timing = {
+            "time/train_s": time.monotonic() - started - publishing_s,
+            "time/publish_s": publishing_s,
+            "data/transfer_bytes": float(self._calls.end_step()),
+        }
+        await epoch.disk.run(self._add_lines, outcome.metrics() | timing | self._take_waits(), batch)
+        await self._commit_if_due()
+        epoch.context.presence.beat(version=str(self.version))
+        self._free(batch)
+        await self._weights.remove_old(self.version)
+        if self._exports.is_due(now := self._moment()):
+            await self._weights.export(f"step-{self._step:08d}", self.version)
+            self._exports.note(now)
+
+    async def _publish(self) -> None:
+        """The present step has made weights: they go to whoever generates before the step is over."""
+        started = time.monotonic()
+        await self._weights.publish(self._epoch.lineage.version(self._step + 1))
+        self._publishing_s += time.monotonic() - started
+
+    def _free(self, uids: Sequence[str] | Mapping[str, str]) -> None:
+        """Let the ranks forget samples that are trained on, or dropped."""
+        if uids:
+            self._gang.clear(self._buffer.release(uids))
+
+    def _show(self, progress: "Progress") -> None:
+        """Say in rl-status which calls run, and which wait for which."""
+        waiting = [f"{call} waits for {', '.join(others)}" for call, others in progress.waiting.items() if others]
+        graph, context = self._epoch.graph, self._epoch.context
+        ranks = {rank for call in progress.running for rank in self._calls.ranks_of(graph.call(call))}
+        context.presence.enter(
+            "train step",
+            waiting_for="; ".join([*progress.running, *waiting]),
+            waits_for=[self._gang.workers[rank] for rank in sorted(ranks)],
+            deadline_s=context.plan.supervision.step_timeout_s,
+        )
+
+    async def _note_nonfinite(self, outcome: StepOutcome, batch: Sequence[str]) -> None:
+        """Bound how long nothing is learned; a step of which only some mini-batches were finite counts, too."""
+        step = self._step + 1
+        self._skipped_updates += outcome.num_nonfinite
+        self._nonfinite_in_a_row += 1
+        what = "left weights that are not finite" if outcome.is_damaged else "had a loss or gradient that is not finite"
+        who = f" ({', '.join(outcome.skipping)} learned nothing, the others did)" if outcome.is_torn else ""
+        cause = (
+            f"train step {step} {what}{who}, number {self._nonfinite_in_a_row} in a row; its batch begins with "
+            f"{batch[0]}"
+        )
+        logger.warning("%s", cause)
+        await self._epoch.note("step_not_finite", step=step, cause=cause)
+        is_too_often = self._nonfinite_in_a_row >= self._epoch.spec.control.max_nonfinite_steps
+        if outcome.is_damaged or outcome.is_torn or is_too_often:
+            await self._commits.settle()  # what it holds was finite, and is where training goes back to
+            raise NotFiniteError(cause)
+
+    # What it left
+
+    def _take_waits(self) -> dict[str, float]:
+        """Seconds since the last step's line: without a batch, for want of which kind of worker, and for commits.
+
+        With them the updates that were tried meanwhile, and changed nothing.
+        """
+        waited, skipped = self._waited_s, self._skipped_updates
+        self._waited_s, self._skipped_updates = {}, 0
+        return {
+            "time/commit_s": self._committing_s,
+            "time/save_s": self._commits.take_writing_s(),
+            "time/wait_s": sum(waited.values()),
+            **{f"time/wait_s/{kind}": seconds for kind, seconds in waited.items()},
+            "train/skipped_nonfinite": float(skipped),
+        }
+
+    def _add_lines(self, stats: dict[str, float], batch: Sequence[str]) -> None:
+        """A train step's line, and one for each of its samples."""
+        self._epoch.writer.check()  # the files are the present epoch's
+        samples = self._buffer.samples
+        stats["data/epoch"] = self._num_settled / self._epoch.spec.num_prompts
+        stats["data/samples_trained"] = float(self._ledger.trained_count)
+        stats["data/samples_dropped"] = float(self._ledger.dropped_count)
+        stats["data/samples_buffered"] = float(len(samples) - len(batch))
+        stats["data/duplicates"] = float(self._buffer.duplicates)
+        self._commits.lines.add_metrics(self._step, stats)
+        self._commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
+
+    async def _evaluate_if_due(self, *, last: bool = False) -> None:
+        epoch, now = self._epoch, self._moment()
+        is_due = self._evaluations.is_due(now) or (last and self._evaluations.last.step != now.step)
+        if not is_due or not epoch.graph.evaluate_calls:
+            return
+        with epoch.during("evaluate", self._gang.workers):
+            for call in epoch.graph.evaluate_calls:
+                values = await self._held_out.evaluate(call, version=self._step)
+                stats = {f"eval/{key}": value for key, value in values.items()}
+                await epoch.disk.run(self._commits.lines.add_metrics, self._step, stats)
+        self._evaluations.note(now)
+
+    # A commit
+
+    async def _commit_if_due(self) -> None:
+        started = time.monotonic()
+        if not self._commits.covers(self._step) and self._commits_due.is_due(self._moment()):
+            await self._commits.begin(self._step, self.version)
+            self._commits_due.note(self._moment())
+        self._committing_s = time.monotonic() - started
+
+    async def _commit_all(self) -> None:
+        """Commit whatever is not, and wait for it."""
+        await self._commits.settle()
+        while not self._commits.covers(self._step):
+            await self._weights.publish_again_if_damaged(self.version)
+            await self._commits.begin(self._step, self.version)
+            await self._commits.settle()  # raises once too many have failed
+
+    async def _stop(self) -> Outcome:
+        """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
+        await self._commit_all()
+        await self._epoch.disk.run(self._append_stop)
+        return Outcome.STOPPED
+
+    def _append_stop(self) -> None:
+        request = self._epoch.trial.read_stop_request()
+        by, then = (request.by, request.then) if request else ("master_worker", "")
+        reason = f"checkpointed at step {self._commits.committed_step}"
+        self._epoch.writer.stop(by=by, reason=reason, then=then)
+
+    # What is done, and what is left
+
+    @property
+    def _num_settled(self) -> int:
+        """Prompts that were trained on or dropped, over all passes."""
+        return self._ledger.trained_count + self._ledger.dropped_count
+
+    def _moment(self) -> Moment:
+        passes = self._num_settled // self._epoch.spec.num_prompts
+        return Moment(step=self._step, passes=passes, time_s=time.monotonic())
+
+    def _remaining(self) -> int:
+        return self._epoch.spec.num_prompts * self._epoch.spec.control.total_train_epochs - self._num_settled
+
+    def _is_complete(self) -> bool:
+        max_steps = self._epoch.spec.control.max_steps
+        return self._remaining() <= 0 or (max_steps is not None and self._step >= max_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Which calls of the present step run, and which wait for which others; for whoever looks on."""
+
+    running: tuple[str, ...]
+    waiting: Mapping[str, Sequence[str]]
+    """Calls that a call waits for, by call."""
+
+
+class StepRunner:
+    """The calls of one graph on one batch: one coroutine for each, which waits for its own inputs and ranks.
+
+    Example:
+        outcome = await StepRunner(graph, calls, batch, version=12, publish=weights_of_version_13).run()
+    """
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        calls: MeshCalls,
+        batch: Sequence[str],
+        *,
+        version: int,
+        publish: Callable[[], Awaitable[None]],
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            version: policy version before this step.
+            publish: makes the weights that have just changed known to whoever generates.
+            on_progress: told whenever a call starts or ends.
+        """
+        self._graph = graph
+        self._calls = calls
+        self._version = version
+        self._publish = publish
+        self._on_progress = on_progress
+        self._state = StepState(graph, batch)
+        self._outcome = StepOutcome(graph)
+        self._locks = RankLocks()
+        self._running: set[str] = set()
+        self._changed = asyncio.Event()
+        """Set when a go has ended, and then replaced."""
+
+    async def run(self) -> StepOutcome:
+        """Run every call on the whole batch.
+
+        Raises: what the first call that fails raises; the others are cancelled.
+        """
+        await all_or_first_error(*(self._run_call(call) for call in self._graph.step_calls))
+        return self._outcome
+
+    async def _run_call(self, call: ModelFunctionCall) -> None:
+        times = self._outcome.times.setdefault(call.name, CallTimes())
+        is_ended = True  # a call that takes nothing is followed by nothing
+        while not self._state.is_over(call.name):
+            if uids := await self._inputs(call, times):
+                is_ended = await self._go(call, uids, times)
+        if not is_ended:
+            await self._go(call, [], times)
+
+    async def _go(self, call: ModelFunctionCall, uids: Sequence[str], times: CallTimes) -> bool:
+        """One go of a call, and what follows it if it is the last; whether it is.
+
+        What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
+        before it may drop all samples that it had still to take.
+        """
+        asked, state, outcome = time.monotonic(), self._state, self._outcome
+        async with self._locks.hold(call.name, self._calls.ranks_of(call)):
+            started = time.monotonic()
+            self._running.add(call.name)
+            self._report()
+            is_last_go = state.is_last_go(call.name, uids)
+            result = await self._calls.run_call(call, uids, version=self._version, is_last_go=is_last_go)
+            if result.trained is not None:
+                outcome.train_replies.setdefault(call.name, []).append(result.trained)
+            if is_last_go:
+                await self._hand_on_weights(call)
+            self._running.remove(call.name)
+        times.ranks_s += started - asked
+        times.run_s += time.monotonic() - started
+        state.finish_go(call.name, uids)
+        state.drop(result.dropped)
+        outcome.dropped.update(result.dropped)
+        self._report()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return is_last_go
+
+    async def _hand_on_weights(self, call: ModelFunctionCall) -> None:
+        """Weights that have changed, and are sound, go where they are wanted."""
+        replies = self._outcome.train_replies.get(call.name)
+        if not replies or (learned := joined(replies)).is_skipped or learned.is_damaged:
+            return
+        for hook in call.post_hooks:
+            if isinstance(hook, PublishWeightsHook):
+                await self._publish()
+            elif isinstance(hook, PushWeightsHook):
+                await self._calls.reallocate(call.model_name, hook.target, eta=hook.eta)
+
+    async def _inputs(self, call: ModelFunctionCall, times: CallTimes) -> list[str]:
+        """The samples of the next go; none if all that remained was dropped meanwhile."""
+        while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
+            waits_for, started = self._state.waits_for(call.name), time.monotonic()
+            await self._changed.wait()
+            waited_s = time.monotonic() - started
+            times.inputs_s += waited_s
+            for other in waits_for:
+                times.waited_for[other] = times.waited_for.get(other, 0.0) + waited_s
+        return uids or []
+
+    def _report(self) -> None:
+        waiting = {
+            call.name: self._state.waits_for(call.name) or self._locks.holders(self._calls.ranks_of(call))
+            for call in self._graph.step_calls
+            if call.name not in self._running and not self._state.is_over(call.name)
+        }
+        self._on_progress(Progress(running=tuple(sorted(self._running)), waiting=waiting))

@@ -1,0 +1,229 @@
+"""Fills an empty directory with the files of a version, each from the first that has it.
+
+    for each file:  the same in a version that is held ─────► a second name for it
+                    its encoding: a way from what is held ──► pieces ─┐
+                    other hosts, one after the other ───────► pieces ─┼─ hashed on the way ──► the manifest's digest?
+                    the shared file system ─────────────────► pieces ─┘                             no, damaged, gone:
+                                                                                                    the next one
+What is asked is where the bytes are (a place), and how few of them it takes (an encoding: `deltas.py`, `adapters.py`).
+None need know which version follows which: what comes out is compared with what was published, so that nothing depends
+on whom it came from but time. What the shared file system has is the version itself: if that differs, it is torn.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
+from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, for_each_file, write_hashed
+from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest, read_manifest
+from corral.workers.weight_transport.transport import Arrived
+
+logger = logging.getLogger(__name__)
+
+Pieces = Generator[memoryview, None, None]
+"""A file in order; each piece is valid until the next one is asked for."""
+
+
+class NoWayError(Exception):
+    """A file does not come from where it was expected; says why."""
+
+
+def _nothing() -> Pieces:
+    yield from ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a file comes."""
+
+    origin: str
+    """For messages."""
+    pieces: Pieces = field(default_factory=_nothing)
+    """Raises NoWayError or OSError."""
+    bytes_read: int = 0
+    """Of the shared file system."""
+    bytes_received: int = 0
+    """From another host."""
+    failed: Callable[[], None] = lambda: None
+    """Called when it was not what it should be."""
+
+
+class FindWay(Protocol):
+    """How one file comes from one place, or by one encoding."""
+
+    def __call__(self, name: str, expected: FileEntry) -> Way | None:
+        """None where there is no way. Raises NoWayError or OSError where it is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The versions in the host directory, newest first, with what their files were compared with before."""
+
+    versions: Sequence[tuple[Path, Mapping[str, FileEntry]]]
+
+    @classmethod
+    def of(cls, held: Sequence[Path]) -> "Held":
+        """Those whose manifest is what their name says."""
+        versions: list[tuple[Path, Mapping[str, FileEntry]]] = []
+        for path in held:
+            try:
+                versions.append((path, read_manifest(path, path.name).files))
+            except CorruptCheckpointError as error:
+                logger.warning("nothing is made from a version that this host holds: %s", error)
+        return cls(versions)
+
+    def file(self, name: str, entry: FileEntry) -> Path | None:
+        """The file of this name that has this content."""
+        return next((path / name for path, files in self.versions if files.get(name) == entry), None)
+
+    def contents(self, name: str) -> frozenset[FileEntry]:
+        """Of all files of this name."""
+        return frozenset(files[name] for _, files in self.versions if name in files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """What an encoding says of a version."""
+
+    files: Mapping[str, FileEntry]
+    """Those that servers read."""
+    find_way: FindWay = lambda name, expected: None
+    bytes_read: int = 0
+    """Of the shared file system, for all ways together."""
+    settle: Callable[[Set[str]], None] = lambda names: None
+    """Called at the end with the names of the files that came another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """A version, and where it goes."""
+
+    weights: Path
+    """On the shared file system."""
+    manifest: Manifest
+    into: Path
+    held: Held
+    on_progress: Callable[[], None]
+    """Called in any thread for every piece; what it raises ends the work."""
+
+    def fill(self, encode: "Encode", others: Sequence[FindWay] = ()) -> Arrived:
+        """Write the files that servers read, and the manifest.
+
+        Guarantee: when it returns, every file has the digest that the manifest names, whatever it came from.
+
+        Args:
+            others: ways from other hosts, in the order in which they are asked.
+
+        Raises:
+            CorruptCheckpointError: what is on the shared file system, where that was asked, is not what was published.
+            OSError: a file of it could not be read, or there is no room.
+        """
+        for name in self.manifest.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise CorruptCheckpointError(
+                    f"{self.weights}/{MANIFEST_NAME}: expected names inside of it, got {name!r}"
+                )
+        encoded = encode(self)
+        finders: list[FindWay] = [self._link]
+        finders += [partial(self._take, find) for find in (encoded.find_way, *others)]
+        brought = for_each_file(lambda name: self._bring(name, encoded.files[name], finders), encoded.files)
+        data = (self.weights / MANIFEST_NAME).read_bytes()
+        (self.into / MANIFEST_NAME).write_bytes(data)
+        read_whole = {name for name, (number, _) in brought.items() if number > 1}
+        encoded.settle(read_whole)
+        logger.info(
+            "%s/%s: %d of %d files from the version before, %d read whole",
+            self.weights.parent.name,
+            self.weights.name,
+            len(brought) - len(read_whole),
+            len(brought),
+            len(read_whole),
+        )
+        if others and (num_read := sum(number == len(finders) for number, _ in brought.values())):
+            logger.warning(
+                "%d of %d files of %s are read from the shared file system, since no other host gave them",
+                num_read,
+                len(brought),
+                self.weights,
+            )
+        return Arrived(
+            bytes_read=sum(way.bytes_read for _, way in brought.values()) + encoded.bytes_read + len(data),
+            bytes_received=sum(way.bytes_received for _, way in brought.values()),
+        )
+
+    def _bring(self, name: str, expected: FileEntry, finders: Sequence[FindWay]) -> tuple[int, Way]:
+        """The number of the first who had it, after all of them the shared file system."""
+        target = self.into / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number, find in enumerate(finders):
+            try:
+                if (way := find(name, expected)) is not None:
+                    return number, way
+            except (NoWayError, OSError) as error:
+                logger.warning("%s is read whole, from the next that has it: %s", self.weights / name, error)
+                target.unlink(missing_ok=True)
+        path = self.weights / name
+        way = Way(origin=str(path), pieces=_content(path, expected), bytes_read=expected.size)
+        try:
+            self._write(name, way, expected)
+        except NoWayError as error:
+            raise CorruptCheckpointError(str(error)) from error
+        return len(finders), way
+
+    def _link(self, name: str, expected: FileEntry) -> Way | None:
+        """A second name for what is held."""
+        if (same := self.held.file(name, expected)) is None:
+            return None
+        os.link(same, self.into / name)
+        return Way(origin=str(same))
+
+    def _take(self, find: FindWay, name: str, expected: FileEntry) -> Way | None:
+        if (way := find(name, expected)) is not None:
+            try:
+                self._write(name, way, expected)
+            except (NoWayError, OSError):
+                way.failed()
+                raise
+        return way
+
+    def _write(self, name: str, way: Way, expected: FileEntry) -> None:
+        digest = ContentDigest()
+        with open(self.into / name, "xb", buffering=0) as file, closing(way.pieces) as pieces:
+            for piece in pieces:
+                write_hashed(file, piece, digest)
+                self.on_progress()
+        if (actual := digest.hexdigest()) != expected.digest:
+            raise NoWayError(f"{way.origin}: {mismatch(expected.digest, actual)}")
+
+
+class Encode(Protocol):
+    """Which files of a version servers read, and how they come from what is held."""
+
+    def __call__(self, version: Filling) -> Encoded: ...
+
+
+def whole(version: Filling) -> Encoded:
+    """All files as they are."""
+    return Encoded(files=version.manifest.files)
+
+
+def _content(path: Path, expected: FileEntry) -> Pieces:
+    """Of a file of the shared file system; NoWayError if it is not that long, or no file."""
+    try:
+        file = open(path, "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise NoWayError(f"{path}: expected {expected.size} bytes, got no file") from error
+    with file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
+            raise NoWayError(f"{path}: expected {expected.size} bytes, got {status.st_size}")
+        buffer = memoryview(bytearray(min(CACHED_BYTES, expected.size + 1)))
+        while size := file.readinto(buffer):
+            yield buffer[:size]
