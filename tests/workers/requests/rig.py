@@ -16,8 +16,9 @@ from corral.workers.requests.messages import (
     SpecReply,
     TrainStep,
 )
+from corral.workers.streams.calls import RequestId
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK
+from tests.workers.stream_helpers import LOOPBACK, until
 
 AsRole = Callable[[str], StreamSecurity]
 INITIALIZE = Initialize(weights={"actor": "/weights"}, states={}, step=0)
@@ -77,8 +78,10 @@ async def take(stream: WorkerRequestStream) -> Envelope:
 async def initialize(client: RequestClient, *streams: WorkerRequestStream) -> None:
     """Let the workers follow the client's epoch."""
     await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=120)
-    pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=10)
-    await client.flush(deadline_s=10)
+    pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=100)
+    epoch = RequestId.parse(pending.request_id).epoch
+    # What an older master had queued is discarded from here on; before, it would be the next request.
+    await until(lambda: all(stream.max_epoch == epoch for stream in streams), waiting_for="the workers to follow")
     for stream in streams:
         envelope = await take(stream)
         await asyncio.to_thread(stream.reply, envelope, OkReply())
