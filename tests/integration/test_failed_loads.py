@@ -1,9 +1,8 @@
 """Real SGLang in a whole trial whose loads of new weights fail once, fail for good on one server, and never end."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.trial_helpers import Material, Trial, read_lines
+from tests.integration.trial_helpers import Material, Trial, looking, read_lines
 from tests.workers.engine.tiny_models import load_reference, reference_logprobs
 
 START_S = 300.0  # two starts of SGLang, side by side
@@ -34,26 +33,13 @@ def unruly_sglang(folder: Path) -> Path:
     return python
 
 
-@contextmanager
-def keeping_weights(trial: Trial, folder: Path) -> Iterator[None]:
+def keep_weights(trial: Trial, folder: Path) -> None:
     """Every version's files stay in a folder of its name, though the trial removes them."""
-    is_over = threading.Event()
-
-    def keep() -> None:
-        while not is_over.wait(0.05):
-            for file in trial.directory.weights_path.glob("v*/*"):
-                kept = folder / file.parent.name / file.name
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileExistsError, FileNotFoundError):
-                    os.link(file, kept)
-
-    thread = threading.Thread(target=keep)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    for file in trial.directory.weights_path.glob("v*/*"):
+        kept = folder / file.parent.name / file.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError, FileNotFoundError):
+            os.link(file, kept)
 
 
 @pytest.mark.slow
@@ -91,7 +77,7 @@ def test_a_trial_goes_on_past_loads_that_fail_and_every_token_is_that_of_its_tag
         trial.wait_for_steps(1, timeout_s=START_S)
         trial.wait_for(condition, what, timeout_s=START_S)
 
-    with keeping_weights(trial, weights):
+    with looking(lambda: keep_weights(trial, weights)):
         trial.wait_for_steps(1, timeout_s=START_S)
         trial.wait_for(lambda: all(count(server, "holds version") for server in (0, 1)), "both", timeout_s=START_S)
 

@@ -4,9 +4,7 @@ import contextlib
 import os
 import re
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,7 +20,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.trial_helpers import Trial
+from tests.integration.trial_helpers import Trial, looking
 
 _START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
 
@@ -72,22 +70,6 @@ class Traces:
         self.start_ticks: dict[int, int] = {}
         self.paths: set[Path] = set()
 
-    @contextmanager
-    def watching(self, keeper: int) -> Iterator[None]:
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(0.05):
-                self.look(keeper)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
-
     def look(self, keeper: int) -> None:
         pids = [keeper, *descendants_of(keeper)]
         for pid in pids:
@@ -118,7 +100,7 @@ def test_nothing_is_left_of_a_trial_whose_processes_are_killed_while_sglang_load
         log = trial.directory.worker_log(0, "sglang", 0)
         return bool(schedulers(trial)) and "fired up" not in (log.read_text() if log.exists() else "")
 
-    with traces.watching(keeper):
+    with looking(lambda: traces.look(keeper)):
         trial.wait_for(is_loading, "SGLang to load", timeout_s=_START_S)
         first = schedulers(trial)
         trial.kill(worker)

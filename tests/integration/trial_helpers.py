@@ -5,13 +5,15 @@
 Every wait has a deadline; what it raises shows the end of every log. Nothing is ever ended by name.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -342,6 +344,24 @@ def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_
     if done.returncode != exit_code:
         raise AssertionError(f"{command} ended with {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Somebody looks again and again meanwhile, twenty times a second."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(0.05):
+            look()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
