@@ -18,4 +18,23 @@ debootstrap --variant=minbase --include="$slurm,python3,procps" "$suite" "$root"
     echo "make_root.sh: debootstrap of $suite failed; all of its output is in $root.log" >&2
     exit 1
 }
+if [ "$suite" = trixie ]; then
+    # Its slurmdbd reads no result through its own libmariadb3 ("maximum allowed number of columns (=0)", 11.8.9), but
+    # does through the one before, which the loader finds first.
+    older=$(mktemp -d)
+    trap 'rm -rf "$older"' EXIT
+    mkdir "$older/lists" "$older/lists/partial"
+    signed=/usr/share/keyrings/debian-archive-keyring.gpg
+    echo "deb [signed-by=$signed] http://deb.debian.org/debian bookworm main" >"$older/sources"
+    apt_older() {
+        apt-get -qq -o Dir::Etc::SourceList="$older/sources" -o Dir::Etc::SourceParts=- \
+            -o Dir::State::Lists="$older/lists" -o Dir::State::status=/dev/null \
+            -o APT::Sandbox::User=root "$@"
+    }
+    apt_older update
+    (cd "$older" && apt_older download libmariadb3)
+    dpkg-deb --extract "$older"/libmariadb3_*.deb "$older/tree"
+    cp -L "$older"/tree/usr/lib/*/libmariadb.so.3 "$root/usr/local/lib/"
+    chroot "$root" ldconfig
+fi
 touch "$root/.complete"
