@@ -98,8 +98,6 @@ class StubRank:
 
     def _receive(self, message: Message[ToWorker]) -> None:
         request = message.body.request
-        for passenger in message.body.passengers:
-            self._waiting = passenger.request_id
         if isinstance(request, Fetch):
             self._waiting = message.request_id
         elif isinstance(request, Initialize):

@@ -22,7 +22,6 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
 )
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.requests import messages
 from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
@@ -34,7 +33,6 @@ from corral.workers.requests.messages import (
     Initialize,
     LoadRows,
     ModelConfig,
-    Offload,
     Reallocate,
     Reject,
     Request,
@@ -71,7 +69,10 @@ NAMED_KEYS = f"{MODELS}::a_call_reads_and_makes_keys_under_the_names_that_the_gr
 MOVED_WEIGHTS = f"{MODELS}::weights_move_from_one_model_into_another_and_may_be_averaged"
 EACH_ROLE = f"{MODELS}::every_trained_role_goes_on_from_its_own_weights_and_numbers"
 LOOKED_AT = f"{CALLS}::held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports"
-OWN_SHARE = f"{STREAM}::each_worker_gets_its_own_share_and_hooks_and_nothing_of_the_others"
+OWN_SHARE = f"{STREAM}::each_worker_gets_its_own_share_and_nothing_of_the_others"
+AROUND = dict.fromkeys(
+    ("take", "offloads"), f"{WORKER}::inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it"
+)
 
 CALL = {
     "name": f"{CALLS}::the_name_says_which_call_a_rank_runs",
@@ -100,7 +101,6 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     PublishWeightsHook: {"type": NEW_WEIGHTS},
     OffloadHook: {"type": f"{CALLS}::a_model_is_moved_away_after_its_last_go_on_every_rank"},
     DataTransfer: dict.fromkeys(("parcels", "num_tokens"), f"{PLANE}::any_ownership_becomes_any_layout_bit_for_bit"),
-    Offload: {ITSELF: f"{MODELS}::a_model_that_was_moved_away_comes_back_with_its_next_call"},
     Spec: {ITSELF: f"{WORKER}::a_rank_says_how_many_rows_it_reads_and_what_models_it_has"},
     ModelConfig: {"model": f"{WORKER}::a_rank_says_how_many_rows_it_reads_and_what_models_it_has"},
     Fetch: {
@@ -116,14 +116,16 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
         "states": EACH_ROLE,
         "step": f"{WORKER}::a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samples",
     },
-    Generate: dict.fromkeys(("mfc", "uids", "orders", "version"), SAME_TRAINING),
-    Inference: {
+    Generate: AROUND | dict.fromkeys(("mfc", "uids", "orders", "version"), SAME_TRAINING),
+    Inference: AROUND
+    | {
         "mfc": NAMED_KEYS,
         "uids": f"{MODELS}::a_rank_without_samples_takes_part_and_adds_nothing",
     },
-    TrainStep: {"mfc": EACH_ROLE, "uids": f"{CALLS}::each_rank_gets_its_own_samples"}
+    TrainStep: AROUND
+    | {"mfc": EACH_ROLE, "uids": f"{CALLS}::each_rank_gets_its_own_samples"}
     | dict.fromkeys(("version", "reports"), REPORTS),
-    Evaluate: {"mfc": LOOKED_AT, "uids": LOOKED_AT, "reports": REPORTS},
+    Evaluate: AROUND | {"mfc": LOOKED_AT, "uids": LOOKED_AT, "reports": REPORTS},
     Reallocate: dict.fromkeys(("source", "target", "eta"), MOVED_WEIGHTS),
     SaveWeights: dict.fromkeys(("role", "directory"), IN_TURN)
     | {"base": f"{MODELS}::weights_lead_from_a_version_before_to_the_present_one"},
@@ -132,10 +134,7 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     Written: {"role": BEHIND},
     WorkerRequest: {
         "request": OWN_SHARE,
-        "pre_hooks": OWN_SHARE,
-        "post_hooks": f"{STREAM}::hooks_arrive_with_the_request",
         "riders": f"{DEFERRED}::riders_are_done_before_what_carries_them_in_order_and_once",
-        "passengers": f"{DEFERRED}::a_passenger_comes_with_the_next_message_and_has_its_own_answer",
     },
 }
 
@@ -155,7 +154,7 @@ def fields_of(cls: Any) -> set[str]:
 
 
 def test_every_hook_and_every_request_has_its_entries() -> None:
-    unions = (graph.PreHook, graph.PostHook, messages.PreHook, messages.PostHook, Request)
+    unions = (graph.PreHook, graph.PostHook, DataTransfer, Request)
     found = set().union(*map(members, unions)) | {ModelFunctionCall, ModelName, MicroBatchSpec, WorkerRequest}
     assert found == set(SHOWN_BY)
 

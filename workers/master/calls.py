@@ -24,12 +24,11 @@ from corral.workers.master.outcome import CallResult
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.requests.messages import (
+    DataTransfer,
     Evaluate,
     Generate,
     Inference,
     MetadataReply,
-    Offload,
-    PostHook,
     Reallocate,
     ReplyPayload,
     Request,
@@ -137,16 +136,21 @@ class MeshCalls:
         given = asyncio.ensure_future(
             self._gang.tell({rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway})
         )
-        after: list[PostHook] = [Offload() for hook in call.post_hooks if isinstance(hook, OffloadHook) and is_last_go]
+        offloads = is_last_go and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
         asked = asyncio.ensure_future(
             self._gang.start(
                 {
-                    rank: self._request(call, share, version, reports=rank == mesh.ranks[0])
+                    rank: self._request(
+                        call,
+                        share,
+                        version,
+                        reports=rank == mesh.ranks[0],
+                        take=transfers.takes.get(rank),
+                        offloads=offloads,
+                    )
                     for ranks, share in share_by_ranks.items()
                     for rank in ranks
-                },
-                pre_hooks={rank: [hook] for rank, hook in transfers.takes.items()},
-                post_hooks=dict.fromkeys(mesh.ranks, after),
+                }
             )
         )
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
@@ -155,17 +159,24 @@ class MeshCalls:
         return asked.result()
 
     def _request(
-        self, call: ModelFunctionCall, samples: Sequence[BufferedSample], version: int, *, reports: bool
+        self,
+        call: ModelFunctionCall,
+        samples: Sequence[BufferedSample],
+        version: int,
+        *,
+        reports: bool,
+        take: DataTransfer | None,
+        offloads: bool,
     ) -> Request:
         uids = [sample.uid for sample in samples]
         if call.call_type is CallType.EVALUATE:
-            return Evaluate(mfc=call.name, uids=uids, reports=reports)
+            return Evaluate(mfc=call.name, uids=uids, take=take, offloads=offloads, reports=reports)
         if call.call_type is CallType.TRAIN_STEP:
-            return TrainStep(mfc=call.name, uids=uids, version=version, reports=reports)
+            return TrainStep(mfc=call.name, uids=uids, take=take, offloads=offloads, version=version, reports=reports)
         if call.call_type is CallType.GENERATE:
-            orders = [sample.order for sample in samples]
-            return Generate(mfc=call.name, uids=uids, orders=orders, version=str(self._lineage.version(version)))
-        return Inference(mfc=call.name, uids=uids)
+            orders, tag = [sample.order for sample in samples], str(self._lineage.version(version))
+            return Generate(mfc=call.name, uids=uids, take=take, offloads=offloads, orders=orders, version=tag)
+        return Inference(mfc=call.name, uids=uids, take=take, offloads=offloads)
 
 
 def _ranks_of_shares(mesh: Mesh) -> list[tuple[int, ...]]:

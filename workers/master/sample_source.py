@@ -30,9 +30,6 @@ class SampleHolders(Protocol):
     async def fetch(self) -> list[BufferedSample]:
         """Samples that have arrived from rollout workers since the last call; does not wait for any."""
 
-    def listen(self) -> None:
-        """Hear of more as soon as it arrives, and not only with the answers to the next requests."""
-
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Load rows of the dataset."""
 
@@ -131,10 +128,7 @@ class TrajectorySource:
         decision = self._ready.take(version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
         await self._give_up(decision.stale)
-        if not decision.batch:
-            self.holders.listen()
-            return None
-        return list(decision.batch)
+        return list(decision.batch) if decision.batch else None
 
     async def give_back(self, batch: Sequence[str]) -> None:
         await self._give_up(batch)  # answered anew: the same tokens would give the same loss

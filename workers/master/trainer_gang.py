@@ -5,9 +5,9 @@
 
 What rollout workers have delivered to any rank comes as soon as the rank says so (`Arrivals`):
 
-    ask() ──one Fetch that waits──► every rank that has none ──something arrived, or nothing for a while──► reply
-       aboard the next message, or, at `hurry`, by itself                                                     │
-    take() ◄── what to keep, in order of arrival ◄──────────────────────────────────────────── wake() ◄───────────┘
+    take() ──one Fetch that waits──► each rank that has none ──something arrived, or nothing for a while──► reply
+       ▲                                                                                                      │
+       └────────────────────────────────────────────────────────────────────────────────────── wake() ◄───────┘
 
 Nobody polls: a rank holds its Fetch until it has something to say. What it then says is repeated by the request stream
 until it is here, and if it cannot be, the rank counts as dead and the epoch ends: so nothing that a rank has taken in
@@ -20,12 +20,11 @@ decided in step.py, what a call consists of in calls.py.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Self
+from typing import Self, TypeVar
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.model_function_call import ModelName
@@ -42,8 +41,6 @@ from corral.workers.requests.messages import (
     MetadataReply,
     ModelConfig,
     ModelConfigReply,
-    PostHook,
-    PreHook,
     Reject,
     Rejection,
     ReplyPayload,
@@ -60,6 +57,7 @@ from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CONTROL_DEADLINE_S = 60.0
 _FETCH_AT_MOST = 1024  # samples in one reply
@@ -83,14 +81,13 @@ class WrittenFiles:
 
 
 class Arrivals:
-    """Belongs to the thread of the client's loop.
+    """What rollout workers have delivered to some ranks, as soon as a rank says so. Belongs to the client's loop.
 
     Example:
         arrivals = Arrivals(client, {0: "model_worker/0", 1: "model_worker/1"}, wake=event.set)
-        arrivals.ask()
-        arrivals.hurry()
+        await arrivals.take()   # []
         await event.wait()
-        arrivals.take()     # [BufferedSample(owner=1, ...), ...]
+        await arrivals.take()   # [BufferedSample(owner=1, ...), ...]
     """
 
     def __init__(self, client: RequestClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
@@ -102,42 +99,24 @@ class Arrivals:
         self._client = client
         self._worker_by_rank = worker_by_rank
         self._wake = wake
-        self._idle = set(worker_by_rank)  # ranks without a Fetch
-        self._arrived: list[BufferedSample] = []
-        self.failed: PendingReplies | None = None
-        """Replies of which one is an error, for whoever awaits them; None while all is well."""
+        self._asked: dict[int, PendingReplies] = {}
 
-    def ask(self) -> None:
-        """Let every rank say what arrives from now on, if it has not been asked; with the next message that it gets.
+    async def take(self) -> list[BufferedSample]:
+        """What has arrived since the last call, each with the rank that holds it; who has answered is asked again.
 
-        What has found none since the last call goes now: no rank's arrivals wait for more than two calls.
+        Raises: what `PendingReplies.results` does.
         """
-        self._client.send_waiting()
-        if not self._idle:
-            return
-        ranks = sorted(self._idle)
-        self._idle.clear()
-        request = Fetch(max_samples=_FETCH_AT_MOST, wait_s=_FETCH_WAIT_S)
-        rank_by_worker = {self._worker_by_rank[rank]: rank for rank in ranks}
-        pending = self._client.post_aboard(rank_by_worker, request, deadline_s=_FETCH_DEADLINE_S)
-        pending.on_each(lambda worker, reply: self._absorb(rank_by_worker[worker], reply, pending))
-
-    def hurry(self) -> None:
-        """Ask now: there may be no other message for long."""
-        self._client.send_waiting()
-
-    def take(self) -> list[BufferedSample]:
-        """What has arrived since the last call, each with the rank that holds it."""
-        arrived, self._arrived = self._arrived, []
+        arrived: list[BufferedSample] = []
+        for rank, worker in self._worker_by_rank.items():
+            asked = self._asked.get(rank)
+            if asked is not None:
+                if not asked.is_complete:
+                    continue
+                arrived += _samples({rank: (await asked.results())[worker]})
+            request = Fetch(max_samples=_FETCH_AT_MOST, wait_s=_FETCH_WAIT_S)
+            self._asked[rank] = self._client.post({worker: request}, deadline_s=_FETCH_DEADLINE_S)
+            self._asked[rank].when_settled(self._wake)
         return arrived
-
-    def _absorb(self, rank: int, reply: ReplyPayload | None, pending: PendingReplies) -> None:
-        if reply is None:
-            self.failed = pending
-        elif isinstance(reply, MetadataReply):
-            self._idle.add(rank)
-            self._arrived += buffered(reply, owner=rank)  # now, while it is at hand
-        self._wake()
 
 
 class TrainerGang:
@@ -216,24 +195,14 @@ class TrainerGang:
         return described
 
     async def fetch(self) -> list[BufferedSample]:
-        """What has arrived since the last call, at once; `news` is set when there is more.
-
-        Ranks are asked for more with the next message to them; who has none for them, and waits, calls `listen`.
-        """
-        self._arrivals.ask()
-        if self._arrivals.failed is not None:
-            await self._guard(self._arrivals.failed)
-        return self._arrivals.take()
-
-    def listen(self) -> None:
-        """Let the ranks say now what arrives: nothing else is asked of them until something has."""
-        self._arrivals.hurry()
+        """What has arrived since the last call, at once; `news` is set when there is more."""
+        return await self._guard(self._arrivals.take())
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks that read them."""
         ranks = self._spec.sample_ranks
         shares = {rank: list(uids[number :: len(ranks)]) for number, rank in enumerate(ranks)}
-        return self._samples(await self.tell({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
+        return _samples(await self.tell({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Let each rank throw its samples away, and tell who sent them."""
@@ -269,7 +238,7 @@ class TrainerGang:
         )
         self._unwritten.append(pending)
         try:
-            replies = await self._guard(pending)
+            replies = await self._guard(pending.results())
         finally:
             self._unwritten.remove(pending)
         told = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
@@ -298,45 +267,20 @@ class TrainerGang:
         """Non-blocking requests to some ranks."""
         return await self._post(requests, deadline_s=_CONTROL_DEADLINE_S)
 
-    async def start(
-        self,
-        requests: Mapping[int, Request],
-        *,
-        pre_hooks: Mapping[int, Sequence[PreHook]] = MappingProxyType({}),
-        post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
-    ) -> dict[int, ReplyPayload]:
+    async def start(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         """Blocking requests to some ranks, which run them after whatever was started there before."""
-        return await self._post(requests, deadline_s=self._step_timeout_s, pre_hooks=pre_hooks, post_hooks=post_hooks)
+        return await self._post(requests, deadline_s=self._step_timeout_s)
 
-    async def _post(
-        self,
-        requests: Mapping[int, Request],
-        *,
-        deadline_s: float,
-        pre_hooks: Mapping[int, Sequence[PreHook]] = MappingProxyType({}),
-        post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
-    ) -> dict[int, ReplyPayload]:
-        pending = self._client.post(
-            {self._workers[rank]: request for rank, request in requests.items()},
-            deadline_s=deadline_s,
-            pre_hooks={self._workers[rank]: hooks for rank, hooks in pre_hooks.items()},
-            post_hooks={self._workers[rank]: hooks for rank, hooks in post_hooks.items()},
-        )
-        replies = await self._guard(pending)
+    async def _post(self, requests: Mapping[int, Request], *, deadline_s: float) -> dict[int, ReplyPayload]:
+        by_worker = {self._workers[rank]: request for rank, request in requests.items()}
+        replies = await self._guard(self._client.post(by_worker, deadline_s=deadline_s).results())
         return {rank: replies[self._workers[rank]] for rank in requests}
 
     # Parts
 
-    def _samples(self, replies: Mapping[int, ReplyPayload]) -> list[BufferedSample]:
-        samples: list[BufferedSample] = []
-        for rank, reply in sorted(replies.items()):
-            if isinstance(reply, MetadataReply):
-                samples += buffered(reply, owner=rank)
-        return samples
-
-    async def _guard(self, pending: PendingReplies) -> dict[str, ReplyPayload]:
+    async def _guard(self, results: Awaitable[T]) -> T:
         try:
-            return await pending.results()
+            return await results
         except (PeerDeadError, StreamTimeoutError) as error:
             raise GangLostError(str(error)) from error
         except RemoteError:
@@ -358,6 +302,15 @@ class TrainerGang:
     def _note_dead(self, worker: str) -> None:
         self._lost_because = f"{worker} died"
         self.news.set()
+
+
+def _samples(replies: Mapping[int, ReplyPayload]) -> list[BufferedSample]:
+    return [
+        sample
+        for rank, reply in sorted(replies.items())
+        if isinstance(reply, MetadataReply)
+        for sample in buffered(reply, owner=rank)
+    ]
 
 
 def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:

@@ -2,7 +2,7 @@
 
     master ──Give──► give ──► courier ──┬─ to ranks of this host: where the values lie ─┐
                                         └─ to others: the values themselves ────────────┴──► network ──┐
-    master ──hook before a call──► take: post, wait, put in the store, pass on ◄───────────────────────┘
+    master ──with a call─────────► take: post, wait, put in the store, pass on ◄───────────────────────┘
 
 Samples stay on the host as numpy, and a thread and a network of their own carry them: a rank whose main thread computes
 still gives away what it holds, and a call never waits for a computation on other ranks to get its inputs.

@@ -5,8 +5,8 @@
     models    ModelConfig                                       Initialize  Generate  Inference  TrainStep  Evaluate
                                                                 Reallocate  SaveWeights
     saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and saves_behind.py writes
-    data plane  Give                                            the hook before a call, which takes its inputs
-    models                                                      the hook after a call, which moves its model away
+    data plane  Give                                            before a call, to take its inputs
+    models                                                      after a call, to move its model away
 
     gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── row_loader.py
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
@@ -41,9 +41,8 @@ from corral.workers.model.samples import open_samples
 from corral.workers.model.saves_behind import SavesBehind
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
-    BlockingRequest,
+    CallRequest,
     ClearDataCache,
-    DataTransfer,
     Evaluate,
     Fetch,
     FilesReply,
@@ -55,9 +54,7 @@ from corral.workers.requests.messages import (
     MetadataReply,
     ModelConfig,
     NonBlockingRequest,
-    Offload,
     OkReply,
-    PostHook,
     Reallocate,
     Reject,
     ReplyPayload,
@@ -144,22 +141,21 @@ class ModelWorker(Worker):
                 return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
                 return MetadataReply.of(self._samples.load_rows(request.uids))
-            case Reject():
-                self._samples.reject(request.uids, request.rejection)
-                return OkReply()
-            case Give():
-                self._plane.give(request.parcels)
-                return OkReply()
-            case ClearDataCache():
-                self._samples.clear(request.uids)
-                return OkReply()
             case Spec():
                 return SpecReply(num_rows=self._samples.num_rows)
             case ModelConfig():
                 return self._models.describe(request.model)
             case Written():
                 return self._saves.written(request.role) or Later(math.inf, OkReply())
-        raise _not_served(request)
+            case Reject():
+                self._samples.reject(request.uids, request.rejection)
+            case Give():
+                self._plane.give(request.parcels)
+            case ClearDataCache():
+                self._samples.clear(request.uids)
+            case _:
+                raise _not_served(request)
+        return OkReply()
 
     # Requests that the main thread runs, in the order of the master
 
@@ -168,12 +164,11 @@ class ModelWorker(Worker):
         self.context.presence.enter(name, deadline_s=self.context.plan.supervision.step_timeout_s)
         started = time.monotonic()
         try:
-            for hook in envelope.pre_hooks:
-                if isinstance(hook, DataTransfer):
-                    self._plane.take(hook.parcels, hook.num_tokens)
+            if isinstance(envelope.request, CallRequest) and (take := envelope.request.take) is not None:
+                self._plane.take(take.parcels, take.num_tokens)
             payload = self._run(envelope)
-            for after in envelope.post_hooks:
-                self._follow(after, envelope.request)
+            if isinstance(envelope.request, CallRequest) and envelope.request.offloads:
+                self._models.offload(envelope.request.mfc)
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
             raise GangBrokenError(f"{name} failed because another rank is gone: {error}") from error
@@ -186,31 +181,24 @@ class ModelWorker(Worker):
         stream.reply(envelope, payload)
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
 
-    def _follow(self, hook: PostHook, request: BlockingRequest) -> None:
-        if isinstance(hook, Offload) and isinstance(request, Generate | Inference | TrainStep):
-            self._models.offload(request.mfc)
-
     def _run(self, envelope: Envelope) -> ReplyPayload:
         request, beat = envelope.request, self.context.presence.beat
         match request:
             case Initialize():
                 self._initialize(request, epoch=envelope.epoch)
-                return OkReply()
             case Generate():
                 return MetadataReply.of(self._models.generate(request))
             case Inference():
                 self._models.inference(request)
-                return OkReply()
             case TrainStep():
                 reply = self._models.train_step(request)
-                self.context.presence.beat(version=str(request.version + (not reply.is_skipped)))
+                beat(version=str(request.version + (not reply.is_skipped)))
                 return reply if request.reports else OkReply()
             case Evaluate():
                 stats = self._models.evaluate(request)
                 return StatsReply(stats=stats) if request.reports else OkReply()
             case Reallocate():
                 self._models.reallocate(request)
-                return OkReply()
             case SaveWeights():
                 base = Path(request.base) if request.base else None
                 return FilesReply(
@@ -218,8 +206,9 @@ class ModelWorker(Worker):
                 )
             case SaveCheckpoint():
                 self._save(request)
-                return OkReply()
-        raise _not_served(request)
+            case _:
+                raise _not_served(request)
+        return OkReply()
 
     def _save(self, request: SaveCheckpoint) -> None:
         save = self._models.role_save(request.role, with_weights=bool(request.weights))

@@ -1,8 +1,7 @@
 """RequestClient: the master's end of the request stream.
 
     post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
-    attach({worker: request}) --aboard the next message to this worker, without a reply of its own
-    post_aboard(workers, fetch) --the same, with a reply of its own
+    attach({worker: request}) --with the next message to this worker, without a reply of its own
 
 What each rank gets of its own is encoded for it alone, and what several get alike is encoded once: bytes on the wire
 grow with what is said, not with the number of ranks times all of it.
@@ -17,18 +16,12 @@ A worker is known from its Hello on:
 import asyncio
 import itertools
 import logging
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 
-from corral.workers.requests.known_worker import Boarding, KnownWorker
 from corral.workers.requests.messages import (
-    Fetch,
     FromWorker,
     Hello,
-    Passenger,
-    PostHook,
-    PreHook,
     ReplyPayload,
     Request,
     Rider,
@@ -51,6 +44,31 @@ from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _KnownWorker:
+    """What the master's end knows of one worker, and has yet to tell it."""
+
+    hello: Hello
+    identity: bytes | None
+    """None while it is not connected."""
+    is_dead: bool = False
+    grace_timer: asyncio.TimerHandle | None = None
+    riders: tuple[Rider, ...] = ()
+    """What goes with the next message to it."""
+
+    def death(self, asked: str) -> PeerDeadError:
+        """What a request that it will not answer ends with."""
+        name, pid = self.hello.worker, self.hello.pid
+        return PeerDeadError(
+            f"{name} (pid {pid}) died before it answered {asked}; see the end of its log for the reason"
+        )
+
+    def end_grace(self) -> None:
+        if self.grace_timer is not None:
+            self.grace_timer.cancel()
+            self.grace_timer = None
 
 
 class RequestClient(Closing):
@@ -89,16 +107,13 @@ class RequestClient(Closing):
         self._on_worker_dead = on_worker_dead
         self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
         self._sequence = itertools.count(1)
-        self._worker_by_id: dict[str, KnownWorker] = {}
-        self._worker_by_identity: dict[bytes, KnownWorker] = {}
+        self._worker_by_id: dict[str, _KnownWorker] = {}
+        self._worker_by_identity: dict[bytes, _KnownWorker] = {}
         self._pending: dict[str, PendingReplies] = {}
         """In the order of posting, by request id as it is written: what a reply names is looked up, and not read."""
         self._arrival = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._boarding: dict[str, Boarding] = {}
-        """What waits for a message to go with, by request id."""
-        self.num_late = 0
         self._router = RouterEndpoint(
             security,
             self._codec,
@@ -146,14 +161,7 @@ class RequestClient(Closing):
                 f"({len(wanted) - len(missing())} of {len(wanted)} workers are here); see their logs"
             ) from error
 
-    def post(
-        self,
-        requests: Mapping[str, Request],
-        *,
-        deadline_s: float,
-        pre_hooks: Mapping[str, Sequence[PreHook]] = MappingProxyType({}),
-        post_hooks: Mapping[str, Sequence[PostHook]] = MappingProxyType({}),
-    ) -> PendingReplies:
+    def post(self, requests: Mapping[str, Request], *, deadline_s: float) -> PendingReplies:
         """Send one request to some workers now, under one id, and wait for the replies later.
 
         Each worker starts the blocking ones after whatever was posted to it before. Nothing is awaited while posting,
@@ -163,29 +171,24 @@ class RequestClient(Closing):
             requests: by worker id, and all of one type; they may differ in what each rank gets. One object that several
                 workers get, one after the other, is encoded once.
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
-            pre_hooks, post_hooks: by worker id; a worker that is not named has none.
         """
-        replies = self._begin(requests, "/".join(sorted({type(request).__name__ for request in requests.values()})))
+        request_id = str(RequestId(self._epoch, next(self._sequence)))
+        what = "/".join(sorted({type(request).__name__ for request in requests.values()}))
+        replies = PendingReplies(requests, request_id=request_id, asked=f"{what} {request_id}")
+        if requests:
+            self._pending[request_id] = replies
         # A step posts to a thousand workers some times: what they have in common is made once.
-        content: tuple[object, ...] = ()
+        encoded: WorkerRequest | None = None
         frames: list[Buffer] = []
         for worker_id, request in requests.items():
-            if (worker := self._living(worker_id, replies)) is None:
+            worker, asked = self._worker_by_id.get(worker_id), replies.asked
+            if worker is None or worker.is_dead:
+                self._end(replies, worker_id, worker.death(asked) if worker else _not_here(worker_id, asked))
                 continue
-            before, after = pre_hooks.get(worker_id, ()), post_hooks.get(worker_id, ())
-            riders, passengers = worker.take_riders(), self._set_off(worker)
-            previous, content = content, (request, before, after, riders, passengers)
-            if not (previous and all(map(operator.is_, content, previous))):
-                body = WorkerRequest(
-                    request=request,
-                    pre_hooks=tuple(before),
-                    post_hooks=tuple(after),
-                    riders=tuple(riders),
-                    passengers=passengers,
-                )
-                frames = self._codec.encode(
-                    body, epoch=self._epoch, request_id=replies.request_id, deadline_s=deadline_s
-                )
+            riders, worker.riders = worker.riders, ()
+            if encoded is None or encoded.request is not request or encoded.riders is not riders:
+                encoded = WorkerRequest(request=request, riders=riders)
+                frames = self._codec.encode(encoded, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
             replies.await_reply(worker_id, frames)
             self._send(worker, frames)
         replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
@@ -199,39 +202,7 @@ class RequestClient(Closing):
         """
         for worker_id, request in requests.items():
             if (worker := self._worker_by_id.get(worker_id)) is not None:
-                worker.riders.append(request)
-
-    def post_aboard(self, workers: Collection[str], request: Fetch, *, deadline_s: float) -> PendingReplies:
-        """Ask some workers for the same, each with the next message to it: it costs none, and has its own answer.
-
-        It is sent by itself to a worker that comes back, and to all that got no message before `send_waiting`; whatever
-        brings it, and if two messages do, a worker begins it once.
-
-        Args:
-            deadline_s: from when the last of them has been told: what nobody was told yet, nobody can answer.
-        """
-        replies = self._begin(workers, type(request).__name__)
-        apart = self._codec.encode(
-            WorkerRequest(request=request), epoch=self._epoch, request_id=replies.request_id, deadline_s=deadline_s
-        )
-        aboard = (Passenger(request_id=replies.request_id, request=request),)
-        boarding = self._boarding[replies.request_id] = Boarding(replies, deadline_s)
-        for worker_id in workers:
-            if (worker := self._living(worker_id, replies)) is not None:
-                replies.await_reply(worker_id, apart)
-                worker.passengers = worker.passengers + aboard if worker.passengers else aboard
-                boarding.untold.add(worker_id)
-        self._start_deadline(replies.request_id)
-        return replies
-
-    def send_waiting(self) -> None:
-        """What was posted aboard, and has found no message by now, goes by itself."""
-        if not self._boarding:
-            return
-        for worker_id, worker in self._worker_by_id.items():
-            for passenger in self._set_off(worker):
-                if self._is_missing(passenger.request_id, worker_id):
-                    self._send(worker, self._pending[passenger.request_id].frames_for(worker_id))
+                worker.riders += (request,)
 
     def close(self) -> None:
         if self._is_closed:
@@ -241,49 +212,17 @@ class RequestClient(Closing):
             worker.end_grace()
         for replies in list(self._pending.values()):
             for worker_id in replies.missing:
-                self._end(replies, worker_id, None, StreamClosedError("the master's request stream was closed"))
+                self._end(replies, worker_id, StreamClosedError("the master's request stream was closed"))
         self._router.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, workers: Collection[str], what: str) -> PendingReplies:
-        """Replies to a new request, which is yet to be sent."""
-        request_id = str(RequestId(self._epoch, next(self._sequence)))
-        replies = PendingReplies(workers, request_id=request_id, asked=f"{what} {request_id}")
-        if workers:
-            self._pending[request_id] = replies
-        return replies
-
-    def _set_off(self, worker: KnownWorker) -> tuple[Passenger, ...]:
-        """What goes with a message that leaves for this worker now; deadlines of what all have been told begin."""
-        passengers = worker.take_passengers()
-        for passenger in passengers:
-            self._boarding[passenger.request_id].untold.discard(worker.hello.worker)
-            self._start_deadline(passenger.request_id)
-        return passengers
-
-    def _start_deadline(self, request_id: str) -> None:
-        """Of what was posted aboard, if no worker is still to be told."""
-        if not (boarding := self._boarding[request_id]).untold:
-            del self._boarding[request_id]
-            replies, deadline_s = boarding.replies, boarding.deadline_s
-            replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
-
-    def _living(self, worker_id: str, replies: PendingReplies) -> KnownWorker | None:
-        """A worker that can be asked; else that is what the request ends with."""
-        worker = self._worker_by_id.get(worker_id)
-        if worker is not None and not worker.is_dead:
-            return worker
-        asked = replies.asked
-        self._end(replies, worker_id, None, worker.death(asked) if worker else _not_here(worker_id, asked))
-        return None
-
     def _expire(self, replies: PendingReplies, deadline_s: float) -> None:
         for worker_id in replies.missing:
             error = StreamTimeoutError(f"{worker_id} did not answer {replies.asked} within {deadline_s:.1f} s")
-            self._end(replies, worker_id, None, error)
+            self._end(replies, worker_id, error)
 
-    def _send(self, worker: KnownWorker, frames: list[Buffer]) -> None:
+    def _send(self, worker: _KnownWorker, frames: list[Buffer]) -> None:
         if worker.identity is None:
             return  # it is sent when the worker comes back
         try:
@@ -308,7 +247,7 @@ class RequestClient(Closing):
             self._bury(worker)
             worker = None
         if worker is None:
-            worker = self._worker_by_id[hello.worker] = KnownWorker(hello, identity)
+            worker = self._worker_by_id[hello.worker] = _KnownWorker(hello, identity)
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_by_identity.pop(worker.identity, None)
@@ -317,7 +256,6 @@ class RequestClient(Closing):
         worker.hello = hello
         worker.identity = identity
         self._worker_by_identity[identity] = worker
-        self._set_off(worker)  # what was aboard goes by itself, with all else that is unanswered
         for replies in self._pending.values():
             if frames := replies.frames_for(hello.worker):
                 self._send(worker, frames)
@@ -327,27 +265,19 @@ class RequestClient(Closing):
         worker = self._worker_by_identity.get(identity)
         if worker is None:
             raise MalformedMessageError("a reply came before a hello")
-        replies, worker_id = self._pending.get(request_id), worker.hello.worker
-        if replies is None:
-            is_awaited = False
-        elif isinstance(reply, (ErrorReply, StaleReply)):
-            is_awaited = self._end(replies, worker_id, None, self._refusal(worker_id, reply, replies.asked))
+        if (replies := self._pending.get(request_id)) is None:
+            return  # nobody waits for it any more
+        worker_id = worker.hello.worker
+        if isinstance(reply, ErrorReply | StaleReply):
+            self._end(replies, worker_id, self._refusal(worker_id, reply, replies.asked))
         else:
-            is_awaited = self._end(replies, worker_id, reply)
-        if not is_awaited:
-            self.num_late += 1
+            self._end(replies, worker_id, reply)
 
-    def _end(
-        self, replies: PendingReplies, worker_id: str, payload: ReplyPayload | None, error: StreamError | None = None
-    ) -> bool:
-        """A request to a worker ends once, whatever comes first; False if nobody waits for this (any more)."""
-        is_awaited = replies.end(worker_id, payload, error)
+    def _end(self, replies: PendingReplies, worker_id: str, end: ReplyPayload | StreamError) -> None:
+        """A request to a worker ends once, whatever comes first."""
+        replies.end(worker_id, end)
         if replies.is_complete:
             self._pending.pop(replies.request_id, None)
-        return is_awaited
-
-    def _is_missing(self, request_id: str, worker_id: str) -> bool:
-        return request_id in self._pending and self._pending[request_id].is_missing(worker_id)
 
     def _refusal(self, worker_id: str, reply: ErrorReply | StaleReply, asked: str) -> StreamError:
         if isinstance(reply, StaleReply):
@@ -364,16 +294,14 @@ class RequestClient(Closing):
         logger.warning("%s disconnected; it has %.1f s to come back", worker.hello.worker, self._reconnect_grace_s)
         worker.grace_timer = self._loop.call_later(self._reconnect_grace_s, self._bury, worker)
 
-    def _bury(self, worker: KnownWorker) -> None:
+    def _bury(self, worker: _KnownWorker) -> None:
         """The process behind this worker id is gone for good."""
         worker.end_grace()
         if worker.is_dead:
             return
-        self._set_off(worker)  # it hears nothing more, and nobody waits for that
-        worker.bury()
+        worker.is_dead, worker.riders = True, ()  # it hears nothing more
         for replies in list(self._pending.values()):
-            if replies.is_missing(worker.hello.worker):
-                self._end(replies, worker.hello.worker, None, worker.death(replies.asked))
+            self._end(replies, worker.hello.worker, worker.death(replies.asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)

@@ -25,15 +25,12 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from corral.workers.requests.messages import (
     BlockingRequest,
     Hello,
     Initialize,
     NonBlockingRequest,
-    PostHook,
-    PreHook,
     ReplyPayload,
     Rider,
     StaleReply,
@@ -80,8 +77,6 @@ class Envelope:
 
     request_id: RequestId
     request: BlockingRequest
-    pre_hooks: tuple[PreHook, ...]
-    post_hooks: tuple[PostHook, ...]
 
     @property
     def epoch(self) -> int:
@@ -209,10 +204,6 @@ class WorkerRequestStream(Closing):
             self._send(request_id, StaleReply(max_epoch=self.max_epoch))
             return
         self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
-        for passenger in message.body.passengers:
-            own_id = RequestId(request_id.epoch, RequestId.parse(passenger.request_id).sequence)
-            run = partial(self._answer_now, own_id, passenger.request)
-            self._replies.run_once(str(own_id), run=run, repeat=self._link.send)
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
@@ -227,7 +218,7 @@ class WorkerRequestStream(Closing):
         else:
             self._raise_epoch(request_id.epoch)
             self._newest = request_id
-            self._released.put(Envelope(request_id, request, message.body.pre_hooks, message.body.post_hooks))
+            self._released.put(Envelope(request_id, request))
 
     def _do_riders(self, riders: Sequence[Rider]) -> ErrorReply | None:
         """The first error, which the master must hear in place of an answer to what the riders came with."""

@@ -1,6 +1,6 @@
 """What the master and the model workers say to each other.
 
-    master --WorkerRequest{request, pre_hooks, post_hooks}--> model worker --Reply--> master
+    master --WorkerRequest{request, riders}--> model worker --Reply--> master
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
@@ -23,25 +23,6 @@ from corral.scheduling.redistribution import Parcel
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import MessageBody
-
-# --- hooks: run inside a request, so that their collectives cannot interleave with others ---------------------------
-
-
-class DataTransfer(MessageBody, frozen=True, tag="data_transfer"):
-    """Take the parcels that come to this rank, and pass on those that it is the source of."""
-
-    parcels: list[Parcel]
-    num_tokens: dict[str, list[int]]
-    """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
-
-
-class Offload(MessageBody, frozen=True, tag="offload"):
-    """After a call: move its model to host memory; the next call on it brings it back."""
-
-
-PreHook = DataTransfer
-PostHook = Offload
-
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -108,46 +89,57 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
     """Train steps that the weights have behind them."""
 
 
-class Inference(MessageBody, frozen=True, tag="inference"):
-    """Forward pass of one model function call -> OkReply"""
+class DataTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Take the parcels that come to this rank, and pass on those that it is the source of."""
+
+    parcels: list[Parcel]
+    num_tokens: dict[str, list[int]]
+    """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
+
+
+class CallRequest(MessageBody, frozen=True, kw_only=True):
+    """One go of a model function call; what runs before and after it does so inside, so that its collectives cannot
+    interleave with others."""
 
     mfc: str
     uids: list[str]
     """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
+    take: DataTransfer | None = None
+    """Of the inputs, what is not there yet."""
+    offloads: bool = False
+    """Whether to move the model to host memory afterwards; the next call on it brings it back."""
 
 
-class Generate(MessageBody, frozen=True, tag="generate"):
+class Inference(CallRequest, frozen=True, tag="inference"):
+    """Forward pass of one model function call -> OkReply"""
+
+
+class Generate(CallRequest, frozen=True, tag="generate"):
     """Answer prompts of the dataset with the present weights of the call's model -> MetadataReply, or OkReply"""
 
-    mfc: str
-    uids: list[str]
-    """The receiver's own share of the batch; without any it takes part in the collectives."""
     orders: list[int]
     """Admission number of each prompt; with the trial's seed it decides the random numbers."""
     version: str
     """Tag of the weights, "epoch.step"; every token carries it."""
 
 
-class TrainStep(MessageBody, frozen=True, tag="train_step"):
+class TrainStep(CallRequest, frozen=True, tag="train_step"):
     """One update of one model function call, from `version` to `version + 1` -> TrainReply, or OkReply
 
     What a train step did is equal on all ranks of the call, so that one of them says it for all.
     """
 
-    mfc: str
-    uids: list[str]
-    """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
     version: int
     reports: bool = True
     """Whether this rank answers with the TrainReply; the others answer OkReply."""
 
 
-class Evaluate(MessageBody, frozen=True, tag="evaluate"):
-    """Look at held-out rows with the present weights of the call's model -> StatsReply, or OkReply"""
+class Evaluate(CallRequest, frozen=True, tag="evaluate"):
+    """Look at held-out rows with the present weights of the call's model -> StatsReply, or OkReply
 
-    mfc: str
-    uids: list[str]
-    """The share of this rank; none where the call has problems of its own."""
+    Without rows the call has problems of its own.
+    """
+
     reports: bool = True
     """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
 
@@ -199,23 +191,12 @@ Rider = ClearDataCache | Give
 Request = NonBlockingRequest | BlockingRequest
 
 
-class Passenger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request that another one's message has brought, with an id and an answer of its own."""
-
-    request_id: str
-    request: Fetch
-
-
 class WorkerRequest(MessageBody, frozen=True, tag="request"):
-    """A request with what runs before and after it."""
+    """A request, and what came with it."""
 
     request: Request
-    pre_hooks: tuple[PreHook, ...] = ()
-    post_hooks: tuple[PostHook, ...] = ()
     riders: tuple[Rider, ...] = ()
     """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
-    passengers: tuple[Passenger, ...] = ()
-    """Begun after this request, as if each had come by itself: none of them waits for it, or fails with it."""
 
 
 # --- replies --------------------------------------------------------------------------------------------------------

@@ -3,15 +3,13 @@
 RequestClient.post() ──what each worker was told──► await_reply() ──► frames_for(): to tell it again
 RequestClient, on a reply, a death, a deadline ──payload or error, once for each worker──► end()
                                                                                              │
-results(): all payloads, or the first error ◄── one future ──────────────────────────────────┤
-on_each(): as they come, and none is kept ◄──────────────────────────────────────────────────┘
+results(): all payloads, or the first error ◄── one future ──────────────────────────────────┘
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 
 from corral.workers.requests.messages import ReplyPayload
-from corral.workers.streams.calls import mark_seen
 from corral.workers.streams.codec import Buffer
 from corral.workers.streams.errors import StreamError
 
@@ -28,12 +26,11 @@ class PendingReplies:
         self.asked = asked
         self._missing: dict[str, list[Buffer]] = {worker: [] for worker in workers}
         self._workers = tuple(self._missing)
-        self._ended: dict[str, ReplyPayload | None] = {}
+        self._payloads: dict[str, ReplyPayload] = {}
         self._deadline: asyncio.TimerHandle | None = None
-        self._watchers: list[Callable[[str, ReplyPayload | None], None]] = []
         # One future for all of them: a future and a deadline per worker would cost more than the messages.
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._done.add_done_callback(mark_seen)
+        self._done.add_done_callback(_mark_seen)
         if not self._missing:
             self._done.set_result(None)
 
@@ -47,10 +44,6 @@ class PendingReplies:
         """The workers of which neither a payload nor an error has come."""
         return tuple(self._missing)
 
-    def is_missing(self, worker: str) -> bool:
-        """Whether neither a payload nor an error of this worker has come."""
-        return worker in self._missing
-
     def await_reply(self, worker: str, frames: list[Buffer]) -> None:
         """This is what the worker is told."""
         self._missing[worker] = frames
@@ -60,7 +53,7 @@ class PendingReplies:
         return self._missing.get(worker, [])
 
     async def results(self) -> dict[str, ReplyPayload]:
-        """Every worker's payload, or the first error; none of what somebody was told of as it came.
+        """Every worker's payload, or the first error.
 
         Raises:
             RemoteError: if a worker's handler raised.
@@ -69,18 +62,11 @@ class PendingReplies:
             StreamTimeoutError: if a worker did not answer before the deadline.
         """
         await self._done
-        return {worker: payload for worker in self._workers if (payload := self._ended[worker]) is not None}
+        return {worker: self._payloads[worker] for worker in self._workers}
 
-    def on_each(self, callback: Callable[[str, ReplyPayload | None], None]) -> None:
-        """Call this with each worker and its payload as it comes; None instead of an error, which `results` raises.
-
-        Payloads are not kept for `results` then: of a thousand workers they are megabytes, in use until the last came.
-        """
-        ended, self._ended = self._ended, dict.fromkeys(self._ended)
-        for worker, payload in ended.items():
-            callback(worker, payload)
-        if self._missing:
-            self._watchers.append(callback)
+    def when_settled(self, callback: Callable[[], None]) -> None:
+        """Call this once `results` has something to say."""
+        self._done.add_done_callback(lambda _: callback())
 
     def expire_by(self, deadline: asyncio.TimerHandle) -> None:
         """This timer ends what is missing by then; once nothing is, it is cancelled."""
@@ -88,21 +74,22 @@ class PendingReplies:
         if not self._missing:
             deadline.cancel()
 
-    def end(self, worker: str, payload: ReplyPayload | None, error: StreamError | None = None) -> bool:
-        """What has come of a worker, once; False if nobody waits for it any more."""
+    def end(self, worker: str, end: ReplyPayload | StreamError) -> None:
+        """What has come of a worker; what comes of it after that is late, and nobody waits for it."""
         if self._missing.pop(worker, None) is None:
-            return False
-        self._ended[worker] = None if self._watchers else payload
-        is_awaited = not self._done.cancelled()
+            return
+        if not isinstance(end, StreamError):
+            self._payloads[worker] = end
         if not self._done.done():
-            if error is not None:
-                self._done.set_exception(error)
+            if isinstance(end, StreamError):
+                self._done.set_exception(end)
             elif not self._missing:
                 self._done.set_result(None)
         if not self._missing and self._deadline is not None:
             self._deadline.cancel()
-        for callback in self._watchers:
-            callback(worker, payload)
-        if not self._missing:
-            self._watchers.clear()  # who watches may know this: the two would keep each other, and all payloads
-        return is_awaited
+
+
+def _mark_seen(future: "asyncio.Future[None]") -> None:
+    """Whoever awaits the replies gets the error; nobody has to."""
+    if not future.cancelled():
+        future.exception()

@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from corral.workers.streams.calls import ErrorReply, PendingCalls, ReplyCache, error_reply, remote_error
+from corral.workers.streams.calls import ErrorReply, ReplyCache, error_reply, remote_error
 from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
-from corral.workers.streams.errors import PeerDeadError, StreamClosedError
+from corral.workers.streams.errors import PeerDeadError, StreamClosedError, StreamError, StreamTimeoutError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.router import Peer, RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
@@ -143,7 +143,8 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         )
         self._client_id = uuid.uuid4().hex[:16]
         self._sequence = itertools.count(1)
-        self._pending: PendingCalls[str, ReplyT] = PendingCalls(lambda: self._link.describe())
+        self._unanswered: dict[str, tuple[list[Buffer], asyncio.Future[ReplyT]]] = {}
+        """By request id: what the server was told, in the order in which it was, and what it is to answer."""
         self._link = DealerLink(
             security,
             self._codec,
@@ -165,29 +166,43 @@ class AsyncRequestClient(AsyncClosing, Generic[RequestT, ReplyT]):
         self._link.raise_failure()
         request_id = f"{self._client_id}:{next(self._sequence)}"
         frames = self._codec.encode(body, epoch=0, request_id=request_id, deadline_s=deadline_s)
-        future = self._pending.ask(request_id, frames, asked=type(body).__name__, deadline_s=deadline_s)
+        future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+        self._unanswered[request_id] = frames, future
         self._link.send(frames)
         try:
-            return await future
+            async with asyncio.timeout(deadline_s) as deadline:
+                return await future
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise StreamTimeoutError(
+                f"{self._link.describe()} did not answer {type(body).__name__} within {deadline_s:.1f} s"
+            ) from error
         finally:
-            self._pending.forget(request_id)
+            del self._unanswered[request_id]
 
     async def close(self) -> None:
         await self._link.close()
-        self._pending.fail_all(lambda _: StreamClosedError(f"the connection to {self._server} was closed"))
+        self._fail_all(StreamClosedError(f"the connection to {self._server} was closed"))
 
     def _send_all(self) -> None:
-        for frames in self._pending.frames():
+        for frames, _ in self._unanswered.values():
             self._link.send(frames)
 
     def _handle_down(self, reason: str) -> None:
-        failure = self._link.failure
-        if failure is not None:  # else the link comes back by itself, and then everything is sent again
-            self._pending.fail_all(lambda _: failure)
+        if self._link.failure is not None:  # else the link comes back by itself, and then everything is sent again
+            self._fail_all(self._link.failure)
+
+    def _fail_all(self, error: StreamError) -> None:
+        for _, future in self._unanswered.values():
+            if not future.done():
+                future.set_exception(error)
 
     def _receive(self, message: Message[ReplyT | ErrorReply]) -> None:
-        body = message.body
-        if isinstance(body, ErrorReply):
-            self._pending.fail(message.request_id, lambda _: remote_error(self._server, body))
+        _, future = self._unanswered.get(message.request_id, (None, None))
+        if future is None or future.done():
+            return  # nobody waits for it any more
+        if isinstance(message.body, ErrorReply):
+            future.set_exception(remote_error(self._server, message.body))
         else:
-            self._pending.settle(message.request_id, body)
+            future.set_result(message.body)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -20,15 +19,13 @@ from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
 from corral.workers.master.step import StepRunner
 from corral.workers.requests.messages import (
+    CallRequest,
     DataTransfer,
     Evaluate,
     Generate,
     Give,
     Inference,
-    Offload,
     OkReply,
-    PostHook,
-    PreHook,
     Reallocate,
     ReplyPayload,
     Request,
@@ -57,8 +54,7 @@ class Ranks:
     happened: list[Any] = field(default_factory=list)
     gives: dict[int, Give] = field(default_factory=dict)
     riders: dict[int, Rider] = field(default_factory=dict)
-    pre_hooks: dict[int, Sequence[PreHook]] = field(default_factory=dict)
-    post_hooks: dict[int, Sequence[PostHook]] = field(default_factory=dict)
+    takes: dict[int, DataTransfer] = field(default_factory=dict)
 
     def host_by_rank(self) -> dict[int, str]:
         return dict.fromkeys(range(4), "here")
@@ -70,16 +66,11 @@ class Ranks:
         self.gives.update(cast(dict[int, Give], requests))
         return dict.fromkeys(requests, OkReply())
 
-    async def start(
-        self,
-        requests: Mapping[int, Request],
-        *,
-        pre_hooks: Mapping[int, Sequence[PreHook]] = MappingProxyType({}),
-        post_hooks: Mapping[int, Sequence[PostHook]] = MappingProxyType({}),
-    ) -> dict[int, ReplyPayload]:
+    async def start(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         self.happened.append(dict(requests))
-        self.pre_hooks.update(pre_hooks)
-        self.post_hooks.update(post_hooks)
+        for rank, request in requests.items():
+            if isinstance(request, CallRequest) and request.take is not None:
+                self.takes[rank] = request.take
         return {
             rank: self.reply if isinstance(request, TrainStep) and request.reports else OkReply()
             for rank, request in requests.items()
@@ -198,12 +189,10 @@ def test_each_rank_gets_its_own_samples() -> None:
 @pytest.mark.parametrize("keys", [("input_ids",), ("input_ids", "prompt_mask")])
 def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, ...]) -> None:
     ranks, _ = run(call(model_name="critic", input_keys=keys))
-    hooks = [hook for hooks in ranks.pre_hooks.values() for hook in hooks]
-    assert all(isinstance(hook, DataTransfer) for hook in hooks)
-    assert {parcel.keys for hook in hooks for parcel in hook.parcels} == {keys}
+    assert {parcel.keys for take in ranks.takes.values() for parcel in take.parcels} == {keys}
     assert {parcel.keys for give in ranks.gives.values() for parcel in give.parcels} == {keys}
-    assert (set(ranks.gives), set(ranks.pre_hooks)) == ({0, 1}, {2, 3})
-    assert not run(call(input_keys=keys))[0].pre_hooks  # all is where it is needed
+    assert (set(ranks.gives), set(ranks.takes)) == ({0, 1}, {2, 3})
+    assert not run(call(input_keys=keys))[0].takes  # all is where it is needed
 
 
 def test_a_rank_that_gives_and_is_asked_anyway_hears_of_both_in_one_message() -> None:
@@ -255,6 +244,11 @@ def test_weights_that_are_not_final_go_nowhere() -> None:
 
 def test_a_model_is_moved_away_after_its_last_go_on_every_rank() -> None:
     offloading = call(post_hooks=({"type": "offload"},))
-    assert run(offloading)[0].post_hooks == {0: [Offload()], 1: [Offload()]}
-    assert not any(run(offloading, is_last_go=False)[0].post_hooks.values())
-    assert not any(run(call())[0].post_hooks.values())
+    assert moved_away(run(offloading)[0]) == {0: True, 1: True}
+    assert moved_away(run(offloading, is_last_go=False)[0]) == moved_away(run(call())[0]) == {0: False, 1: False}
+
+
+def moved_away(ranks: Ranks) -> dict[int, bool]:
+    """Which ranks of the one request move their model away."""
+    (requests,) = ranks.happened
+    return {rank: request.offloads for rank, request in requests.items()}

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -30,10 +30,7 @@ from corral.workers.requests.messages import (
     ModelConfig,
     ModelConfigReply,
     NonBlockingRequest,
-    Offload,
     OkReply,
-    PostHook,
-    PreHook,
     Reallocate,
     Reject,
     ReplyPayload,
@@ -299,17 +296,11 @@ def test_without_a_copy_all_is_on_disk_before_the_next_request(tmp_path: Path) -
 def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp_path: Path) -> None:
     take = DataTransfer(parcels=[PARCEL], num_tokens={"0:a": [3]})
     with recording_worker(tmp_path) as (worker, parts):
-        worker._serve(cast(Any, Replies()), blocking(INFERENCE, pre_hooks=[take], post_hooks=[Offload()]))
-        assert parts.asked == [("take", [PARCEL], {"0:a": [3]}), ("inference", INFERENCE), ("offload", "ref_inf")]
+        request = msgspec.structs.replace(INFERENCE, take=take, offloads=True)
+        worker._serve(cast(Any, Replies()), blocking(request))
+        assert parts.asked == [("take", [PARCEL], {"0:a": [3]}), ("inference", request), ("offload", "ref_inf")]
 
 
-def blocking(
-    request: msgspec.Struct, *, pre_hooks: Sequence[PreHook] = (), post_hooks: Sequence[PostHook] = ()
-) -> Envelope:
+def blocking(request: msgspec.Struct) -> Envelope:
     """A request as the stream hands it to the main thread."""
-    return Envelope(
-        request_id=RequestId(1, 1),
-        request=cast(Any, request),
-        pre_hooks=tuple(pre_hooks),
-        post_hooks=tuple(post_hooks),
-    )
+    return Envelope(request_id=RequestId(1, 1), request=cast(Any, request))

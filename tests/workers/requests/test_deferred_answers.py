@@ -17,7 +17,7 @@ from corral.workers.requests.messages import (
     Spec,
     TrainStep,
 )
-from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
+from corral.workers.streams.errors import RemoteError
 from tests.workers.requests.rig import AsRole, initialize, take, train, with_master, worker
 from tests.workers.stream_helpers import LOOPBACK, Cable, ask, until
 
@@ -140,84 +140,6 @@ def test_a_look_that_fails_is_the_answer(as_role: AsRole) -> None:
             stream.look_again()
             with pytest.raises(RemoteError, match="the inbox is gone"):
                 await waiting
-
-    with_master(run, as_role("master_worker"))
-
-
-def test_a_passenger_comes_with_the_next_message_and_has_its_own_answer(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        inbox, other_inbox, security = Inbox(), Inbox(), as_role("model_worker")
-        with (
-            worker(security, lambda: client.endpoint, non_blocking=inbox.answer) as stream,
-            worker(security, lambda: client.endpoint, index=1, non_blocking=other_inbox.answer) as other,
-        ):
-            await initialize(client, stream, other)
-            pending = client.post_aboard([stream.worker_id, other.worker_id], WAITS, deadline_s=100)
-            step = client.post({stream.worker_id: train()}, deadline_s=100)
-            envelope = await take(stream)
-            await until(lambda: inbox.num_looks == 1, waiting_for="the passenger")
-            assert other_inbox.num_looks == 0  # it was sent nothing
-            await asyncio.to_thread(stream.reply, envelope, OkReply())
-            await step.results()  # which does not wait for the passenger
-            assert pending.missing == (stream.worker_id, other.worker_id)
-            client.send_waiting()
-            await until(lambda: other_inbox.num_looks == 1, waiting_for="the passenger that found no message")
-            inbox.arrived, other_inbox.arrived = ["0:a"], ["0:b"]
-            stream.look_again()
-            other.look_again()
-            assert await pending.results() == {stream.worker_id: announced("0:a"), other.worker_id: announced("0:b")}
-            client.send_waiting()
-            await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100)
-            assert client.num_late == 0  # nothing was asked twice
-
-    with_master(run, as_role("master_worker"))
-
-
-@pytest.mark.parametrize("is_carried", [True, False])
-def test_a_passenger_outlives_a_break_before_and_after_its_message(as_role: AsRole, is_carried: bool) -> None:
-    async def run(client: RequestClient) -> None:
-        inbox, cable = Inbox(), Cable(client.endpoint)
-        endpoint = await cable.start()
-        with worker(as_role("model_worker"), lambda: endpoint, non_blocking=inbox.answer) as stream:
-            await initialize(client, stream)
-            pending = client.post_aboard([stream.worker_id], WAITS, deadline_s=100)
-            if is_carried:
-                await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100)
-            cable.cut()
-            inbox.arrived = ["0:a"]
-            stream.look_again()
-            assert await pending.results() == {stream.worker_id: announced("0:a")}
-        await cable.stop()
-
-    with_master(run, as_role("master_worker"))
-
-
-def test_the_deadline_of_a_passenger_begins_when_it_is_sent(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        inbox = Inbox()
-        with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
-            await initialize(client, stream)
-            pending = client.post_aboard([stream.worker_id], WAITS, deadline_s=0.2)
-            await asyncio.sleep(1.0)  # no message goes to this worker for longer than that
-            assert pending.missing == (stream.worker_id,)
-            client.send_waiting()
-            with pytest.raises(StreamTimeoutError, match="did not answer Fetch"):
-                await pending.results()
-
-    with_master(run, as_role("master_worker"))
-
-
-def test_a_passenger_that_fails_fails_alone(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
-        inbox = Inbox()
-        inbox.is_broken = True
-        with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
-            await initialize(client, stream)
-            pending = client.post_aboard([stream.worker_id, "model_worker/9"], WAITS, deadline_s=100)
-            assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=100) == OkReply()
-            with pytest.raises(PeerDeadError, match="model_worker/9 got Fetch .* but has not said hello"):
-                await pending.results()
-            await until(lambda: pending.is_complete, waiting_for="the error of the passenger")
 
     with_master(run, as_role("master_worker"))
 

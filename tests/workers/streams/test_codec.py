@@ -32,13 +32,15 @@ from tests.workers.stream_helpers import TRIAL
 DTYPES = ["int8", "int16", "int32", "int64", "uint8", "bool", "float16", "float32", "float64", "uint16"]
 
 REQUEST = WorkerRequest(
-    request=TrainStep(mfc="actor_train", uids=["0:a", "0:b"], version=7),
-    pre_hooks=(
-        DataTransfer(
+    request=TrainStep(
+        mfc="actor_train",
+        uids=["0:a", "0:b"],
+        version=7,
+        take=DataTransfer(
             parcels=[Parcel(tag=5, source=0, destinations=(1, 2), uids=("0:a",), keys=("input_ids",))],
             num_tokens={"0:a": [3, 4]},
         ),
-    ),
+    )
 )
 METADATA = MetadataReply.of(
     [
