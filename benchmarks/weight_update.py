@@ -304,7 +304,7 @@ def update(served: Served, plain: Plain, *, tag: str, is_plain_first: bool) -> U
         gap_s = tokens.longest_gap_in(SETTLE_S)  # the prefixes of the requests are read again
     read_s, copy_s = seconds or plain.seconds()
     assert served.client.metric("num_running_reqs") >= NUM_REQUESTS, "the requests ended before all was measured"
-    served.client.order("/abort_request", abort_all=True)
+    served.abort_all()
     for request in running:
         request.result(DEADLINE_S)
     last = served.updates.last

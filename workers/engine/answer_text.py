@@ -8,12 +8,12 @@ text        "... yes" | "\\n\\nQuestion"       a stop string is left out, and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from corral.experiments.inputs.tokens import load_tokenizer
 from corral.workers.engine.requests import FinishReason, StopFinish
+from corral.workers.engine.sampling import SamplingParams
 
 _NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of a character whose last bytes are still to come
 
@@ -38,29 +38,22 @@ def text_decoder(directory: Path) -> DecodeText:
     return decode
 
 
-@dataclass(frozen=True, slots=True)
-class TextForm:
-    """What is left out of a text."""
-
-    skip_special_tokens: bool = True
-    keeps_stop: bool = False
-    """Whether what has stopped the answer stays in it."""
-
-
-def answer_text(output_ids: Sequence[int], reason: FinishReason | None, form: TextForm, decode: DecodeText) -> str:
+def answer_text(
+    output_ids: Sequence[int], reason: FinishReason | None, sampling: SamplingParams, decode: DecodeText
+) -> str:
     """The text of an answer that ended for `reason`, or (None) of one that runs.
 
     Of one that runs, a character that is not whole yet is held back. A stop string is not: what a stream has shown may
     begin with less than its last text, by the beginning of that string.
 
     Example:
-        answer_text([17, 4, 2], StopFinish(2), TextForm(), decode)        # decode([17, 4])
+        answer_text([17, 4, 2], StopFinish(2), SamplingParams(), decode)        # decode([17, 4])
     """
     matched = reason.matched if isinstance(reason, StopFinish) else None
-    if isinstance(matched, int) and not form.keeps_stop:
+    if isinstance(matched, int) and not sampling.no_stop_trim:
         output_ids = output_ids[:-1]
-    text = decode(output_ids, skip_special_tokens=form.skip_special_tokens)
+    text = decode(output_ids, skip_special_tokens=sampling.skip_special_tokens)
     if isinstance(matched, str):
         before, found, _ = text.partition(matched)
-        return before + found if form.keeps_stop else before
+        return before + found if sampling.no_stop_trim else before
     return text.rstrip(_NOT_WHOLE) if reason is None else text

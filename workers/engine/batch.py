@@ -29,19 +29,18 @@ from torch import Tensor, nn
 from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.attention import RowSpans, TokenAttention, call_cost
 from corral.workers.engine.decoder import Decoder
-from corral.workers.engine.device_rows import DecodeRows, StepExperts, UnreadTokens
+from corral.workers.engine.device_rows import DecodeRows, UnreadTokens
 from corral.workers.engine.prefill import Prefill
 from corral.workers.engine.requests import (
     AbortFinish,
     ActiveRequest,
     ChosenExperts,
-    EngineLimits,
     FinishReason,
     GenerationRequest,
     RequestOutput,
     StopStrings,
 )
-from corral.workers.engine.sampling import PenaltyBatch, SamplingBatch, SamplingParams, TokenUniforms, sample_tokens
+from corral.workers.engine.sampling import SamplingBatch, SamplingParams, TokenUniforms, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
 
 
@@ -54,7 +53,7 @@ class PauseMode(Enum):
 
 
 class ContinuousBatch:
-    """A decoder, its cache and its requests. Not thread-safe, but for `limits` and the counters."""
+    """A decoder, its cache and its requests. Not thread-safe, but for `check` and the counters."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class ContinuousBatch:
         self._decoder = decoder
         self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
         self._spans = RowSpans(call_cost=call_cost(self._cache))
-        self._scheduler: BatchScheduler[ActiveRequest] = BatchScheduler(
+        self._scheduler = BatchScheduler(
             max_running_requests=max_running_requests,
             max_total_tokens=max_total_tokens,
             least_likeness=self._spans.least_likeness,
@@ -95,13 +94,6 @@ class ContinuousBatch:
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
         self._unread: deque[UnreadTokens] = deque()
         self._sampling: SamplingBatch | None = None
-        self.limits = EngineLimits(
-            vocab_size=decoder.vocab_size,
-            context_length=decoder.context_length,
-            max_total_tokens=max_total_tokens,
-            has_tokenizer=load_text_decoder is not None,
-            has_experts=bool(decoder.expert_layers),
-        )
 
     @property
     def max_running_requests(self) -> int:
@@ -129,7 +121,7 @@ class ContinuousBatch:
         Raises:
             ValueError: if it does not fit the limits, or has stop strings and the tokenizer cannot be used.
         """
-        self.limits.check(request)
+        self.check(request)
         sampling = request.sampling
         seed = sampling.sampling_seed
         if seed is None:
@@ -144,6 +136,45 @@ class ContinuousBatch:
                 experts=None if request.experts_from is None else ChosenExperts(request.experts_from),
             )
         )
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that the model cannot run; any thread may ask.
+
+        Raises:
+            ValueError: naming the value and the limit.
+        """
+        decoder = self._decoder
+        prompt, sampling, experts_from = request.prompt, request.sampling, request.experts_from
+        if not prompt:
+            raise ValueError("the prompt is empty; input_ids needs at least one token id")
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= decoder.vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise ValueError(
+                f"token id {outside} at position {prompt.index(outside)} of the prompt is outside the vocabulary "
+                f"[0, {decoder.vocab_size})"
+            )
+        if sampling.stop and self.load_text_decoder is None:
+            raise ValueError(
+                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
+                "send stop_token_ids"
+            )
+        asked = len(prompt) + sampling.max_new_tokens
+        for limit, name in (
+            (decoder.context_length, "the model's context length"),
+            (self._scheduler.max_total_tokens, "max_total_tokens"),
+        ):
+            if asked > limit:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} may reach {asked} "
+                    f"tokens, more than {name} of {limit}"
+                )
+        if experts_from is not None and not decoder.expert_layers:
+            raise ValueError("return_routed_experts needs a mixture of experts, and the model has no experts")
+        if experts_from is not None and experts_from > len(prompt):
+            raise ValueError(
+                f"routed_experts_start_len must be at most the prompt's {len(prompt)} tokens, got {experts_from}"
+            )
 
     def step(self) -> list[RequestOutput]:
         """Admit and prefill what fits, then make one token for every running request; returns those known to have
@@ -232,23 +263,23 @@ class ContinuousBatch:
         return self._read(but=self._read_lag)
 
     def _decode(self) -> list[RequestOutput]:
-        ended: list[RequestOutput] = []
-        if self._sampling is None and any(active.request.sampling.is_penalized for active in self._scheduler.running):
-            ended += self._read()  # penalties begin with counts of the tokens that are known here
         running = self._scheduler.running
         if not any(active.may_go_on for active in running):
-            return ended + self._read()
+            return self._read()
         # The newest token of a row is sampled but not in the cache yet; its position is the number of tokens before it.
         lengths = [active.newest_position + 1 for active in running]
         longest_reserved = self._scheduler.longest_reserved
         self._cache.reserve(num_rows=len(running), length=max(lengths), longest_reserved=longest_reserved)
         chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
         logits = self._next_logits(lengths, chosen)
-        experts = None if chosen is None else StepExperts(self._decoder.expert_rows(chosen), lengths)
+        if chosen is not None:
+            rows = self._decoder.expert_rows(chosen)
+            for row, (active, length) in enumerate(zip(running, lengths, strict=True)):
+                active.note_experts(rows[row : row + 1], start=length - 1)
         if self._sampling is None:
             self._sampling = self._sampling_batch(running)
-        self._sample(running, logits, self._sampling, experts=experts)
-        return ended + self._read(but=self._read_lag)
+        self._sample(running, logits, self._sampling)
+        return self._read(but=self._read_lag)
 
     def _next_logits(self, lengths: Sequence[int], chosen: list[Tensor] | None) -> Tensor:
         """[B, V] float32 of what comes after the newest token of each row, which is written into the cache."""
@@ -266,14 +297,12 @@ class ContinuousBatch:
         return decoder.logits(hidden)
 
     def _sampling_batch(self, requests: Sequence[ActiveRequest]) -> SamplingBatch:
-        params = [active.request.sampling for active in requests]
-        penalized = [
-            active.penalized(row) for row, active in enumerate(requests) if active.request.sampling.is_penalized
-        ]
-        vocab_size, device = self.limits.vocab_size, self._decoder.device
-        penalties = PenaltyBatch(penalized, vocab_size=vocab_size, device=device) if penalized else None
-        originals = [row for row, active in enumerate(requests) if active.request.wants_original_logprobs]
-        return SamplingBatch(params, vocab_size=vocab_size, device=device, penalties=penalties, original_rows=originals)
+        return SamplingBatch(
+            [active.request.sampling for active in requests],
+            vocab_size=self._decoder.vocab_size,
+            device=self._decoder.device,
+            original_rows=[row for row, active in enumerate(requests) if active.request.wants_original_logprobs],
+        )
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop or self.load_text_decoder is None:
@@ -281,19 +310,13 @@ class ContinuousBatch:
         return StopStrings(sampling.stop, self.load_text_decoder())
 
     def _sample(
-        self,
-        requests: Sequence[ActiveRequest],
-        logits: Tensor,
-        sampling: SamplingBatch,
-        *,
-        first_row: int = 0,
-        experts: StepExperts | None = None,
+        self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int = 0
     ) -> None:
         """Sample one token for each of `requests`, which hold the rows from `first_row` on."""
         uniforms = self._rows.next_uniforms(len(requests), first_row=first_row)
         sampled = sample_tokens(logits, sampling, uniforms)
         self._rows.take(sampled.token_ids, first_row=first_row)
-        self._unread.append(UnreadTokens(sampled, requests, version=self.version, experts=experts))
+        self._unread.append(UnreadTokens(sampled, requests, version=self.version))
 
     def _read(self, *, but: int = 0) -> list[RequestOutput]:
         """Take in the tokens of all steps but this many of the newest; ends the requests that are done."""
@@ -308,8 +331,6 @@ class ContinuousBatch:
         reasons: dict[int, FinishReason] = {}
         for token in unread.read():
             active = token.active
-            if unread.experts is not None:
-                unread.experts.note(active, row=token.row)
             if not math.isfinite(token.logprob):
                 reasons[id(active)] = AbortFinish("the model's logits are not finite")
                 continue

@@ -19,13 +19,12 @@ On a CPU there is no way to go: they are read where they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from corral.workers.engine.requests import ActiveRequest, ExpertRows
+from corral.workers.engine.requests import ActiveRequest
 from corral.workers.engine.sampling import SampledTokens, to_device, token_uniforms
 
 _UNIFORMS_AHEAD = 16  # steps whose numbers are drawn at once: twenty small operations, which cost the same for one
@@ -79,23 +78,9 @@ class DecodeRows:
         self._num_taken += 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepExperts:
-    """Who computed the newest tokens of a step's rows."""
-
-    rows: ExpertRows
-    lengths: Sequence[int]
-    """Of the rows, up to these tokens."""
-
-    def note(self, active: ActiveRequest, *, row: int) -> None:
-        active.note_experts(self.rows[row : row + 1], start=self.lengths[row] - 1)
-
-
 class ReadToken(NamedTuple):
     """One token of one request; a tuple, since one is made for every token."""
 
-    row: int
-    """Of the step; the request may have moved since."""
     active: ActiveRequest
     token_id: int
     logprob: float
@@ -106,14 +91,7 @@ class ReadToken(NamedTuple):
 class UnreadTokens:
     """What one step has sampled for its requests."""
 
-    def __init__(
-        self,
-        sampled: SampledTokens,
-        requests: Sequence[ActiveRequest],
-        *,
-        version: str,
-        experts: StepExperts | None = None,
-    ) -> None:
+    def __init__(self, sampled: SampledTokens, requests: Sequence[ActiveRequest], *, version: str) -> None:
         """Begin to copy; the tensors may be overwritten by whatever the device is told next.
 
         Args:
@@ -121,7 +99,6 @@ class UnreadTokens:
             version: of the weights that made them.
         """
         self.version = version
-        self.experts = experts
         self._requests = tuple(requests)
         self._tensors = [_host_copy(tensor) for tensor in sampled]
         self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None  # type: ignore[no-untyped-call]
@@ -138,11 +115,11 @@ class UnreadTokens:
         assert token_ids is not None and logprobs is not None
         original = iter(() if originals is None else originals.tolist())
         tokens = zip(self._requests, token_ids.tolist(), logprobs.tolist(), strict=True)
-        for row, (active, token_id, logprob) in enumerate(tokens):
+        for active, token_id, logprob in tokens:
             original_logprob = next(original) if active.request.wants_original_logprobs else None
             if not active.has_ended:
                 active.num_unread -= 1
-                yield ReadToken(row, active, token_id, logprob, original_logprob)
+                yield ReadToken(active, token_id, logprob, original_logprob)
 
 
 def _host_copy(tensor: Tensor | None) -> Tensor | None:

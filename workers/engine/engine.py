@@ -52,7 +52,7 @@ class StagedModel:
 
 
 class GenerationEngine(ContinuousBatch):
-    """Serves one model. Not thread-safe, but for `limits`, `stage_weights` and the counters.
+    """Serves one model. Not thread-safe, but for `check`, `stage_weights` and the counters.
 
     Example:
         engine = GenerationEngine(Path("models/qwen2-tiny"), version="1.0")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corral.workers.engine.linear import LayerTensors, MatrixProduct
+from corral.workers.engine.linear import LayerTensors, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RMSNorm:
 
 Activation = Callable[[Tensor], Tensor]
 """May overwrite its argument."""
-MakeProduct = Callable[..., MatrixProduct]
+MakeProduct = Callable[..., Linear]
 """Of one or several linear layers of the module, with the same inputs."""
 
 
@@ -70,9 +70,7 @@ class DenseMLP:
 class Mixture:
     """Experts of which each token has some, as Qwen3-MoE computes them."""
 
-    def __init__(
-        self, module: Any, make_product: Callable[..., MatrixProduct], config: Any, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: Any, make_product: MakeProduct, config: Any, dtype: torch.dtype) -> None:
         """Of a transformers module that has all experts of a layer in one tensor."""
         experts = module.experts
         self._router = whole(module.gate.weight).to(dtype)  # [E, H], not quantised: it would choose other experts
@@ -122,9 +120,7 @@ def _silu_(inputs: Tensor) -> Tensor:
 class Layer:
     """One layer of a decoder."""
 
-    def __init__(
-        self, module: Any, make_product: Callable[..., MatrixProduct], config: Any, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, module: Any, make_product: MakeProduct, config: Any, *, dtype: torch.dtype) -> None:
         """Of a layer of a transformers module.
 
         Args:
@@ -133,7 +129,7 @@ class Layer:
             dtype: of the model, see `layer_tensors`.
         """
 
-        def product(*linears: Any) -> MatrixProduct:
+        def product(*linears: Any) -> Linear:
             return make_product(*(layer_tensors(linear, dtype) for linear in linears))
 
         attention, mlp = module.self_attn, module.mlp

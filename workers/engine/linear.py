@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,19 +39,6 @@ _BLOCKED_FROM_ELEMENTS = 2**17
 
 LayerTensors = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out] of a linear layer, which somebody else owns and may overwrite in place."""
-
-
-class MatrixProduct(Protocol):
-    """The products of the same inputs with the weights of one or several layers, side by side."""
-
-    def pack(self) -> None:
-        """Make or renew what is computed from the weight; until then the product is that of the weight before."""
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs [T, in] -> [T, sum of out]."""
-
-    def add_to(self, sums: Tensor, inputs: Tensor) -> None:
-        """sums [T, sum of out] += what `inputs` [T, in] give."""
 
 
 def side_by_side(layers: Sequence[LayerTensors]) -> LayerTensors:
@@ -105,7 +92,7 @@ def _has_blocks(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """inputs [T, in] -> [T, sum of out] by the weights of one or several layers."""
+    """The products of the same inputs with the weights of one or several layers, side by side."""
 
     def __init__(self, *layers: LayerTensors) -> None:
         self._layers = layers
@@ -113,11 +100,12 @@ class Linear:
         self._bias: Tensor | None = None
 
     def pack(self) -> None:
-        """Make or renew the copy, where one helps."""
+        """Make or renew what is computed from the weight; until then the product is that of the weight before."""
         weight, self._bias = side_by_side(self._layers)
         self._copy = WeightCopy.of(weight)
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        """inputs [T, in] -> [T, sum of out]."""
         copy = self._copy
         if copy is not None and inputs.shape[0] >= copy.from_rows:
             return copy.product(inputs, self._bias)
@@ -141,18 +129,11 @@ _KERNEL_UP_TO_ROWS = 2
 _KERNEL_INPUTS_STEP = 32  # the kernel does not look at the end of a row that is no multiple of its vectors, and crashes
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """weight [out, in] ~ values * scales[:, None]."""
-
-    values: Tensor
-    """[out, in] int8, -127 to 127."""
-    scales: Tensor
-    """[out] of the weight's dtype, above 0."""
-
-
-def quantize(weight: Tensor) -> Int8Weight:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row of a weight [out, in]; no entry moves by more than half of the row's scale.
+
+    weight ~ values * scales[:, None], of values [out, in] int8, -127 to 127, and scales [out] of the weight's dtype,
+    above 0.
 
     The scale is the row's largest magnitude / 127, brought to the weight's dtype before the row is divided by it.
     """
@@ -160,31 +141,26 @@ def quantize(weight: Tensor) -> Int8Weight:
     scales = (exact.abs().amax(dim=1) / _LARGEST).to(weight.dtype)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))  # a row of zeros stays one
     steps = torch.round(exact / scales.float().unsqueeze(1))
-    return Int8Weight(steps.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales)
+    return steps.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
 
 
-class Int8Linear:
-    """inputs [T, in] -> [T, sum of out] by the rounding of float weights that somebody else owns.
+class Int8Linear(Linear):
+    """By the rounding of float weights that somebody else owns.
 
     It holds the integers as int8 where torch's kernel is used, and as floats for all else: beside the float weight that
     is no less memory than `Linear` needs. On a GPU it is the plain product of these floats.
     """
 
-    def __init__(self, *layers: LayerTensors) -> None:
-        self._layers = layers
-        self._bias: Tensor | None = None
-        self._scales: Tensor | None = None
-        self._int8: Tensor | None = None
-        self._copy: WeightCopy | None = None
-        self._plain: Tensor | None = None
+    _scales: Tensor | None = None
+    _int8: Tensor | None = None
+    _plain: Tensor | None = None
 
     def pack(self) -> None:
         """Round the weights as they are now; before the first time there is nothing to multiply by."""
         weight, self._bias = side_by_side(self._layers)
-        rounded = quantize(weight)
-        integers = rounded.values.to(weight.dtype)
-        self._scales = rounded.scales
-        self._int8 = rounded.values if _has_kernel(weight) else None
+        values, self._scales = quantize(weight)
+        integers = values.to(weight.dtype)
+        self._int8 = values if _has_kernel(weight) else None
         self._copy = WeightCopy.of(integers)
         self._plain = integers if self._copy is None else None
 

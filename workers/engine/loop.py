@@ -1,6 +1,6 @@
 """The thread that owns a GenerationEngine: commands and requests in, futures out.
 
-    any thread --submit/abort/pause/update...--> inbox --> [ commands | step | deliver ] --> futures
+    any thread --submit/call/change_over-------> inbox --> [ commands | step | deliver ] --> futures
                                                             ^------ one engine thread ------^
 
 Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it came.
@@ -16,35 +16,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
-OutputListener = Callable[[RequestOutput], None]
+OutputListener = Callable[[RequestOutput], object]
 
 
 class EngineStoppedError(RuntimeError):
     """The engine thread has stopped or failed; nothing more will be generated."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What a weight update did. The weights are new in any case."""
+class ChangedOver(NamedTuple):
+    """What a change-over did."""
 
-    is_cache_stale: bool
-    """Whether a flush was asked for but running requests go on with keys and values of the old weights."""
-    num_in_flight: int
-    """Requests running or queued when the weights changed."""
+    stopped_s: float
+    """How long it kept the engine from its next step. One that was under way when it was ordered has made tokens."""
     replaced: StagedModel
     """The weights of before, whose memory is given back when this is dropped."""
-    stopped_s: float = 0.0
-    """How long a change-over kept the engine from its next step. One that was under way when it was ordered has made
-    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,7 @@ class EngineLoop:
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
-        """Read its counters and limits freely; change it only through this loop."""
+        """Read its counters and `check` freely; change it only through this loop."""
         self.failure: BaseException | None = None
         self.ended: Future[None] = Future()
         """Done when the thread ends: with None after `stop`, with the exception of a failed step."""
@@ -106,7 +99,7 @@ class EngineLoop:
         """
         if not self._thread.is_alive():
             return
-        self._call(self._begin_stop)
+        self.call(self._begin_stop)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the engine thread did not end its decode step within {timeout_s:.0f} s")
@@ -125,35 +118,22 @@ class EngineLoop:
     def abort(self, request_ids: Iterable[str] | None) -> Future[None]:
         """End these requests (None: all); their own futures carry what they have."""
         wanted = None if request_ids is None else frozenset(request_ids)
-        return self._call(lambda: self._deliver(self.engine.abort(wanted)))
+        return self.call(lambda: self.engine.abort(wanted))
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        return self._call(lambda: self._deliver(self.engine.pause(mode)))
+    def call(self, function: Callable[[], Iterable[RequestOutput]]) -> Future[None]:
+        """Do something with the engine between two steps; futures of requests that it ends carry their outputs."""
+        future: Future[None] = Future()
 
-    def resume(self) -> Future[None]:
-        return self._call(self.engine.resume)
+        def run() -> None:
+            self._deliver(function())
+            future.set_result(None)
 
-    def update(
-        self, staged: StagedModel, *, version: str, flush_cache: bool, abort_all_requests: bool
-    ) -> Future[UpdateResult]:
-        """Apply staged weights while paused, after aborting, or when nothing is in flight; else ValueError."""
-
-        def apply() -> UpdateResult:
-            if abort_all_requests:
-                self._deliver(self.engine.abort(None))
-            in_flight = self.engine.num_running + self.engine.num_queued
-            if in_flight and not self.engine.is_paused:
-                raise ValueError(
-                    f"{in_flight} requests are in flight, so the weights were not changed; pause generation first, or "
-                    "send abort_all_requests: true"
-                )
-            return self._apply(staged, version=version, flush_cache=flush_cache)
-
-        return self._call(apply)
+        self._post(run, future)
+        return future
 
     def change_over(
         self, staged: StagedModel, *, version: str, mode: PauseMode, check: Callable[[], None]
-    ) -> Future[UpdateResult]:
+    ) -> Future[ChangedOver]:
         """Apply staged weights between two decode steps; requests under way go on, or end, as the mode has it.
 
         Guarantee: no token is made by the new weights before `check` has returned. What it raises goes to the caller,
@@ -163,13 +143,15 @@ class EngineLoop:
         Args:
             check: looks at the engine, in its thread, while it stands still; has to be quick.
         """
-        future: Future[UpdateResult] = Future()
+        future: Future[ChangedOver] = Future()
 
         def change() -> None:
             self._deliver(self.engine.pause(PauseMode.IN_PLACE))  # reads the tokens of a step that a GPU is still at
             began = time.monotonic()
             self._deliver(self.engine.pause(mode))
-            done = self._apply(staged, version=version, flush_cache=mode is not PauseMode.IN_PLACE)
+            replaced = self.engine.apply_weights(staged, version=version)
+            if mode is not PauseMode.IN_PLACE:
+                self.engine.flush_cache()
             try:
                 check()
             except Exception as refusal:  # whatever it is, it says that the weights are not those of the version
@@ -177,14 +159,9 @@ class EngineLoop:
                 future.set_exception(refusal)
                 return
             self.engine.resume()
-            future.set_result(replace(done, stopped_s=time.monotonic() - began))
+            future.set_result(ChangedOver(time.monotonic() - began, replaced))
 
         self._post(change, future)
-        return future
-
-    def _call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
-        self._post(lambda: future.set_result(function()), future)
         return future
 
     def _post(self, command: Callable[[], None], future: Future[Any]) -> None:
@@ -238,8 +215,9 @@ class EngineLoop:
         else:
             self.ended.set_exception(self.failure)
 
-    def _begin_stop(self) -> None:
+    def _begin_stop(self) -> Iterable[RequestOutput]:
         self._is_stopping = True
+        return ()
 
     def _accept(
         self, request: GenerationRequest, future: Future[RequestOutput], listener: OutputListener | None
@@ -261,9 +239,3 @@ class EngineLoop:
             if (listener := self._listeners.pop(output.request_id, None)) is not None:
                 listener(output)
             self._futures.pop(output.request_id).set_result(output)
-
-    def _apply(self, staged: StagedModel, *, version: str, flush_cache: bool) -> UpdateResult:
-        num_in_flight = self.engine.num_running + self.engine.num_queued
-        replaced = self.engine.apply_weights(staged, version=version)
-        is_stale = flush_cache and not self.engine.flush_cache()
-        return UpdateResult(is_stale, num_in_flight, replaced)

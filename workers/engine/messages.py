@@ -1,6 +1,6 @@
 """The JSON of the generation server: SGLang's request and response bodies, checked at the border.
 
-    body --parse()--> GenerateBody | AbortBody | PauseBody | UpdateWeightsBody
+    body --parse()--> GenerateBody | CheckWeightsBody
                  `--> BadRequestError (status 400), naming the field
     RequestOutput --generate_reply()--> {"output_ids": ..., "meta_info": ...}
     message --error_body()--> {"error": {"message": ...}}
@@ -12,8 +12,8 @@ believes in it.
 from __future__ import annotations
 
 import base64
+import reprlib
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -28,8 +28,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
-from corral.workers.engine.answer_text import TextForm
 from corral.workers.engine.requests import (
     AbortFinish,
     ExpertRows,
@@ -40,7 +40,6 @@ from corral.workers.engine.requests import (
 )
 from corral.workers.engine.sampling import SamplingParams
 
-_MAX_SAMPLES = 1024  # answers to one prompt in one request; more is a mistake, and would be held in memory at once
 _ERRORS_IN_MESSAGE = 3
 
 
@@ -61,35 +60,6 @@ def _check_token_ids(value: list[Any]) -> list[Any]:
     return value
 
 
-class SamplingParamsBody(SamplingParams):
-    """SGLang's sampling_params, as far as they concern token ids."""
-
-    n: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
-    """Answers per prompt."""
-    skip_special_tokens: bool = True
-    """Of the answer's text."""
-    no_stop_trim: bool = False
-    """Whether the answer's text keeps what has stopped it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: Any) -> Any:
-        """As in SGLang."""
-        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
-
-    def of_each_sample(self) -> list[SamplingParams]:
-        """The seed is that of the first answer to a prompt, and one more for each further one (SGLang gives all `n` the
-        same)."""
-        seed = self.sampling_seed
-        seeds = [None if seed is None else seed + sample for sample in range(self.n)]
-        return [self.model_copy(update={"sampling_seed": seed}) for seed in seeds]
-
-    @property
-    def text_form(self) -> TextForm:
-        """Of the answers' texts."""
-        return TextForm(skip_special_tokens=self.skip_special_tokens, keeps_stop=self.no_stop_trim)
-
-
 _SHARED, _LISTED = "for all prompts", "for each prompt"  # pydantic's names for the two forms; no client sees them
 
 
@@ -97,9 +67,8 @@ def _form(value: object) -> str:
     return _LISTED if isinstance(value, list) else _SHARED
 
 
-_SamplingParamsBodies = Annotated[
-    Annotated[SamplingParamsBody, Tag(_SHARED)]
-    | Annotated[list[SamplingParamsBody], Field(fail_fast=True), Tag(_LISTED)],
+_SamplingParamsForms = Annotated[
+    Annotated[SamplingParams, Tag(_SHARED)] | Annotated[list[SamplingParams], Field(fail_fast=True), Tag(_LISTED)],
     Discriminator(_form),
 ]
 
@@ -109,8 +78,8 @@ class GenerateBody(_Body):
 
     input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
     """One prompt, or a list of prompts (then the reply is a list)."""
-    sampling_params: _SamplingParamsBodies = SamplingParamsBody()
-    """For all prompts, or a list with those of each, as SGLang takes them; `n` is the same in all."""
+    sampling_params: _SamplingParamsForms = SamplingParams()
+    """For all prompts, or a list with those of each, as SGLang takes them."""
     return_logprob: bool = False
     return_original_logprob: bool = False
     """Whether `output_token_original_logprobs` come as well: those of the same tokens at temperature 1. SGLang has no
@@ -121,8 +90,6 @@ class GenerateBody(_Body):
     """Whether `routed_experts` comes with a finished answer: the experts of each token, see `encode_experts`."""
     routed_experts_start_len: int = Field(default=0, ge=0)
     """First token of prompt and answer whose experts are returned."""
-    rid: str | list[str] | None = None
-    """Name for /abort_request: one for all prompts, or one per prompt."""
     stream: bool = False
     """Whether the reply is a stream of server-sent events, each with the whole answer so far."""
 
@@ -131,9 +98,6 @@ class GenerateBody(_Body):
         """A list has one entry per prompt, and nothing is asked for that would not come."""
         if self.return_original_logprob and not self.return_logprob:
             raise ValueError("return_original_logprob needs return_logprob: true")
-        num_prompts = len(self.prompts)
-        if isinstance(self.rid, list) and len(self.rid) != num_prompts:
-            raise ValueError(f"rid lists {len(self.rid)} names for {num_prompts} prompts")
         params = self.sampling_params
         if not isinstance(params, list):
             return self
@@ -141,27 +105,15 @@ class GenerateBody(_Body):
             raise ValueError(
                 "sampling_params is a list, and input_ids one prompt; send one object, or a list of prompts"
             )
-        if len(params) != num_prompts:
-            raise ValueError(f"sampling_params lists {len(params)} objects for {num_prompts} prompts")
-        if len(numbers := {entry.n for entry in params}) > 1:
-            raise ValueError(f"n is the same for all prompts of a request, got {sorted(numbers)} in sampling_params")
+        if len(params) != len(self.prompts):
+            raise ValueError(f"sampling_params lists {len(params)} objects for {len(self.prompts)} prompts")
         return self
 
     @property
-    def num_samples(self) -> int:
-        """Answers per prompt."""
-        return self.params_by_prompt[0].n
-
-    @property
-    def params_by_prompt(self) -> list[SamplingParamsBody]:
+    def params_by_prompt(self) -> list[SamplingParams]:
         """How the answers to each prompt are sampled."""
         params = self.sampling_params
         return params if isinstance(params, list) else [params] * len(self.prompts)
-
-    @property
-    def has_one_answer(self) -> bool:
-        """Whether the reply is one answer and not a list of answers."""
-        return self.is_single and self.num_samples == 1
 
     @property
     def is_single(self) -> bool:
@@ -173,28 +125,6 @@ class GenerateBody(_Body):
         """The prompts, one entry for the single form."""
         return [self.input_ids] if self.is_single else self.input_ids
 
-    def names(self) -> list[str]:
-        """The rid of every answer, in reply order; made up where the client gave none."""
-        num_prompts = len(self.prompts)
-        if self.rid is None:
-            rids = [uuid.uuid4().hex for _ in range(num_prompts)]
-        else:
-            rids = self.rid if isinstance(self.rid, list) else [self.rid] * num_prompts
-        return [rid for rid in rids for _ in range(self.num_samples)]
-
-
-class AbortBody(_Body):
-    """POST /abort_request: one request by its rid, or all."""
-
-    rid: str | None = None
-    abort_all: bool = False
-
-
-class PauseBody(_Body):
-    """POST /pause_generation."""
-
-    mode: Literal["abort", "in_place", "retract"] = "abort"
-
 
 class CheckWeightsBody(_Body):
     """POST /weights_checker."""
@@ -202,16 +132,6 @@ class CheckWeightsBody(_Body):
     action: Literal["checksum"] = "checksum"
     skip_tensor_list: list[str] | None = None
     """Parts of names of tensors that are left out."""
-
-
-class UpdateWeightsBody(_Body):
-    """POST /update_weights_from_disk."""
-
-    model_path: str = Field(min_length=1)
-    weight_version: str = Field(min_length=1)
-    """Required, unlike SGLang's: tokens of unnamed weights could not be told from those of the weights before."""
-    flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -226,17 +146,15 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        problems = [
-            _problem(entry["loc"], entry["msg"]) for entry in error.errors(include_url=False, include_input=False)
-        ]
+        problems = [_problem(entry) for entry in error.errors(include_url=False)]
         shown = "; ".join(problems[:_ERRORS_IN_MESSAGE])
         more = f"; and {len(problems) - _ERRORS_IN_MESSAGE} more" if len(problems) > _ERRORS_IN_MESSAGE else ""
         raise BadRequestError(shown + more) from error
 
 
-def _problem(location: tuple[int | str, ...], message: str) -> str:
-    where = ".".join(str(part) for part in location if part not in (_SHARED, _LISTED))
-    return f"{where}: {message}" if where else message
+def _problem(entry: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in entry["loc"] if part not in (_SHARED, _LISTED))
+    return f"{where + ': ' if where else ''}{entry['msg']}, got {reprlib.repr(entry['input'])}"
 
 
 def error_body(message: str) -> dict[str, Any]:
@@ -265,12 +183,10 @@ def encode_experts(rows: ExpertRows) -> str:
     return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
 
 
-def generate_reply(
-    output: RequestOutput, body: GenerateBody, *, rid: str, text: str | None, latency_s: float
-) -> dict[str, Any]:
+def generate_reply(output: RequestOutput, body: GenerateBody, *, text: str | None, latency_s: float) -> dict[str, Any]:
     """One answer as SGLang gives it, with a tokenizer or (text: None) without; triples: [logprob, token id, null]."""
     meta_info: dict[str, Any] = {
-        "id": rid,
+        "id": output.request_id,
         "finish_reason": _finish_reason(output.finish_reason),
         "prompt_tokens": len(output.prompt),
         "completion_tokens": len(output.output_ids),

@@ -1,6 +1,6 @@
 """What goes into the embedded engine and what comes out: GenerationRequest -> ActiveRequest -> RequestOutput.
 
-    request --EngineLimits.check--> ValueError with the value and the limit, before it is queued
+    request --ContinuousBatch.check--> ValueError with the value and the limit, before it is queued
 
 Every output token has its log-probability and belongs to one span of `weight_versions`, the tag of the weights that
 made it. An interrupted request has several spans; together they cover the output without gap or overlap.
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.scheduling.policy_version import VersionSpan
-from corral.workers.engine.sampling import PenalizedRow, SamplingParams, TokenUniforms
+from corral.workers.engine.sampling import SamplingParams, TokenUniforms
 
 ExpertRows = npt.NDArray[np.int16]
 """The experts that made an answer, as SGLang counts them: [tokens, layers of the model, top_k]. Row t is of token t:
@@ -206,12 +206,6 @@ class ActiveRequest:
         if self.experts is not None:
             self.experts.note(rows, start=start)
 
-    def penalized(self, row: int) -> PenalizedRow:
-        """Its penalties, as a row of a batch."""
-        return PenalizedRow(
-            row=row, sampling=self.request.sampling, stop_token_ids=self.stop_token_ids, output_ids=self.output_ids
-        )
-
     def output(self, reason: FinishReason | None, *, version: str) -> RequestOutput:
         """What it has, ended by `reason` or (None) running."""
         return RequestOutput(
@@ -236,52 +230,3 @@ class ActiveRequest:
         return tuple(
             VersionSpan(version, start, end) for (version, start), end in zip(self.version_starts, ends, strict=True)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What a request must fit into; constant, so any thread may check against it."""
-
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    has_tokenizer: bool
-    has_experts: bool
-
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse a request that the model cannot run.
-
-        Raises:
-            ValueError: naming the value and the limit.
-        """
-        prompt, sampling, experts_from = request.prompt, request.sampling, request.experts_from
-        if not prompt:
-            raise ValueError("the prompt is empty; input_ids needs at least one token id")
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= self.vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"token id {outside} at position {prompt.index(outside)} of the prompt is outside the vocabulary "
-                f"[0, {self.vocab_size})"
-            )
-        if sampling.stop and not self.has_tokenizer:
-            raise ValueError(
-                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
-                "send stop_token_ids"
-            )
-        asked = len(prompt) + sampling.max_new_tokens
-        for limit, name in (
-            (self.context_length, "the model's context length"),
-            (self.max_total_tokens, "max_total_tokens"),
-        ):
-            if asked > limit:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens with max_new_tokens={sampling.max_new_tokens} may reach {asked} "
-                    f"tokens, more than {name} of {limit}"
-                )
-        if experts_from is not None and not self.has_experts:
-            raise ValueError("return_routed_experts needs a mixture of experts, and the model has no experts")
-        if experts_from is not None and experts_from > len(prompt):
-            raise ValueError(
-                f"routed_experts_start_len must be at most the prompt's {len(prompt)} tokens, got {experts_from}"
-            )

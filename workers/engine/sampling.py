@@ -1,22 +1,14 @@
 """Logits -> sampled token ids and their log-probabilities.
 
-    logits [B, V] --penalties--> / temperature --> log_softmax --> logprob of the token (untruncated distribution)
-                                                        |
-                    the row's own uniform --> inverse CDF <-- top_k, top_p, min_p mask
-                                                   |
-                                                   +--> token --> counted by the penalties
+    logits [B, V] --> / temperature --> log_softmax --> logprob of the token (untruncated distribution)
+                                             |
+         the row's own uniform --> inverse CDF <-- top_k, top_p, min_p mask
+                                        |
+                                        +--> token
 
 The returned log-probability is log_softmax(logits / temperature) of the whole vocabulary, before top_k, top_p and
 min_p: this is what the trainer computes again from its own logits, so the ratio pi_theta / pi_behaviour starts at
-exactly one. A greedy row (temperature 0) reports log_softmax(logits). Penalties change the logits first, as SGLang has
-it: the log-probability of a penalized row is that of the penalized logits, which no trainer computes again.
-
-    logit <- logit - frequency_penalty * count - presence_penalty * [count > 0]
-    logit <- logit / repetition_penalty, or * where it is negative, for tokens with count > 0
-    logit <- -inf for the stop tokens of an answer of fewer than min_new_tokens
-
-Counts are of the output of one request, without its prompt, as in SGLang 0.5.23. They are made of the output again
-whenever the rows of the batch change, so an answer is the same whoever shares the batch, and after a retraction.
+exactly one. A greedy row (temperature 0) reports log_softmax(logits).
 
 Beside it, for the rows that ask, log_softmax(logits): what SGLang calls the original log-probability, before the
 temperature.
@@ -31,13 +23,12 @@ again, moves to another server, outlives an engine or shares the batch with othe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 
@@ -129,7 +120,6 @@ WHOLE_VOCABULARY = -1
 """The value of `top_k` that keeps every token."""
 
 _LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1; times any normal float32 it is less than that one
-_LARGEST_PENALTY = 2.0  # SGLang's and OpenAI's range
 _MOST_STOP_STRINGS = 32  # SGLang's limit; each is looked for after every token
 
 
@@ -145,27 +135,22 @@ class SamplingParams(BaseModel):
         SamplingParams(max_new_tokens=256, temperature=1.0, top_p=0.95, stop_token_ids=frozenset({151645}))
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Keeps the smallest set of most likely tokens whose probability reaches this, in (0, 1]."""
     top_k: int = WHOLE_VOCABULARY
     """Keeps this many most likely tokens; -1 keeps all. With `top_p` and `min_p`, a token must pass all."""
-    min_p: float = 0.0
+    min_p: float = Field(default=0.0, ge=0, le=1)
     """Keeps tokens that are at least this many times as likely as the most likely one, in [0, 1]."""
-    frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that it stands in the output, in [-2, 2]."""
-    presence_penalty: float = 0.0
-    """Taken from the logit of each token that stands in the output, in [-2, 2]."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of the tokens of the output and multiplies negative ones (Keskar et al. 2019,
-    https://arxiv.org/abs/1909.05858, section 4.1), in (0, 2]; unlike there, tokens of the prompt are left alone."""
-    min_new_tokens: int = 0
-    """Before this many, no token that would stop the answer has any probability (a stop string still ends it)."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_several), Field(strict=False)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_several)] = Field(
+        default=(), strict=False, max_length=_MOST_STOP_STRINGS
+    )
     """Generation ends when the output's text has one of these; the tokens that spell it stay in the output."""
     stop_token_ids: frozenset[int] = Field(default=frozenset(), strict=False)
     """Generation ends after one of these; it stays in the output."""
@@ -174,31 +159,23 @@ class SamplingParams(BaseModel):
     sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """With a token's position in its sequence it decides that token's random number, so a request that continues
     another's answer under its seed draws what that one would have drawn; None derives one from the engine's seed."""
+    skip_special_tokens: bool = True
+    """Whether the answer's text leaves them out."""
+    no_stop_trim: bool = False
+    """Whether the answer's text keeps what has stopped it."""
 
-    @model_validator(mode="after")
-    def _values_are_in_range(self) -> Self:
-        rules = {
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must be a finite number >= 0 (0 is greedy)": 0 <= self.temperature < math.inf,
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "top_k must be at least 1, or -1 for the whole vocabulary": self.top_k == WHOLE_VOCABULARY
-            or self.top_k >= 1,
-            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "frequency_penalty must be in [-2, 2]": abs(self.frequency_penalty) <= _LARGEST_PENALTY,
-            "presence_penalty must be in [-2, 2]": abs(self.presence_penalty) <= _LARGEST_PENALTY,
-            "repetition_penalty must be in (0, 2], 1 for none": 0 < self.repetition_penalty <= _LARGEST_PENALTY,
-            f"min_new_tokens must be in [0, max_new_tokens], which is {self.max_new_tokens}": (
-                0 <= self.min_new_tokens <= self.max_new_tokens
-            ),
-        }
-        for rule, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{rule}, got {getattr(self, rule.split()[0])}")
-        if len(self.stop) > _MOST_STOP_STRINGS:
-            raise ValueError(f"stop may list {_MOST_STOP_STRINGS} strings, got {len(self.stop)}")
-        if "" in self.stop:
-            raise ValueError("stop has an empty string, which every text contains; leave it out")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        """As in SGLang."""
+        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+
+    @field_validator("top_k")
+    @classmethod
+    def _some_tokens_are_kept(cls, value: int) -> int:
+        if value != WHOLE_VOCABULARY and value < 1:
+            raise ValueError("top_k must be at least 1, or -1 for the whole vocabulary")
+        return value
 
     @property
     def is_greedy(self) -> bool:
@@ -207,13 +184,6 @@ class SamplingParams(BaseModel):
     @property
     def is_truncated(self) -> bool:
         return not self.is_greedy and (self.top_p < 1 or self.top_k != WHOLE_VOCABULARY or self.min_p > 0)
-
-    @property
-    def is_penalized(self) -> bool:
-        """Whether the choice of a token depends on those before it otherwise than through the model."""
-        return bool(
-            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1 or self.min_new_tokens
-        )
 
 
 class SamplingBatch:
@@ -225,13 +195,11 @@ class SamplingBatch:
         *,
         vocab_size: int,
         device: torch.device,
-        penalties: PenaltyBatch | None = None,
         original_rows: Sequence[int] = (),
     ) -> None:
         """
         Args:
             rows: B of them.
-            penalties: None when no row has any.
             original_rows: indices of O rows whose log-probabilities at temperature 1 are wanted, too.
         """
         truncated = [row for row, params in enumerate(rows) if params.is_truncated]
@@ -247,7 +215,6 @@ class SamplingBatch:
         self.min_p = to_device([[rows[row].min_p] for row in truncated], device)  # [R, 1] float32
         self.top_k = to_device([[k] for k in top_k], device, dtype=torch.int64)  # [R, 1], clipped to the vocabulary
         self.longest_top_k = max(top_k, default=0)
-        self.penalties = penalties
         self.original_rows = to_device(original_rows, device) if original_rows else None  # [O] int64
 
 
@@ -263,20 +230,16 @@ class SampledTokens(NamedTuple):
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> SampledTokens:
-    """Draw one token per row, and let the penalties of `batch` count it.
+    """Draw one token per row.
 
     Args:
         logits: [B, V] float32; overwritten.
         batch: parameters of these B rows.
         uniforms: [B] float32 in [0, 1], one independent draw per row (greedy rows ignore theirs).
     """
-    if batch.penalties is not None:
-        batch.penalties.apply_(logits)
     rows = batch.original_rows
     originals = None if rows is None else torch.log_softmax(logits[rows], dim=-1)  # the temperature overwrites logits
     token_ids, logprobs = _draw(logits, batch, uniforms)
-    if batch.penalties is not None:
-        batch.penalties.count(token_ids)
     picked = None if originals is None else _pick(originals, token_ids[rows])
     return SampledTokens(token_ids, _pick(logprobs, token_ids), picked)
 
@@ -332,51 +295,3 @@ def _sample_truncated(probabilities: Tensor, batch: SamplingBatch, uniforms: Ten
     is_kept[:, 0] = True
     choice = _inverse_cdf(ordered * is_kept, uniforms)
     return token_ids.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PenalizedRow:
-    """One row of a batch that has penalties."""
-
-    row: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    """What is impossible before `min_new_tokens`."""
-    output_ids: Sequence[int]
-    """What the answer has so far."""
-
-
-class PenaltyBatch:
-    """The penalties of R rows of a batch over a vocabulary of V tokens; holds two [R, V] tensors."""
-
-    def __init__(self, rows: Sequence[PenalizedRow], *, vocab_size: int, device: torch.device) -> None:
-        def column(values: list[float]) -> Tensor:
-            return to_device(values, device, dtype=torch.float32).unsqueeze(-1)
-
-        self._rows = to_device([row.row for row in rows], device)
-        self._frequency = column([row.sampling.frequency_penalty for row in rows])
-        self._presence = column([row.sampling.presence_penalty for row in rows])
-        self._repetition = column([row.sampling.repetition_penalty for row in rows])
-        self._min_new_tokens = column([row.sampling.min_new_tokens for row in rows])
-        self._num_new_tokens = column([len(row.output_ids) for row in rows])
-        self._counts = torch.zeros((len(rows), vocab_size), device=device)
-        self._is_stop_token = torch.zeros((len(rows), vocab_size), dtype=torch.bool, device=device)
-        for index, row in enumerate(rows):
-            output_ids = to_device(row.output_ids, device, dtype=torch.int64)
-            self._counts[index] = torch.bincount(output_ids, minlength=vocab_size)
-            stop_token_ids = [token_id for token_id in row.stop_token_ids if 0 <= token_id < vocab_size]
-            self._is_stop_token[index, stop_token_ids] = True
-
-    def apply_(self, logits: Tensor) -> None:
-        """Penalize the logits [B, V] float32 in place."""
-        is_present = self._counts > 0
-        penalized = logits[self._rows] - self._frequency * self._counts - self._presence * is_present
-        scale = torch.where(is_present, self._repetition, 1.0)
-        penalized = torch.where(penalized < 0, penalized * scale, penalized / scale)
-        is_too_early = self._is_stop_token & (self._num_new_tokens < self._min_new_tokens)
-        logits[self._rows] = penalized.masked_fill_(is_too_early, float("-inf"))
-
-    def count(self, token_ids: Tensor) -> None:
-        """Note the next token of every row of the batch, [B] int64."""
-        self._counts.scatter_add_(1, token_ids[self._rows].unsqueeze(-1), torch.ones_like(self._frequency))
-        self._num_new_tokens += 1

@@ -23,23 +23,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+
+from corral.workers.engine.requests import ActiveRequest
 
 
-class Schedulable(Protocol):
-    @property
-    def reserved_tokens(self) -> int:
-        """Cache positions that the request may come to need: its prompt and all its new tokens."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Its length now."""
-
-
-RequestT = TypeVar("RequestT", bound=Schedulable)
-
-
-class BatchScheduler(Generic[RequestT]):
+class BatchScheduler:
     """Orders requests and assigns rows; the engine moves the tensors accordingly."""
 
     def __init__(self, *, max_running_requests: int, max_total_tokens: int, least_likeness: float = 0.0) -> None:
@@ -51,8 +39,8 @@ class BatchScheduler(Generic[RequestT]):
         self.max_running_requests = max_running_requests
         self.max_total_tokens = max_total_tokens
         self._least_likeness = least_likeness
-        self.running: list[RequestT] = []
-        self.waiting: deque[RequestT] = deque()
+        self.running: list[ActiveRequest] = []
+        self.waiting: deque[ActiveRequest] = deque()
 
     @property
     def num_queued(self) -> int:
@@ -62,13 +50,13 @@ class BatchScheduler(Generic[RequestT]):
     def longest_reserved(self) -> int:
         return max((request.reserved_tokens for request in self.running), default=0)
 
-    def add(self, request: RequestT) -> None:
+    def add(self, request: ActiveRequest) -> None:
         """Queue a request; whoever adds it has checked that it fits into `max_total_tokens`, or it would never run."""
         self.waiting.append(request)
 
-    def admit(self) -> list[RequestT]:
+    def admit(self) -> list[ActiveRequest]:
         """Move waiting requests to running while rows and cache allow; they take the rows after the present ones."""
-        admitted: list[RequestT] = []
+        admitted: list[ActiveRequest] = []
         longest = self.longest_reserved
         while self.waiting and len(self.running) < self.max_running_requests:
             longest = max(longest, self.waiting[0].reserved_tokens)
@@ -101,14 +89,14 @@ class BatchScheduler(Generic[RequestT]):
         later = range(len(self.running) - 1, row, -1)
         return next((other for other in later if self.running[other].num_tokens >= least), row + 1)
 
-    def retract(self) -> list[RequestT]:
+    def retract(self) -> list[ActiveRequest]:
         """Send every running request back to the front of the queue, in the order given by `running`."""
         retracted = list(self.running)
         self.running.clear()
         self.waiting.extendleft(reversed(retracted))
         return retracted
 
-    def withdraw(self, is_wanted: Callable[[RequestT], bool]) -> list[RequestT]:
+    def withdraw(self, is_wanted: Callable[[ActiveRequest], bool]) -> list[ActiveRequest]:
         """Take matching requests out of the queue (not out of the running ones)."""
         withdrawn = [request for request in self.waiting if is_wanted(request)]
         self.waiting = deque(request for request in self.waiting if not is_wanted(request))

@@ -4,6 +4,7 @@ initial weights ──► GenerationEngine (its own thread) ──► EngineServ
 new weights ──prepare: read and built beside the old ones──► swap: one command between two decode steps
 """
 
+import asyncio
 import ssl
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,12 +13,14 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import GenerationEngine, PauseMode
+from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
 from corral.workers.engine.loop import EngineStoppedError
 from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError
 from corral.workers.generation.backend import NewWeights, Progress
 from corral.workers.generation.server_client import ServerError
+
+_CHANGE_TIMEOUT_S = 60.0  # the engine changes over after its present decode step, which takes far less
 
 
 def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> GenerationEngine:
@@ -50,21 +53,22 @@ class EmbeddedBackend:
     """The interface to listen on."""
     tls: ssl.SSLContext
     """How the server proves itself."""
-    _server: EngineServer | None = field(default=None, init=False)
+    _server: EngineServer = field(init=False)
+    _engine: GenerationEngine | None = field(default=None, init=False)
+    _prepared: StagedModel | None = field(default=None, init=False)
 
     async def start(self) -> str:
         """Load the weights and listen."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._server = EngineServer(
-            self.load_engine(), self.api_key, self.address, tls=self.tls, admin_key=self.admin_key
-        )
+        self._engine = self.load_engine()
+        self._server = EngineServer(self._engine, self.api_key, self.address, tls=self.tls, admin_key=self.admin_key)
         return await self._server.start()
 
     def progress(self) -> Progress:
         """Zeros until it has started."""
-        if self._server is None:
+        engine = self._engine
+        if engine is None:
             return Progress(running=0, queued=0, tokens_generated=0, version="")
-        engine = self._server.engine
         return Progress(
             running=engine.num_running,
             queued=engine.num_queued,
@@ -74,9 +78,10 @@ class EmbeddedBackend:
 
     async def prepare(self, weights: Path) -> None:
         """Read and check them beside those that it generates with; ServerError if they are not its model's."""
-        assert self._server is not None
+        assert self._engine is not None
+        self._prepared = None  # two versions beside the live one would be one too many
         try:
-            await self._server.prepare_weights(weights)
+            self._prepared = await asyncio.to_thread(self._engine.stage_weights, weights)
         except WeightsRejectedError as error:
             raise ServerError(str(error)) from error
 
@@ -85,27 +90,28 @@ class EmbeddedBackend:
 
         What the proof looks at is hashed before, and so are the very tensors that are taken over: see `Checksums`.
         """
-        assert self._server is not None
-        proof = new.proof
+        engine, staged, looked_at = self._engine, self._prepared, new.proof.looked_at
+        assert engine is not None and staged is not None and staged.directory == new.directory
+        self._prepared = None
+        await asyncio.to_thread(staged.checksums.of, looked_at)  # so that nothing is hashed while it stands still
+        changing = self._server.loop.change_over(
+            staged,
+            version=new.version,
+            mode=PauseMode(new.mode),
+            check=lambda: new.proof.check([engine.checksums.of(looked_at)]),
+        )
         try:
-            return await self._server.change_over(
-                new.directory,
-                version=new.version,
-                mode=PauseMode(new.mode),
-                looked_at=proof.looked_at,
-                check=lambda held: proof.check([held]),
-            )
-        except (WeightsRejectedError, EngineStoppedError) as error:
+            return (await asyncio.wait_for(asyncio.wrap_future(changing), _CHANGE_TIMEOUT_S)).stopped_s
+        except EngineStoppedError as error:
             raise ServerError(str(error)) from error
         except TimeoutError as error:
             raise ServerError(f"a decode step of {self.address} did not end before it had to change over") from error
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""
-        assert self._server is not None
         await self._server.wait_ended()
 
     async def stop(self) -> None:
         """Requests end as aborted, and are answered."""
-        if self._server is not None:
+        if self._engine is not None:
             await self._server.stop()

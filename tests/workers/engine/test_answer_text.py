@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from corral.workers.engine.answer_text import TextForm, answer_text, text_decoder
+from corral.workers.engine.answer_text import answer_text, text_decoder
 from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish
+from corral.workers.engine.sampling import SamplingParams
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", "\u00e9".encode(), b"b\xe2\x82", b"\xac", b"ba\n a"]
 END = len(PIECES)
@@ -25,9 +26,9 @@ def decode(token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> st
 
 @given(token_ids=answers)
 def test_what_a_stream_has_shown_is_how_the_answer_begins(token_ids: list[int]) -> None:
-    whole = answer_text(token_ids, LengthFinish(len(token_ids)), TextForm(), decode)
-    assert whole == decode(token_ids) == answer_text(token_ids, AbortFinish(), TextForm(), decode)
-    shown = [answer_text(token_ids[:end], None, TextForm(), decode) for end in range(len(token_ids) + 1)]
+    whole = answer_text(token_ids, LengthFinish(len(token_ids)), SamplingParams(), decode)
+    assert whole == decode(token_ids) == answer_text(token_ids, AbortFinish(), SamplingParams(), decode)
+    shown = [answer_text(token_ids[:end], None, SamplingParams(), decode) for end in range(len(token_ids) + 1)]
     assert all(later.startswith(earlier) for earlier, later in zip(shown, [*shown[1:], whole], strict=True))
     assert not any(text.endswith("\ufffd") for text in shown)
 
@@ -35,16 +36,18 @@ def test_what_a_stream_has_shown_is_how_the_answer_begins(token_ids: list[int]) 
 @given(token_ids=answers, skips=st.booleans())
 def test_a_stop_token_is_left_out_unless_it_is_to_stay(token_ids: list[int], skips: bool) -> None:
     ids = [*token_ids, END]
-    assert answer_text(ids, StopFinish(END), TextForm(skip_special_tokens=skips), decode) == decode(token_ids)
-    kept = answer_text(ids, StopFinish(END), TextForm(skip_special_tokens=skips, keeps_stop=True), decode)
+    assert answer_text(ids, StopFinish(END), SamplingParams(skip_special_tokens=skips), decode) == decode(token_ids)
+    kept = answer_text(ids, StopFinish(END), SamplingParams(skip_special_tokens=skips, no_stop_trim=True), decode)
     assert kept == decode(ids, skip_special_tokens=skips)
 
 
 def test_a_text_ends_before_its_stop_string_and_without_what_the_last_token_has_behind_it() -> None:
     ids = [0, 3, 10]  # "a ba\n a"
-    assert answer_text(ids, StopFinish("a\n"), TextForm(), decode) == "a b"
-    assert answer_text(ids, StopFinish("a\n"), TextForm(keeps_stop=True), decode) == "a ba\n"
-    assert answer_text([0, END], StopFinish("<end>"), TextForm(), decode) == "a"  # it is skipped, and so not found
+    assert answer_text(ids, StopFinish("a\n"), SamplingParams(), decode) == "a b"
+    assert answer_text(ids, StopFinish("a\n"), SamplingParams(no_stop_trim=True), decode) == "a ba\n"
+    assert (
+        answer_text([0, END], StopFinish("<end>"), SamplingParams(), decode) == "a"
+    )  # it is skipped, and so not found
 
 
 def test_the_tokenizer_of_a_model_directory_decodes_with_and_without_special_tokens(tmp_path: Path) -> None:

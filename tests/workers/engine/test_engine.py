@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from corral.workers.engine import batch
 from corral.workers.engine.engine import (
@@ -19,7 +18,6 @@ from corral.workers.engine.engine import (
     generate_greedily,
 )
 from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, VersionSpan
-from tests.workers.engine.slow_penalties import penalize
 from tests.workers.engine.tiny_models import (
     CONTEXT_LENGTH,
     EOS_TOKEN_ID,
@@ -27,7 +25,6 @@ from tests.workers.engine.tiny_models import (
     add_tokenizer,
     load_reference,
     reference_greedy,
-    reference_logits,
     reference_logprobs,
     reference_logprobs_over_cache,
     save_tiny_model,
@@ -238,56 +235,6 @@ def test_generation_ends_with_the_token_that_completes_a_stop_string(tmp_path: P
 def test_stop_strings_are_refused_where_there_is_no_tokenizer(engine: GenerationEngine) -> None:
     with pytest.raises(ValueError, match=r"stop=\['a'\] needs the text of the answer, .* no tokenizer.json"):
         engine.add(request("text", [7], stop=("a",)))
-
-
-PENALIZED: list[dict[str, Any]] = [
-    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
-    {"repetition_penalty": 1.8},
-    {"repetition_penalty": 0.7, "presence_penalty": 2.0, "temperature": 0.8, "sampling_seed": 4},
-    {"min_new_tokens": 15, "temperature": 4.0, "sampling_seed": 5},
-]
-
-
-def expected_logprobs(reference: Any, prompt: Sequence[int], output: RequestOutput, sampling: dict[str, Any]) -> Tensor:
-    """Of the penalized and tempered distributions, [tokens, vocabulary]."""
-    penalties = {name: value for name, value in sampling.items() if name not in ("temperature", "sampling_seed")}
-    logits = reference_logits(reference, prompt, output.output_ids)
-    penalized = [
-        penalize(row, output.output_ids[:index], stop_token_ids=[EOS_TOKEN_ID], **penalties)
-        for index, row in enumerate(logits.tolist())
-    ]
-    return torch.log_softmax(torch.tensor(penalized) / sampling.get("temperature", 1.0), dim=-1)
-
-
-def test_penalties_change_each_answer_by_its_own_tokens_alone(engine: GenerationEngine, references: list[Any]) -> None:
-    """Greedy and sampled, beside each other and beside rows without penalties, before and after a retraction."""
-    for index, sampling in enumerate([{}, *PENALIZED]):
-        engine.add(request(str(index), PROMPTS[index], max_new_tokens=30 + index, **sampling))
-        engine.step()
-    engine.step()
-    engine.pause(PauseMode.RETRACT)
-    engine.resume()
-    outputs = finish(engine)
-    assert list(outputs["0"].output_ids) == reference_greedy(references[0], PROMPTS[0], max_new_tokens=30)
-    for index, sampling in enumerate(PENALIZED, start=1):
-        output = outputs[str(index)]
-        assert output.num_retractions == 1
-        expected = expected_logprobs(references[0], PROMPTS[index], output, sampling)
-        chosen = torch.tensor(output.output_ids).unsqueeze(-1)
-        assert_close(output.output_logprobs, expected.gather(-1, chosen).squeeze(-1))
-        if "temperature" not in sampling:
-            assert_close(output.output_logprobs, expected.max(dim=-1).values)
-
-
-def test_no_stop_token_comes_before_its_time(engine: GenerationEngine) -> None:
-    sampling = {"max_new_tokens": 400, "temperature": 5.0, "ignore_eos": False, "min_new_tokens": 100}
-    stops = frozenset(range(20, VOCAB_SIZE))
-    outputs = engine.generate(
-        request(str(index), [7], stop_token_ids=stops, sampling_seed=index, **sampling) for index in range(8)
-    )
-    for output in outputs:
-        assert len(output.output_ids) > 100 and not stops.intersection(output.output_ids[:-1])
-        assert output.finish_reason == StopFinish(output.output_ids[-1]) and output.output_ids[-1] in stops
 
 
 def test_input_logprobs_are_those_of_the_prompt_at_temperature_one(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from corral.workers.engine.engine import GenerationEngine, RequestOutput, WeightsRejectedError
+from corral.workers.engine.engine import GenerationEngine, PauseMode, RequestOutput, WeightsRejectedError
 from corral.workers.engine.server import EngineServer
 from tests.workers.engine.tiny_models import (
     add_tokenizer,
@@ -85,6 +85,20 @@ class Served:
     client: Client
     loop: LoopThread
 
+    def pause(self, mode: PauseMode) -> None:
+        engine = self.server.loop.engine
+        self.server.loop.call(lambda: engine.pause(mode)).result(DEADLINE_S)
+
+    def go_on(self) -> None:
+        engine = self.server.loop.engine
+        self.server.loop.call(lambda: engine.resume() or ()).result(DEADLINE_S)
+
+    def change_over(self, directory: Path, version: str) -> None:
+        loop = self.server.loop
+        staged = loop.engine.stage_weights(directory)
+        changed = loop.change_over(staged, version=version, mode=PauseMode.RETRACT, check=lambda: None)
+        changed.result(DEADLINE_S)
+
 
 @contextmanager
 def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
@@ -124,19 +138,16 @@ def shared(directories: list[Path]) -> Iterator[Served]:
 @pytest.fixture
 def client(shared: Served, directories: list[Path]) -> Client:
     """The module's server, idle and with the first weights again."""
-    client = shared.client
-    client.post("/continue_generation", {})
-    client.post("/abort_request", {"abort_all": True})
-    if json.loads(client.get("/get_model_info")[1])["weight_version"] != "1.0":
-        client.post("/update_weights_from_disk", {"model_path": str(directories[0]), "weight_version": "1.0"})
-    return client
+    shared.pause(PauseMode.ABORT)
+    shared.change_over(directories[0], "1.0")  # which ends the pause
+    return shared.client
 
 
 def start_running(client: Client, count: int = 1, **sampling: Any) -> "list[Future[Any]]":
     """Requests that are surely under way, some tokens in."""
     before = client.count("generation_tokens_total")
     futures = [
-        client.start(input_ids=[7, index], sampling_params={**LONG, **sampling}, return_logprob=True, rid=f"r{index}")
+        client.start(input_ids=[7, index], sampling_params={**LONG, **sampling}, return_logprob=True)
         for index in range(count)
     ]
     wait_until(
@@ -155,12 +166,11 @@ def test_a_single_prompt_is_answered_as_sglang_answers(client: Client, reference
         sampling_params={"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
         return_logprob=True,
         logprob_start_len=0,
-        rid="mine",
     )
     expected = reference_greedy(references[0], prompt, max_new_tokens=3)
     meta = answer["meta_info"]
     assert answer["output_ids"] == expected and "text" not in answer  # there is no tokenizer
-    assert meta["id"] == "mine"
+    assert meta["id"]
     assert meta["finish_reason"] == {"type": "length", "length": 3}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 3, 0)
     assert (meta["weight_version"], meta["num_retractions"]) == ("1.0", 0)
@@ -219,15 +229,14 @@ def test_a_tokenizer_that_cannot_be_used_costs_answers_their_text_only(
     assert "answers come without their text: cannot use the tokenizer" in caplog.text
 
 
-def test_batches_and_several_samples_are_answered_as_one_flat_list(client: Client) -> None:
+def test_a_list_of_prompts_is_answered_by_a_list(client: Client) -> None:
     sampling = {"max_new_tokens": 4, "ignore_eos": True}
     [only] = client.generate(input_ids=[[5, 6]], sampling_params=sampling)
     assert len(only["output_ids"]) == 4
     assert "output_token_logprobs" not in only["meta_info"]
-    answers = client.generate(input_ids=[[5, 6], [7]], sampling_params={**sampling, "n": 3}, rid=["a", "b"])
-    assert [answer["meta_info"]["id"] for answer in answers] == ["a", "a", "a", "b", "b", "b"]
-    assert len({tuple(answer["output_ids"]) for answer in answers[:3]}) == 3
-    assert len(client.generate(input_ids=[7], sampling_params={**sampling, "n": 2})) == 2
+    answers = client.generate(input_ids=[[7]] * 3, sampling_params=sampling)
+    assert len({answer["meta_info"]["id"] for answer in answers}) == 3
+    assert len({tuple(answer["output_ids"]) for answer in answers}) == 3
 
 
 def test_each_prompt_is_sampled_by_the_parameters_listed_for_it(client: Client) -> None:
@@ -246,16 +255,6 @@ def test_each_prompt_is_sampled_by_the_parameters_listed_for_it(client: Client) 
     answers = client.generate(input_ids=[[7, 9]] * 3, sampling_params=listed)
     assert [answer["output_ids"] for answer in answers] == [alone(5), alone(2**63 - 1), alone(5)[:4]]
     assert alone(5) != alone(2**63 - 1)
-
-
-def test_samples_of_one_prompt_have_the_seeds_that_follow_the_one_given(client: Client) -> None:
-    def sample(n: int, seed: int) -> list[list[int]]:
-        sampling = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": seed, "n": n}
-        return [answer["output_ids"] for answer in client.generate(input_ids=[[7, 9]], sampling_params=sampling)]
-
-    together = sample(3, seed=8)
-    assert together == [*sample(1, seed=8), *sample(1, seed=9), *sample(1, seed=10)]
-    assert len({tuple(ids) for ids in together}) == 3
 
 
 def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: list[Any]) -> None:
@@ -280,14 +279,20 @@ def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: l
         ({"input_ids": [[[1]]]}, "input_ids"),
         ({"input_ids": [1] * 4000}, "may reach 4128 tokens, more than the model's context length of 4096"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**20}}, "context length of 4096"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be at least 1, got 0"),
-        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be a finite number >= 0"),
+        (
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": 0}},
+            "max_new_tokens: Input should be greater than or equal to 1, got 0",
+        ),
+        (
+            {"input_ids": [1], "sampling_params": {"temperature": -1}},
+            "temperature: Input should be greater than or equal to 0, got -1",
+        ),
         ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature"),
         ({"input_ids": [1], "sampling_params": {"temperature": 1e999}}, "temperature"),
-        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in (0, 1], got 0"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p: Input should be greater than 0, got 0"),
         ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be at least 1, or -1"),
-        ({"input_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n"),
-        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 2.5}}, "frequency_penalty must be in [-2, 2]"),
+        ({"input_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n: Extra inputs are not permitted, got 2"),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1}}, "sampling_params.frequency_penalty: Extra"),
         ({"input_ids": [1], "sampling_params": {"min_p": "a"}}, "sampling_params.min_p"),
         ({"input_ids": [1], "sampling_params": {"stop": "a"}}, "stop=['a'] needs the text of the answer"),
         ({"input_ids": [1], "sampling_params": {"stop": ["a", 5]}}, "sampling_params.stop"),
@@ -298,13 +303,12 @@ def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: l
         ({"text": "hello"}, "text"),
         ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
         ({"input_ids": [1], "return_original_logprob": True}, "return_original_logprob needs return_logprob: true"),
-        ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid lists 1 names for 2 prompts"),
+        ({"input_ids": [1], "rid": "a"}, "rid: Extra inputs are not permitted"),
         ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params is a list, and input_ids one prompt"),
         ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params lists 1 objects for 2 prompts"),
         ({"input_ids": [[1]], "sampling_params": []}, "sampling_params lists 0 objects for 1 prompts"),
-        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"n": 0}]}, "sampling_params.1.n: "),
-        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"top_p": 0}]}, "top_p must be in (0, 1], got 0"),
-        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}]}, "n is the same for all prompts of a request"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"top_k": 0}]}, "sampling_params.1.top_k: "),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"top_p": 0}]}, "sampling_params.1.top_p: Input should be"),
         ({"input_ids": [1], "sampling_params": 5}, "sampling_params: Input should be"),
         ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed"),
         ([1, 2], "should be an object"),
@@ -323,12 +327,8 @@ def test_a_wrong_generate_request_is_answered_400_and_says_why(client: Client, b
         ("/generate", b"\xff\xfe"),
         ("/generate", b"[" * 50_000),
         ("/generate", b'{"input_ids": "\\ud800"}'),
-        ("/pause_generation", b'{"mode": "later"}'),
-        ("/pause_generation", b"null"),
-        ("/abort_request", b"{}"),
-        ("/abort_request", b'{"rid": 5}'),
-        ("/update_weights_from_disk", b'{"model_path": "/tmp"}'),
-        ("/update_weights_from_disk", b'{"model_path": "", "weight_version": "1"}'),
+        ("/weights_checker", b'{"action": "reset"}'),
+        ("/weights_checker", b"null"),
     ],
 )
 def test_a_malformed_body_is_answered_400_with_a_message(client: Client, path: str, body: bytes) -> None:
@@ -346,10 +346,7 @@ def test_a_body_beyond_the_limit_is_answered_413(client: Client) -> None:
     ("method", "path"),
     [
         ("POST", "/generate"),
-        ("POST", "/abort_request"),
-        ("POST", "/pause_generation"),
-        ("POST", "/continue_generation"),
-        ("POST", "/update_weights_from_disk"),
+        ("POST", "/weights_checker"),
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/get_model_info"),
@@ -368,7 +365,7 @@ def test_unknown_paths_and_methods_are_answered_404_and_405(client: Client) -> N
     assert client.get("/generate")[0] == 405
 
 
-def test_the_server_tells_its_model_state_and_metrics(client: Client, directories: list[Path]) -> None:
+def test_the_server_tells_its_model_state_and_metrics(shared: Served, client: Client, directories: list[Path]) -> None:
     status, body = client.get("/get_model_info")
     model = json.loads(body)
     assert (status, model["model_path"], model["weight_version"]) == (200, str(directories[0]), "1.0")
@@ -376,17 +373,17 @@ def test_the_server_tells_its_model_state_and_metrics(client: Client, directorie
     assert client.get("/health")[0] == client.get("/ready")[0] == 200
     start_running(client, 2)
     assert (client.count("num_running_reqs"), client.count("num_queue_reqs")) == (2, 0)
-    client.post("/abort_request", {"abort_all": True})
+    shared.pause(PauseMode.ABORT)
+    shared.go_on()
     before = client.count("generation_tokens_total")
     client.generate(input_ids=[7], sampling_params={"max_new_tokens": 9, "ignore_eos": True})
     assert client.count("generation_tokens_total") == before + 9
 
 
-def test_an_aborted_request_is_answered_with_its_tokens_so_far(client: Client) -> None:
-    first, second = start_running(client, 2)
-    assert client.post("/abort_request", {"rid": "nobody"}) == (200, b"")
-    assert client.post("/abort_request", {"rid": "r0"}) == (200, b"")
-    answer = first.result(DEADLINE_S)
+def test_an_aborted_request_is_answered_with_its_tokens_so_far(shared: Served, client: Client) -> None:
+    [running] = start_running(client)
+    shared.pause(PauseMode.ABORT)
+    answer = running.result(DEADLINE_S)
     assert answer["meta_info"]["finish_reason"] == {
         "type": "abort",
         "message": "Aborted",
@@ -394,9 +391,6 @@ def test_an_aborted_request_is_answered_with_its_tokens_so_far(client: Client) -
         "err_type": None,
     }
     assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 3000
-    assert not second.done()
-    client.post("/abort_request", {"abort_all": True})
-    assert second.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def stream(client: Client, **body: Any) -> list[str]:
@@ -411,7 +405,7 @@ def stream(client: Client, **body: Any) -> list[str]:
 def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(client: Client) -> None:
     # So many tokens that the engine cannot have made all of them before it is listened to.
     body = {"input_ids": [7, 9], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True, "sampling_seed": 3}}
-    *events, done = stream(client, **body, return_logprob=True, rid="mine")
+    *events, done = stream(client, **body, return_logprob=True)
     assert done == "[DONE]"
     chunks = [json.loads(event) for event in events]
     whole = client.generate(**body, return_logprob=True)
@@ -421,26 +415,25 @@ def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(client: Clie
         meta = chunk["meta_info"]
         assert chunk["output_ids"] == whole["output_ids"][:length]
         assert meta["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"][:length]
-        assert (meta["id"], meta["completion_tokens"]) == ("mine", length)
+        assert (meta["id"], meta["completion_tokens"]) == (chunks[0]["meta_info"]["id"], length)
         assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": length}]
     reasons = [chunk["meta_info"]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + [{"type": "length", "length": 1000}]
 
 
 def test_a_stream_of_several_answers_says_whose_each_chunk_is(client: Client) -> None:
-    listed = [{"max_new_tokens": 5 * count, "n": 2, "ignore_eos": True, "sampling_seed": count} for count in (1, 6)]
-    body = {"input_ids": [[7], [8]], "sampling_params": listed, "rid": ["a", "b"]}
+    listed = [{"max_new_tokens": 5 * count, "ignore_eos": True, "sampling_seed": count} for count in (1, 6)]
+    body = {"input_ids": [[7], [8]], "sampling_params": listed}
     *events, _ = stream(client, **body)
     last = {(chunk := json.loads(event))["index"]: chunk for event in events}
     whole = client.generate(**body)
-    assert [last[index]["output_ids"] for index in range(4)] == [answer["output_ids"] for answer in whole]
-    assert [last[index]["meta_info"]["id"] for index in range(4)] == ["a", "a", "b", "b"]
+    assert [last[index]["output_ids"] for index in range(2)] == [answer["output_ids"] for answer in whole]
 
 
 @pytest.mark.parametrize("streamed", [b"true", b"false"])
 def test_a_client_that_hangs_up_on_several_answers_ends_all_of_them(client: Client, streamed: bytes) -> None:
-    sampling = json.dumps({**LONG, "n": 3}).encode()
-    body = b'{"input_ids": [7], "stream": %b, "sampling_params": %b}' % (streamed, sampling)
+    sampling = json.dumps(LONG).encode()
+    body = b'{"input_ids": [[7], [7], [7]], "stream": %b, "sampling_params": %b}' % (streamed, sampling)
     with raw_connection(client) as connection:
         connection.sendall(raw_request(body))
         wait_until(lambda: client.count("num_running_reqs") == 3, "the requests to run")
@@ -449,48 +442,31 @@ def test_a_client_that_hangs_up_on_several_answers_ends_all_of_them(client: Clie
     wait_until(lambda: client.count("num_running_reqs") == 0, "the requests to be aborted")
 
 
-def test_an_aborted_stream_ends_with_the_reason(client: Client) -> None:
-    streaming = client.pool.submit(lambda: stream(client, input_ids=[7], sampling_params=LONG, rid="mine"))
+def test_an_aborted_stream_ends_with_the_reason(shared: Served, client: Client) -> None:
+    streaming = client.pool.submit(lambda: stream(client, input_ids=[7], sampling_params=LONG))
     wait_until(lambda: client.count("num_running_reqs") == 1, "the request to run")
-    client.post("/abort_request", {"rid": "mine"})
+    shared.pause(PauseMode.ABORT)
     *events, done = streaming.result(DEADLINE_S)
     assert json.loads(events[-1])["meta_info"]["finish_reason"]["type"] == "abort" and done == "[DONE]"
 
 
-def test_a_paused_server_is_not_ready_and_new_requests_wait(client: Client) -> None:
+def test_a_paused_server_is_not_ready_and_new_requests_wait(shared: Served, client: Client) -> None:
     for _ in range(2):
-        status, answer = client.post("/pause_generation", {"mode": "retract"})
-        assert (status, answer["status"]) == (200, "ok")
+        shared.pause(PauseMode.RETRACT)
     assert client.get("/ready")[0] == client.get("/health")[0] == 503
     waiting = client.start(input_ids=[7], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
     wait_until(lambda: client.count("num_queue_reqs") == 1, "the request to queue")
     for _ in range(2):
-        assert client.post("/continue_generation", {})[0] == 200
+        shared.go_on()
     assert len(waiting.result(DEADLINE_S)["output_ids"]) == 3
     assert client.get("/ready")[0] == client.get("/health")[0] == 200
 
 
-def test_pausing_in_abort_mode_ends_the_requests(client: Client) -> None:
-    [running] = start_running(client)
-    assert client.post("/pause_generation", {})[0] == 200
-    assert running.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-def update(client: Client, directory: Path, version: str, **options: Any) -> tuple[int, Any]:
-    return client.post(
-        "/update_weights_from_disk", {"model_path": str(directory), "weight_version": version, **options}
-    )
-
-
 def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_logprobs(
-    client: Client, directories: list[Path], references: list[Any]
+    shared: Served, client: Client, directories: list[Path], references: list[Any]
 ) -> None:
     futures = start_running(client, 2, temperature=0.9, max_new_tokens=1500)
-    client.post("/pause_generation", {"mode": "retract"})
-    status, answer = update(client, directories[1], "1.1")
-    assert (status, answer["success"], answer["num_paused_requests"]) == (200, True, 2)
-    assert answer["message"] == "Succeeded to update model weights. Weight version updated to 1.1."
-    client.post("/continue_generation", {})
+    shared.change_over(directories[1], "1.1")
     for index, future in enumerate(futures):
         meta = (reply := future.result(DEADLINE_S))["meta_info"]
         old, new = meta["weight_versions"]
@@ -506,88 +482,22 @@ def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_
         assert logprobs[old["end"] :] == pytest.approx(by_new[old["end"] :], abs=1e-3)
 
 
-def test_updating_in_place_keeps_the_cache_and_says_so_when_a_flush_was_asked_for(
-    client: Client, directories: list[Path]
-) -> None:
-    [running] = start_running(client, max_new_tokens=1500)
-    client.post("/pause_generation", {"mode": "in_place"})
-    status, answer = update(client, directories[1], "1.1", flush_cache=True)
-    assert (status, answer["success"]) == (400, False)
-    assert "the cache was not flushed because requests are still running" in answer["message"]
-    assert json.loads(client.get("/get_model_info")[1])["weight_version"] == "1.1"
-    status, answer = update(client, directories[0], "1.2", flush_cache=False)
-    assert (status, answer["success"]) == (200, True)
-    client.post("/continue_generation", {})
-    meta = running.result(DEADLINE_S)["meta_info"]
-    assert [span["version"] for span in meta["weight_versions"]] == ["1.0", "1.2"]
-    assert meta["num_retractions"] == 0
-
-
-def test_an_update_without_pause_is_refused_while_requests_are_in_flight(
-    client: Client, directories: list[Path]
-) -> None:
-    [before] = start_running(client, max_new_tokens=600)
-    status, answer = update(client, directories[1], "1.1")
-    assert (status, answer["success"]) == (400, False) and "pause generation first" in answer["message"]
-    assert before.result(DEADLINE_S)["meta_info"]["weight_versions"] == [{"version": "1.0", "start": 0, "end": 600}]
-    assert update(client, directories[1], "1.1")[0] == 200
-    after = client.generate(input_ids=[9], sampling_params={"max_new_tokens": 5, "ignore_eos": True})
-    assert after["meta_info"]["weight_versions"] == [{"version": "1.1", "start": 0, "end": 5}]
-
-
-def test_an_update_may_abort_what_is_in_flight(client: Client, directories: list[Path]) -> None:
-    futures = start_running(client, 3)
-    assert update(client, directories[1], "1.1", abort_all_requests=True)[0] == 200
-    for future in futures:
-        meta = future.result(DEADLINE_S)["meta_info"]
-        assert meta["finish_reason"]["type"] == "abort"
-        assert [span["version"] for span in meta["weight_versions"]] == ["1.0"]
-
-
-def test_prepared_weights_are_not_read_again_and_serve_one_update(
-    shared: Served, client: Client, directories: list[Path], references: list[Any], tmp_path: Path
-) -> None:
-    def answer() -> list[int]:
-        sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-        return list(client.generate(input_ids=[7], sampling_params=sampling)["output_ids"])
-
-    weights = tmp_path / "weights"
-    shutil.copytree(directories[1], weights)
-    shared.loop.run(shared.server.prepare_weights(weights))
-    shutil.rmtree(weights)
-    assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
-    assert update(client, weights, "1.1")[0] == 200
-    assert answer() == reference_greedy(references[1], [7], max_new_tokens=8)
-    assert update(client, weights, "1.2")[0] == 400
-    shared.loop.run(shared.server.prepare_weights(directories[1]))
-    assert update(client, directories[0], "1.3")[0] == 200
-    assert answer() == reference_greedy(references[0], [7], max_new_tokens=8)
-    with pytest.raises(WeightsRejectedError, match="could not be read"):
-        shared.loop.run(shared.server.prepare_weights(weights))
-
-
-def test_bad_weights_are_answered_400_and_the_old_ones_serve_on(
-    client: Client, references: list[Any], tmp_path: Path
-) -> None:
+def test_bad_weights_are_rejected_whatever_stands_in_their_place(shared: Served, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     for path in (str(tmp_path), str(tmp_path / "absent"), "/dev/null", "\0", "a" * 10_000):
-        status, answer = client.post("/update_weights_from_disk", {"model_path": path, "weight_version": "1.1"})
-        assert (status, answer["success"]) == (400, False), answer
-        assert "weights in" in answer["message"]
-    answer = client.generate(input_ids=[7], sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
-    assert answer["output_ids"] == reference_greedy(references[0], [7], max_new_tokens=8)
-    assert answer["meta_info"]["weight_version"] == "1.0"
+        with pytest.raises(WeightsRejectedError, match="weights in"):
+            shared.server.loop.engine.stage_weights(Path(path))
 
 
-def test_a_full_queue_is_answered_503(client: Client) -> None:
-    client.post("/pause_generation", {})
+def test_a_full_queue_is_answered_503(shared: Served, client: Client) -> None:
+    shared.pause(PauseMode.ABORT)
     prompts = [[7]] * 36
     waiting = client.start(input_ids=prompts, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
     wait_until(lambda: client.count("num_queue_reqs") == 36, "the requests to queue")
     status, answer = client.post("/generate", {"input_ids": [7]})
     assert status == 503
     assert "36 of at most 36 requests are in flight" in answer["error"]["message"]
-    client.post("/continue_generation", {})
+    shared.go_on()
     assert len(waiting.result(DEADLINE_S)) == 36
 
 
@@ -654,11 +564,11 @@ class FailingEngine(GenerationEngine):
 def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[Path]) -> None:
     with serving(FailingEngine(directories[0])) as served:
         client = served.client
-        client.post("/pause_generation", {})
+        served.pause(PauseMode.ABORT)
         waiting = client.pool.submit(lambda: client.post("/generate", {"input_ids": [7]}))
         streaming = client.pool.submit(lambda: stream(client, input_ids=[7]))
         wait_until(lambda: client.count("num_queue_reqs") == 2, "the requests to queue")
-        client.post("/continue_generation", {})
+        served.go_on()
         with pytest.raises(RuntimeError, match="the device is gone"):
             served.loop.run(served.server.wait_ended())
         status, answer = waiting.result(DEADLINE_S)

@@ -1,40 +1,44 @@
 """Continuous batching as a state machine: first come, first served, within the rows and the rectangle of the cache."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.workers.engine.requests import ActiveRequest, GenerationRequest
+from corral.workers.engine.sampling import SamplingParams, TokenUniforms
 from corral.workers.engine.scheduler import BatchScheduler
 
 
-@dataclass(frozen=True)
-class Item:
-    name: int
-    reserved_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """What it has reserved, as if all were made."""
-        return self.reserved_tokens
-
-
-def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100, least_likeness: float = 0.0) -> BatchScheduler[Item]:
-    scheduler: BatchScheduler[Item] = BatchScheduler(
-        max_running_requests=rows, max_total_tokens=tokens, least_likeness=least_likeness
+def request(name: int, *, reserved: int) -> ActiveRequest:
+    """Its prompt takes all that it reserves but one token."""
+    sampling = SamplingParams(max_new_tokens=1)
+    return ActiveRequest(
+        request=GenerationRequest(request_id=str(name), prompt=(0,) * (reserved - 1), sampling=sampling),
+        stop_token_ids=frozenset(),
+        stop_strings=None,
+        uniforms=TokenUniforms.of(0),
     )
+
+
+def scheduler_of(*reserved: int, rows: int = 3, tokens: int = 100, least_likeness: float = 0.0) -> BatchScheduler:
+    scheduler = BatchScheduler(max_running_requests=rows, max_total_tokens=tokens, least_likeness=least_likeness)
     for name, size in enumerate(reserved):
-        scheduler.add(Item(name, size))
+        scheduler.add(request(name, reserved=size))
     return scheduler
 
 
-def has_name(name: int, item: Item) -> bool:
-    return item.name == name
+def name_of(active: ActiveRequest) -> int:
+    return int(active.request.request_id)
 
 
-def names(items: list[Item]) -> list[int]:
-    return [item.name for item in items]
+def has_name(name: int, active: ActiveRequest) -> bool:
+    return name_of(active) == name
+
+
+def names(requests: Iterable[ActiveRequest]) -> list[int]:
+    return [name_of(active) for active in requests]
 
 
 def test_requests_are_admitted_in_order_until_the_rows_are_full() -> None:
@@ -68,7 +72,7 @@ def test_rows_of_like_length_move_into_gaps_where_order_is_of_use() -> None:
     scheduler.admit()
     # 80 is like 90, nothing later is like 80, so the next takes its place: 40 is followed by 39, 39 by the next, 10.
     assert scheduler.remove(0) == [(2, 0), (3, 2), (4, 3), (5, 4), (6, 5)]
-    assert [item.num_tokens for item in scheduler.running] == [80, 85, 40, 39, 10, 9]
+    assert [active.reserved_tokens for active in scheduler.running] == [80, 85, 40, 39, 10, 9]
     assert scheduler.remove(4) == [(5, 4)]
     assert scheduler.remove(4) == []
 
@@ -115,7 +119,7 @@ def test_no_request_is_lost_doubled_or_run_beyond_the_limits(operations: list[tu
     for name, (operation, value) in enumerate(operations):
         match operation:
             case "add":
-                scheduler.add(Item(name, value))
+                scheduler.add(request(name, reserved=value))
                 alive.add(name)
             case "admit":
                 scheduler.admit()
@@ -123,17 +127,17 @@ def test_no_request_is_lost_doubled_or_run_beyond_the_limits(operations: list[tu
                 scheduler.retract()
             case "remove" if scheduler.running:
                 row = value % len(scheduler.running)
-                alive.discard(scheduler.running[row].name)
+                alive.discard(name_of(scheduler.running[row]))
                 scheduler.remove(row)
             case "withdraw":
                 alive.difference_update(names(scheduler.withdraw(partial(has_name, value))))
-        present = [*names(scheduler.running), *(item.name for item in scheduler.waiting)]
+        present = [*names(scheduler.running), *names(scheduler.waiting)]
         assert sorted(present) == sorted(alive)
         assert len(scheduler.running) <= rows
         assert len(scheduler.running) * scheduler.longest_reserved <= 120
     for _ in range(len(alive)):  # every waiting request runs once the rows before it are free
         if not scheduler.running:
             assert scheduler.admit()
-        alive.discard(scheduler.running[0].name)
+        alive.discard(name_of(scheduler.running[0]))
         scheduler.remove(0)
     assert not alive

@@ -19,6 +19,7 @@ from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangCon
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
+from corral.workers.engine.engine import PauseMode
 from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.embedded import EmbeddedBackend, load_engine
 from corral.workers.generation.server_client import GenerationServerClient
@@ -34,7 +35,7 @@ ADMIN_KEY = "the key of the administrator"
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 240.0  # SGLang's start is 20 s of computing, beside whatever else the machine does
 T = TypeVar("T")
-_OF_THE_REQUEST = ("rid", "logprob_start_len", "return_original_logprob")  # and not of its sampling_params
+_OF_THE_REQUEST = ("logprob_start_len", "return_original_logprob")  # and not of its sampling_params
 
 
 @dataclass
@@ -127,6 +128,27 @@ class Served:
         updates.serves(self.backend, self.client.url)
         with closing(transport):
             yield replace(self, updates=updates)
+
+    def pause(self, mode: UpdateMode) -> None:
+        """By the backend's own way: over HTTP, or in its process."""
+        if isinstance(self.backend, EmbeddedBackend):
+            engine = self.backend._server.loop.engine
+            self.backend._server.loop.call(lambda: engine.pause(PauseMode(mode))).result(DEADLINE_S)
+        else:
+            self.client.order("/pause_generation", mode=mode)
+
+    def go_on(self) -> None:
+        """After a pause, or without one."""
+        if isinstance(self.backend, EmbeddedBackend):
+            engine = self.backend._server.loop.engine
+            self.backend._server.loop.call(lambda: engine.resume() or ()).result(DEADLINE_S)
+        else:
+            self.client.order("/continue_generation")
+
+    def abort_all(self) -> None:
+        """End all requests with the tokens that they have."""
+        self.pause("abort")
+        self.go_on()
 
     def start_running(self, prompts: list[list[int]], **sampling: Any) -> "list[Future[Any]]":
         """Requests that are surely being decoded."""

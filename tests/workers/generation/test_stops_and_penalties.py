@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.engine.slow_penalties import penalize
 from tests.workers.engine.tiny_models import (
-    EOS_TOKEN_ID,
     add_tokenizer,
     load_reference,
     reference_greedy,
@@ -23,7 +21,7 @@ from tests.workers.engine.tiny_models import (
 )
 from tests.workers.generation.servers import Served, serving
 
-pytestmark = pytest.mark.slow  # the start of SGLang, and its compiler for one penalty: half a minute of computing
+pytestmark = pytest.mark.slow  # the start of SGLang is half a minute of computing
 PROMPTS = [[7, 31, 15, 8], [(3 * index) % 60 for index in range(37)]]
 FLAGS = {"skip-tokenizer-init": False, "disable-overlap-schedule": True}
 GREEDY = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -73,31 +71,6 @@ def test_the_text_of_an_answer_is_without_what_has_stopped_it(served: Served, re
         end = whole.index(token)
         assert served.client.generate(prompt, **stopped)["text"] == text_of(whole[:end])
         assert served.client.generate(prompt, **stopped, no_stop_trim=True)["text"] == text_of(whole[: end + 1])
-
-
-def test_no_stop_token_comes_before_its_time(served: Served) -> None:
-    stops = list(range(20, EOS_TOKEN_ID))
-    sampling = {"max_new_tokens": 400, "temperature": 5.0, "min_new_tokens": 30, "stop_token_ids": stops}
-    for answer in served.client.generate([PROMPTS[0]] * 4, **sampling):
-        ids = answer["output_ids"]
-        assert len(ids) > 30 and not {*stops, EOS_TOKEN_ID}.intersection(ids[:-1])
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[-1]}
-
-
-@pytest.mark.parametrize(
-    "penalties",
-    [{"frequency_penalty": 0.8, "presence_penalty": -1.5}, {"repetition_penalty": 1.7}, {"repetition_penalty": 0.6}],
-)
-def test_penalties_are_those_of_a_slow_loop_over_the_output(
-    served: Served, reference: Any, penalties: dict[str, float]
-) -> None:
-    for prompt, answer in zip(PROMPTS, served.client.generate(PROMPTS, **GREEDY, **penalties), strict=True):
-        ids = answer["output_ids"]
-        logits = reference_logits(reference, prompt, ids).tolist()
-        penalized = torch.tensor([penalize(row, ids[:index], **penalties) for index, row in enumerate(logits)])
-        assert ids == penalized.argmax(dim=-1).tolist()
-        expected = torch.log_softmax(penalized, dim=-1).max(dim=-1).values.tolist()
-        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-4)
 
 
 def test_min_p_leaves_out_what_is_rare_and_the_logprobs_as_they_are(served: Served, reference: Any) -> None:
