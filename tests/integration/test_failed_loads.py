@@ -43,7 +43,6 @@ def keep_weights(trial: Trial, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # four starts of SGLang
 def test_a_trial_goes_on_past_loads_that_fail_and_every_token_is_that_of_its_tag(
     start_trial: Callable[..., Trial], material: Material, tmp_path: Path
 ) -> None:

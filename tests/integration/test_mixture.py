@@ -15,7 +15,7 @@ from tests.integration.evidence import (
 from tests.integration.test_synchronous_ppo import synchronous
 from tests.integration.trial_helpers import Trial
 
-_START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
+_START_S = 480.0  # SGLang's own start is 20 s of computing, beside the trial's
 
 
 @pytest.mark.slow

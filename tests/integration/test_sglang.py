@@ -22,7 +22,7 @@ from tests.integration.evidence import (
 )
 from tests.integration.trial_helpers import Trial, looking
 
-_START_S = 240.0  # SGLang's own start is 20 s of computing, beside the trial's
+_START_S = 480.0  # SGLang's own start is 20 s of computing, beside the trial's
 
 
 def schedulers(trial: Trial) -> list[int]:
@@ -33,7 +33,7 @@ def schedulers(trial: Trial) -> list[int]:
 
 def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
-        num_rows=48,
+        num_rows=80,
         pause_s=0.1,
         overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000, "sglang.probe_timeout_s": 20},
     )
@@ -57,7 +57,7 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == list(range(1, 7))
+    assert trial.train_steps() == list(range(1, 11))
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 2

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "experiments" / "recipes"
 PROGRAMS = Path(sys.executable).parent
 WORKERS = ("master_worker/0", "model_worker/0", "generation_server/0", "gserver_manager/0", "rollout_worker/0")
-DEADLINE_S = 120.0  # a worker that imports torch beside others on a busy machine needs a good part of it
+DEADLINE_S = 240.0  # a worker that imports torch beside others on a busy machine needs a good part of it
 _POLL_INTERVAL_S = 0.05
 _STEPS_AHEAD = 3  # of a slow trial beyond what its test has waited for: it is at work whenever the test acts
 T = TypeVar("T")
@@ -67,8 +67,9 @@ def write_rows(path: Path, count: int, *, are_pairs: bool = False) -> list[str]:
 class Pace:
     """How fast a trial's rewards are given, and up to which step; see paced_rewards.py."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, num_steps: int) -> None:
         self.path = path
+        self._num_steps = num_steps
         self._pace: dict[str, Any] | None = None
 
     def set(self, **changes: Any) -> None:
@@ -82,6 +83,10 @@ class Pace:
         """Lets a trial whose steps are counted go on to this one."""
         if self._pace is not None and self._pace["until_step"] is not None:
             self.set(until_step=until_step)
+
+    def allow_ahead_of(self, step: int) -> None:
+        """Lets it go on to this step and somewhat further, but not to its end while its test still looks at it."""
+        self.allow(max(step, min(step + _STEPS_AHEAD, self._num_steps - _STEPS_AHEAD)))
 
     def lift(self) -> None:
         """As fast as it can."""
@@ -192,7 +197,7 @@ class Trial:
         """Until `more` train steps have run from now on; a slow trial then stops a few steps later."""
         steps = self.train_steps()
         before = len(steps)
-        self._pace.allow(max(steps, default=0) + more + _STEPS_AHEAD)
+        self._pace.allow_ahead_of(max(steps, default=0) + more)
         self.wait_for(
             lambda: len(self.train_steps()) >= before + more,
             f"{more} train steps after {before}",
@@ -286,9 +291,6 @@ def submit(
         runs_on: whether a slow trial goes on while nobody waits for steps of it.
     """
     fileroot.mkdir(parents=True, exist_ok=True)
-    pace = Pace(fileroot / "pace")
-    if pause_s:
-        pace.set(pause_s=pause_s, until_step=None if runs_on else _STEPS_AHEAD)
     directory = fileroot / recipe / "trial"
     examples = example_paths(RECIPES / f"arithmetic_{recipe}.yaml")
     is_on_pairs = "preferences" in examples["dataset.path"]
@@ -301,12 +303,15 @@ def submit(
         "train_batch_size": 8,
         "control.total_train_epochs": num_passes,
         "control.commit_every_steps": 1,
-        "supervision.step_timeout_s": 120,
-        "supervision.setup_timeout_s": 120,
+        "supervision.step_timeout_s": 300,
+        "supervision.setup_timeout_s": 300,
     }
     if kind_of(RECIPES / f"arithmetic_{recipe}.yaml") in ("ppo", "async_ppo"):
         settings |= {"ppo.group_size": 4, "rollout.reward": "paced_rewards:digits", "rollout.reward_timeout_s": 600}
     settings |= dict(overrides or {})
+    pace = Pace(fileroot / "pace", num_steps=num_rows * num_passes // int(str(settings["train_batch_size"])))
+    if pause_s:
+        pace.set(pause_s=pause_s, until_step=None if runs_on else _STEPS_AHEAD)
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
     everything = os.environ | dict(environment or {})
     everything |= {

@@ -65,7 +65,6 @@ def test_a_mask_of_all_pairs_that_the_plan_forgets_is_found(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["0.5B", "7B"])
 def test_a_plan_is_never_below_what_an_engine_takes_and_at_most_a_tenth_above(model: str, tmp_path: Path) -> None:
     from tests.pretended_gpu.ghost import CASES, TOLERANCE
