@@ -22,8 +22,7 @@ from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
-from corral.launcher.supervisor.units import TaskExit
-from corral.launcher.trial.exits import ExitKind, ExitRecorder
+from corral.launcher.trial.exits import ExitKind, TaskExit, record_exit
 from corral.launcher.trial.redis_server import RedisServer
 from corral.scheduling.worker_information import parse_worker_id
 
@@ -46,14 +45,10 @@ class AttemptTasks:
     worker_command: WorkerCommand
     lost_allocation: str = ""
     """Why a part of the trial's own job is gone; "" while all of it is there."""
-    _exits: ExitRecorder = field(init=False)
     _running: dict[str, Task] = field(default_factory=dict)
     _redis_runs: bool = False
     _published_address: tuple[str, int] | None = None
     _failed_starts: list[TaskExit] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._exits = ExitRecorder(self.directory, self.attempt.attempt)
 
     def start(self, tasks: Sequence[str]) -> None:
         """Starts the tasks of a unit under a new incarnation."""
@@ -103,7 +98,9 @@ class AttemptTasks:
             returncode = WorkerExit.OUT_OF_MEMORY
         self.recorder.keep(
             partial(
-                self._exits.record,
+                record_exit,
+                self.directory,
+                self.attempt.attempt,
                 worker,
                 returncode,
                 exit_kind=kind,

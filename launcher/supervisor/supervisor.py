@@ -52,12 +52,11 @@ from corral.launcher.supervisor.units import (
     RestartUnit,
     SignalTask,
     StartUnit,
-    TaskExit,
     TrialPhase,
     UnitMachine,
 )
 from corral.launcher.supervisor.wake_up import WakeUp
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.sweep import sweep
@@ -79,76 +78,69 @@ class _News:
     deadline: float
 
 
+@dataclass(kw_only=True, eq=False)
 class Supervisor:
     """One attempt of one trial, from the first start to the last exit."""
 
-    def __init__(
-        self,
-        *,
-        directory: TrialDirectory,
-        plan: RunPlan,
-        attempt: AttemptRecord,
-        runner: TaskRunner,
-        redis: RedisServer,
-        recorder: Recorder,
-        worker_command: WorkerCommand = worker_command,
-        extra_jobs: ExtraJobs | None = None,
-        continuation: Continuation | None = None,
-        node_loss: NodeLoss | None = None,
-        signals: Sequence[Signals] = (),
-    ) -> None:
-        self._directory = directory
-        self._plan = plan
-        self._attempt = attempt
-        self._runner = runner
-        self._recorder = recorder
-        self._record = recorder.event
+    directory: TrialDirectory
+    plan: RunPlan
+    attempt: AttemptRecord
+    runner: TaskRunner
+    redis: RedisServer
+    recorder: Recorder
+    worker_command: WorkerCommand = worker_command
+    extra_jobs: ExtraJobs | None = None
+    continuation: Continuation | None = None
+    node_loss: NodeLoss | None = None
+    signals: Sequence[Signals] = ()
+    """Came too early for the supervisor before this one."""
+
+    def __post_init__(self) -> None:
+        self._record = self.recorder.event
         # A thread each: a look that hangs must not stop a start, nor a journal that hangs a look.
         self._looks, self._starts = FileThread("looks"), FileThread("starts")
-        self._log = TrialLog(directory.log_path)  # of the thread that looks, until all has ended
-        self._watch = TrialWatch(self._looks, directory, self._log, attempt=attempt.attempt)
-        self._wake = WakeUp(signals)
-        self._extra_jobs = extra_jobs
-        units = units_of_plan(plan)
-        self._unit_nodes = UnitNodes(extra_jobs.layout) if extra_jobs is not None else None
+        self._log = TrialLog(self.directory.log_path)  # of the thread that looks, until all has ended
+        self._watch = TrialWatch(self._looks, self.directory, self._log, attempt=self.attempt.attempt)
+        self._wake = WakeUp(self.signals)
+        units = units_of_plan(self.plan)
+        self._unit_nodes = UnitNodes(self.extra_jobs) if self.extra_jobs is not None else None
         if self._unit_nodes is not None:
             units = self._unit_nodes.with_needs(units)
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
         self._tasks_of_own_job = {task for unit in units if not unit.needs_nodes for task in unit.tasks}
+        supervision = self.plan.supervision
         self._unit_machine = UnitMachine(
             units,
             RestartPolicy(
-                max_restarts=plan.supervision.max_restarts,
-                pause_s=plan.supervision.restart_pause_s,
-                healthy_after_s=plan.supervision.healthy_after_s,
+                max_restarts=supervision.max_restarts,
+                pause_s=supervision.restart_pause_s,
+                healthy_after_s=supervision.healthy_after_s,
             ),
         )
         self._tasks = AttemptTasks(
-            directory=directory,
-            plan=plan,
-            attempt=attempt,
-            runner=runner,
-            redis=redis,
+            directory=self.directory,
+            plan=self.plan,
+            attempt=self.attempt,
+            runner=self.runner,
+            redis=self.redis,
             files=self._starts,
-            recorder=recorder,
-            worker_command=worker_command,
+            recorder=self.recorder,
+            worker_command=self.worker_command,
         )
-        self._leases = LeaseWatch(directory, plan.trial.uuid)
+        self._leases = LeaseWatch(self.directory, self.plan.trial.uuid)
         self._silence = Silence(
-            running_s=plan.supervision.silence_timeout_s, setup_s=plan.supervision.setup_timeout_s + _SETUP_MARGIN_S
+            running_s=supervision.silence_timeout_s, setup_s=supervision.setup_timeout_s + _SETUP_MARGIN_S
         )
         self._mark = ProgressMark()
         self._news: deque[_News] = deque()
         self._ends = EndShell(
-            directory=directory,
-            attempt=attempt.attempt,
-            plan=plan,
+            directory=self.directory,
+            attempt=self.attempt.attempt,
+            plan=self.plan,
             log=self._log,
-            continuation=continuation,
+            continuation=self.continuation,
             record=self._record,
         )
-        self._continuation = continuation
-        self._node_loss = node_loss
         self._heeded_requests: set[StopRequest] = set()
         self._groups_kept_down: frozenset[str] = frozenset()
         self._end: EndTrial | None = None
@@ -156,22 +148,22 @@ class Supervisor:
 
     def run(self) -> SupervisorExit:
         """Supervises until the attempt has ended."""
-        os.environ[TRIAL_UUID_VARIABLE] = self._plan.trial.uuid  # inherited by everything that is started from here
+        os.environ[TRIAL_UUID_VARIABLE] = self.plan.trial.uuid  # inherited by everything that is started from here
         self._looks.wake_up = self._wake.wake_up
         self._mark.begin()
         with self._wake.listening():
             self._clean_up_after_predecessor()
-            self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self._attempt.mode)
+            self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self.attempt.mode)
             self._leases.begin()
             while self._end is None and not self._why_abandoned:
                 self._mark.go_round()
                 self._step()
-                self._recorder.try_again(time.monotonic())
+                self.recorder.try_again(time.monotonic())
                 if self._end is None:
                     self._wake.wait(_TICK_S)
             # Here, as a signal in between must not kill us.
             end = self._abandon() if self._end is None else self._finish(self._end)
-            self._recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+            self.recorder.close(timeout_s=_TOLD_TIMEOUT_S)
             return end
 
     def _step(self) -> None:
@@ -211,28 +203,26 @@ class Supervisor:
 
     def _drive_extra_jobs(self) -> None:
         """Before the exits are judged: those whose nodes were lost are no crashes."""
-        if self._extra_jobs is None or self._unit_nodes is None:
-            return
-        for action in self._extra_jobs.drive(time.monotonic()):
-            self._apply(self._unit_nodes.apply(action, self._unit_machine, time.monotonic()))
+        if self._unit_nodes is not None:
+            self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
-        if self._node_loss is None or not exits:
+        if self.node_loss is None or not exits:
             return exits
-        for node in self._node_loss.look():
-            note_failed_node(self._directory, node, self._record)
+        for node in self.node_loss.look():
+            note_failed_node(self.directory, node, self._record)
             self._relocate(node)
         return [
-            replace(one, kind=ExitKind.NODE_LOST) if self._node_loss.explains_end(one.task) else one for one in exits
+            replace(one, kind=ExitKind.NODE_LOST) if self.node_loss.explains_end(one.task) else one for one in exits
         ]
 
     def _relocate(self, node: str) -> None:
-        assert self._node_loss is not None
+        assert self.node_loss is not None
         cause = f"node {node} failed"
-        relocation = self._node_loss.relocate()
+        relocation = self.node_loss.relocate()
         for worker, step in {**relocation.moves, **relocation.shares}.items():
-            self._record("worker_moved", worker=worker, cause=cause, node=self._node_loss.host_of(step))
+            self._record("worker_moved", worker=worker, cause=cause, node=self.node_loss.host_of(step))
         if relocation.why_over:
             self._leave_nodes(cause, f"{cause}, and {relocation.why_over}")
             return
@@ -248,7 +238,7 @@ class Supervisor:
 
     def _leave_lost_allocation(self) -> None:
         cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
-        if cause and self._continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
+        if cause and self.continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
             self._leave_nodes(cause, cause)
 
     def _leave_nodes(self, reason: str, cause: str) -> None:
@@ -260,9 +250,9 @@ class Supervisor:
     def _heed(self, seen: Seen) -> None:
         """What others want, and what has become of the trial."""
         if seen.is_superseded:
-            self._why_abandoned = f"attempt {self._attempt.attempt + 1} has begun"
+            self._why_abandoned = f"attempt {self.attempt.attempt + 1} has begun"
         for slot, entry in seen.entries or ():
-            if slot >= self._attempt.start_slot:
+            if slot >= self.attempt.start_slot:
                 self._heed_entry(entry)
         if seen.groups_kept_down is not None:
             self._keep_groups_down(seen.groups_kept_down)
@@ -306,7 +296,7 @@ class Supervisor:
         request = self._ends.signalled(number, was_asked=self._unit_machine.phase is not TrialPhase.RUNNING)
         if request is not None:
             # A file like rl-stop's, because the master has to see it too.
-            self._recorder.keep(partial(self._directory.write_stop_request, request))
+            self.recorder.keep(partial(self.directory.write_stop_request, request))
             self._heed_stop_request(request)
 
     def _apply(self, actions: Sequence[Action]) -> None:
@@ -326,12 +316,12 @@ class Supervisor:
                     self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
                 case LeaveUnit(unit, cause):
                     self._record("unit_left", unit=unit, cause=cause)
-                case CheckNodes(unit) if self._extra_jobs is not None and self._unit_nodes is not None:
-                    self._extra_jobs.check_nodes(self._unit_nodes.allocation_of(unit))
+                case CheckNodes(unit) if self._unit_nodes is not None:
+                    self._unit_nodes.check(unit)
                 case GiveUpUnit(unit, cause):
                     self._record("unit_given_up", unit=unit, cause=cause)
-                    if self._extra_jobs is not None and self._unit_nodes is not None:
-                        self._extra_jobs.give_up(self._unit_nodes.allocation_of(unit))
+                    if self._unit_nodes is not None:
+                        self._unit_nodes.give_up(unit)
                 case AppendStop(reason):
                     self._append_stop(reason)
                 case EndTrial():
@@ -342,7 +332,7 @@ class Supervisor:
     def _append_stop(self, reason: str) -> None:
         stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.then)
         try:
-            self._looks.run(stop, f"append a stop to {self._directory.log_path}")
+            self._looks.run(stop, f"append a stop to {self.directory.log_path}")
         except StoppedError:
             pass  # the trial ended by itself in the meantime; the end that is in the log counts
         except (OSError, TrialLogError) as error:
@@ -350,12 +340,12 @@ class Supervisor:
             self._record("stop_not_appended", cause=str(error))
 
     def _clean_up_after_predecessor(self) -> None:
-        self._directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
-        self._runner.clean_up()
+        self.directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
+        self.runner.clean_up()
         self._kill_leftovers()
 
     def _kill_leftovers(self) -> None:
-        found = kill_trial_processes(self._plan.trial.uuid, spare=(os.getpid(), os.getppid()), grace_s=_GUARDS_END_S)
+        found = kill_trial_processes(self.plan.trial.uuid, spare=(os.getpid(), os.getppid()), grace_s=_GUARDS_END_S)
         sweep()
         if found.killed:
             self._record("leftovers_killed", pids=found.killed, left=found.left)
@@ -373,8 +363,8 @@ class Supervisor:
         if self._ends.is_job_ending:
             verdict = self._ends.close()  # first of all: we may be killed at any moment
         self._kill_leftovers()
-        if self._extra_jobs is not None:
-            self._extra_jobs.close()
+        if self.extra_jobs is not None:
+            self.extra_jobs.close()
         self._destroy_secrets()
         if not verdict.goes_on:
             self._draw_report()
@@ -395,16 +385,16 @@ class Supervisor:
             self._request_stop_for(number)
 
     def _destroy_secrets(self) -> None:
-        path = self._directory.secrets_path
+        path = self.directory.secrets_path
         try:
             self._starts.run(lambda: TrialSecrets.destroy(path), f"remove {path}")
         except OSError as error:
             self._record("secrets_not_removed", cause=str(error))
 
     def _draw_report(self) -> None:
-        if not self._directory.metrics_path.exists():
+        if not self.directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self._directory.path)]
+        command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self.directory.path)]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S, preexec_fn=die_with_parent()

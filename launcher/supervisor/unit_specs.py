@@ -1,9 +1,9 @@
-"""What of a plan is started: restart units, the command line of each worker, and which units run in extra jobs. Pure.
+"""What of a plan is started: restart units, the command line of each worker, and which units run in extra jobs.
 
 plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker
           --worker_command--> python -m corral.workers --plan ... --kind ... --index ...
-extra jobs --NodesGranted(allocation)--> UnitNodes --unit by unit--> UnitMachine.nodes_granted --> actions
-unit machine --CheckNodes(unit)--> UnitNodes --allocation--> extra jobs
+extra jobs --NodesGranted(allocation)--> UnitNodes.drive --unit by unit--> UnitMachine.nodes_granted --> actions
+unit machine --CheckNodes(unit)--> UnitNodes.check --allocation--> extra jobs
 """
 
 import sys
@@ -13,7 +13,8 @@ from dataclasses import replace
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.extra_jobs.book import NodesEvent, NodesGranted, NodesLost, NodesNeverCome, NodesStay
+from corral.launcher.extra_jobs.book import NodesGranted, NodesLost, NodesNeverCome, NodesStay
+from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.supervisor.units import TRAINER_UNIT, Action, UnitMachine, UnitSpec
 
@@ -27,21 +28,14 @@ def worker_command(
     directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
 ) -> list[str]:
     """The command line of a worker. It holds nothing secret: other users of the node can read it."""
-    return [
-        sys.executable,
-        "-m",
-        "corral.workers",
-        "--plan",
-        str(directory.plan_path),
-        "--kind",
-        kind,
-        "--index",
-        str(index),
-        "--attempt",
-        str(attempt.attempt),
-        "--incarnation",
-        incarnation,
-    ]
+    values = {
+        "--plan": directory.plan_path,
+        "--kind": kind,
+        "--index": index,
+        "--attempt": attempt.attempt,
+        "--incarnation": incarnation,
+    }
+    return [sys.executable, "-m", "corral.workers", *(str(part) for option in values.items() for part in option)]
 
 
 def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
@@ -55,25 +49,30 @@ def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
 
 
 class UnitNodes:
-    """The units of each allocation, and the allocation of each unit."""
+    """The units of each extra job, and the extra job of each unit."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, extra_jobs: ExtraJobs) -> None:
+        self._extra_jobs = extra_jobs
+        layout = extra_jobs.layout
         self._allocation_by_unit: dict[str, Allocation] = {}
         self._units_by_allocation: dict[str, list[str]] = {}
         for index, allocation in enumerate(layout.allocations):
             units = self._units_by_allocation[allocation.name] = _units_of(layout, index)
             self._allocation_by_unit = dict.fromkeys(units, allocation) | self._allocation_by_unit
 
-    def allocation_of(self, unit: str) -> str:
-        """The name of the allocation that a unit runs in."""
-        return self._allocation_by_unit[unit].name
+    def check(self, unit: str) -> None:
+        """Finds out whether the nodes of a unit are still there."""
+        self._extra_jobs.check_nodes(self._allocation_by_unit[unit].name)
+
+    def give_up(self, unit: str) -> None:
+        """Nothing of the unit is started any more: its nodes are not needed."""
+        self._extra_jobs.give_up(self._allocation_by_unit[unit].name)
 
     def with_needs(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
         """The restart units, told which of them run in extra jobs."""
         roles = {unit: allocation.role for unit, allocation in self._allocation_by_unit.items()}
         gang = tuple(unit.name for unit in units if roles.get(unit.name) == "group")
-        has_fallback = {unit.name: self._layout.fallback_of(unit.name) is not None for unit in units}
+        has_fallback = {unit.name: self._extra_jobs.layout.fallback_of(unit.name) is not None for unit in units}
         return [
             replace(
                 unit,
@@ -85,19 +84,20 @@ class UnitNodes:
             for unit in units
         ]
 
-    def apply(self, action: NodesEvent, machine: UnitMachine, now: float) -> list[Action]:
-        """What follows for the units of an allocation from what became of its job."""
+    def drive(self, machine: UnitMachine, now: float) -> list[Action]:
+        """One turn of the loop: what follows for units from what became of their jobs."""
         actions: list[Action] = []
-        for unit in self._units_by_allocation[action.name]:
-            match action:
-                case NodesGranted():
-                    actions += machine.nodes_granted(unit, now)
-                case NodesLost(_, cause):
-                    actions += machine.nodes_lost(unit, cause, now)
-                case NodesStay():
-                    actions += machine.nodes_stay(unit, now)
-                case NodesNeverCome(_, cause):
-                    actions += machine.cannot_run(cause, now)
+        for event in self._extra_jobs.drive(now):
+            for unit in self._units_by_allocation[event.name]:
+                match event:
+                    case NodesGranted():
+                        actions += machine.nodes_granted(unit, now)
+                    case NodesLost(_, cause):
+                        actions += machine.nodes_lost(unit, cause, now)
+                    case NodesStay():
+                        actions += machine.nodes_stay(unit, now)
+                    case NodesNeverCome(_, cause):
+                        actions += machine.cannot_run(cause, now)
         return actions
 
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
-from corral.launcher.trial.exits import ExitKind, exit_text
+from corral.launcher.trial.exits import ExitKind, TaskExit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,58 +65,6 @@ class RestartPolicy:
     def pause_before(self, restart: int) -> float:
         """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
         return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
-
-
-_MEANING_BY_KIND = {
-    ExitKind.NODE_LOST: "lost its node",
-    ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
-    ExitKind.FILES_AWAY: "could not be started: the file system refused",
-    ExitKind.JOB_GONE: "could not be started: its job has ended",
-    ExitKind.NOTICED: "ended by SLURM's notice of the job's end (SIGTERM), which came before it could listen",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TaskExit:
-    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
-
-    task: str
-    returncode: int
-    kind: ExitKind = ExitKind.OWN
-    killed_by_us: bool = False
-    said: str = ""
-    """What the task itself put down about its end."""
-    silent_s: float = 0.0
-    """How long it had given no sign of life when it was killed for that."""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another task's end explains this one."""
-        return not self.silent_s and (self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN)
-
-    @property
-    def is_charged(self) -> bool:
-        """Whether it counts as a crash of the task."""
-        return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
-
-    def __str__(self) -> str:
-        if self.silent_s:
-            return f"{self.task} gave no sign of life for {self.silent_s:.0f} s, and was killed"
-        if self.kind is not ExitKind.OWN:
-            return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
-        meaning = {
-            0: " before the trial was done",
-            WorkerExit.BAD_CONFIGURATION: " (it refused its configuration)",
-            WorkerExit.NOT_FINITE: " (loss or gradient stays not finite)",
-            WorkerExit.CANNOT_CONTINUE: " (it cannot go on, and a restart would not help: its log says why)",
-            WorkerExit.SUPERSEDED: " (superseded)",
-            WorkerExit.GANG_BROKEN: " (its peers failed)",
-            WorkerExit.WRONG_DEVICES: " (it sees other GPUs than the plan gives it: look at its node)",
-            WorkerExit.USER_CODE: f" ({self.said or 'your code fails on everything: its log says with what'})",
-            WorkerExit.OUT_OF_MEMORY: " (out of memory: raise `mem` of its group)",
-            WorkerExit.NO_ROOM: " (a disk is full; it goes on when there is room)",
-        }.get(self.returncode, "")
-        return f"{self.task} {exit_text(self.returncode)}{meaning}"
 
 
 @dataclass(frozen=True, slots=True)

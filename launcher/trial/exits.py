@@ -7,7 +7,9 @@ import json
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ class ExitKind(StrEnum):
     """SLURM's SIGTERM, notice that the job is about to end, reached it before it could listen."""
 
 
+_MEANING_BY_KIND = {
+    ExitKind.NODE_LOST: "lost its node",
+    ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
+    ExitKind.FILES_AWAY: "could not be started: the file system refused",
+    ExitKind.JOB_GONE: "could not be started: its job has ended",
+    ExitKind.NOTICED: "ended by SLURM's notice of the job's end (SIGTERM), which came before it could listen",
+}
+_MEANING_BY_CODE = {
+    0: "before the trial was done",
+    WorkerExit.BAD_CONFIGURATION: "(it refused its configuration)",
+    WorkerExit.NOT_FINITE: "(loss or gradient stays not finite)",
+    WorkerExit.CANNOT_CONTINUE: "(it cannot go on, and a restart would not help: its log says why)",
+    WorkerExit.SUPERSEDED: "(superseded)",
+    WorkerExit.GANG_BROKEN: "(its peers failed)",
+    WorkerExit.WRONG_DEVICES: "(it sees other GPUs than the plan gives it: look at its node)",
+    WorkerExit.USER_CODE: "(your code fails on everything: its log says with what)",
+    WorkerExit.OUT_OF_MEMORY: "(out of memory: raise `mem` of its group)",
+    WorkerExit.NO_ROOM: "(a disk is full; it goes on when there is room)",
+}
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 _CONSEQUENCES = (-signal.SIGTERM, WorkerExit.SUPERSEDED, WorkerExit.GANG_BROKEN)
@@ -40,44 +61,69 @@ _SLURMS_OWN_LINE = re.compile(r"slurmstepd: error: .*\bdetected \d+ oom[-_ ]kill
 _MEMORY_WORDS = ("memory limit", "oom-kill", "oom_kill", "out of memory: killed", "out-of-memory")
 
 
-class ExitRecorder:
-    """Writes the records of one attempt."""
+@dataclass(frozen=True, slots=True)
+class TaskExit:
+    """The end of one task; a negative return code is a signal, as `subprocess` reports it."""
 
-    def __init__(self, directory: TrialDirectory, attempt: int) -> None:
-        self._directory = directory
-        self._attempt = attempt
-        self._next_number: dict[str, int] = {}
+    task: str
+    returncode: int
+    kind: ExitKind = ExitKind.OWN
+    killed_by_us: bool = False
+    said: str = ""
+    """What the task itself put down about its end."""
+    silent_s: float = 0.0
+    """How long it had given no sign of life when it was killed for that."""
 
-    def record(
-        self, worker: str, returncode: int, *, exit_kind: ExitKind, pid: int, node: str, ended_at: float
-    ) -> None:
-        """Writes down how a worker ended and what it said last.
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another task's end explains this one."""
+        return not self.silent_s and (self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN)
 
-        Raises:
-            OSError: if the file system refuses; it may be written down again.
-        """
-        kind, _, index = worker.partition("/")
-        log_path = self._directory.worker_log(self._attempt, kind, int(index))
-        content = {
-            "worker": worker,
-            "attempt": self._attempt,
-            "returncode": returncode,
-            "kind": exit_kind,
-            "signal": signal_name(returncode),
-            "time": ended_at,
-            "node": node,
-            "pid": pid,
-            "last_lines": tail_lines(log_path, _TAIL_LINES),
-        }
-        atomic_write(self._free_path(f"{self._attempt}.{kind}-{index}"), json.dumps(content).encode())
+    @property
+    def is_charged(self) -> bool:
+        """Whether it counts as a crash of the task."""
+        return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
 
-    def _free_path(self, stem: str) -> Path:
-        number = self._next_number.get(stem, 0)
-        # An earlier supervisor of the same attempt may have counted already.
-        while (path := self._directory.exits_path / f"{stem}.{number}.json").exists():
-            number += 1
-        self._next_number[stem] = number + 1
-        return path
+    def __str__(self) -> str:
+        if self.silent_s:
+            return f"{self.task} gave no sign of life for {self.silent_s:.0f} s, and was killed"
+        if self.kind is not ExitKind.OWN:
+            return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
+        meaning = f"({self.said})" if self.said else _MEANING_BY_CODE.get(self.returncode, "")
+        return f"{self.task} {exit_text(self.returncode)} {meaning}".rstrip()
+
+
+def record_exit(
+    directory: TrialDirectory,
+    attempt: int,
+    worker: str,
+    returncode: int,
+    *,
+    exit_kind: ExitKind,
+    pid: int,
+    node: str,
+    ended_at: float,
+) -> None:
+    """Writes down how a worker ended and what it said last.
+
+    Raises:
+        OSError: if the file system refuses; it may be written down again.
+    """
+    kind, _, index = worker.partition("/")
+    content = {
+        "worker": worker,
+        "attempt": attempt,
+        "returncode": returncode,
+        "kind": exit_kind,
+        "signal": signal_name(returncode),
+        "time": ended_at,
+        "node": node,
+        "pid": pid,
+        "last_lines": tail_lines(directory.worker_log(attempt, kind, int(index)), _TAIL_LINES),
+    }
+    # Earlier exits of the worker have their numbers, also those that another supervisor of the attempt has recorded.
+    paths = (directory.exits_path / f"{attempt}.{kind}-{index}.{number}.json" for number in count())
+    atomic_write(next(path for path in paths if not path.exists()), json.dumps(content).encode())
 
 
 def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
@@ -135,7 +181,7 @@ def signal_name(returncode: int) -> str | None:
         return exit_text(returncode)
 
 
-def tail_lines(path: Path, count: int) -> list[str]:
+def tail_lines(path: Path, most: int) -> list[str]:
     """The last lines of a text file; an empty list if there is none."""
     lines = read_tail(path, _TAIL_BYTES).decode(errors="replace").splitlines()
-    return lines[-count:] if count else []
+    return lines[-most:] if most else []

@@ -21,8 +21,8 @@ from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.units import RestartPolicy, RestartUnit, StartUnit, TaskExit, UnitMachine, UnitSpec
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.supervisor.units import RestartPolicy, RestartUnit, StartUnit, UnitMachine, UnitSpec
+from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial
 from tests.launcher.trials import StubTrial, make_plan, wait_until
