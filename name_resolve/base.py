@@ -11,11 +11,9 @@ Each record is a value and an owner. A lease says its owner; a plain `add` makes
 which is repeated because its reply was lost recognises its own record.
 """
 
-import contextlib
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import Self
 
 from corral.name_resolve.errors import (
@@ -24,24 +22,14 @@ from corral.name_resolve.errors import (
     NameServiceUnavailableError,
     NameTimeoutError,
 )
-from corral.name_resolve.lease import Keepalive, Lease, Put
+from corral.name_resolve.lease import Keepalive, Lease, LeaseStore, Put
 from corral.name_resolve.names import check_name, check_root, check_ttl
 
-_POLL_INTERVAL_S = 0.05  # of wait() in backends that cannot push: a registration is seen well before anybody notices
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5  # of wait(): soon for one that is almost there, rare for a gang of hundreds
 _ADD_OWNER_PREFIX = "add-"
 
 
-class Listener:
-    """Returns early when a name may have appeared; returning for no reason, as this one does, is allowed."""
-
-    def pause(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, _POLL_INTERVAL_S))
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-
-class NameService(ABC):
+class NameService(LeaseStore):
     """A shared mapping from names to short strings. All methods may be called from any thread.
 
     Args:
@@ -112,21 +100,20 @@ class NameService(ABC):
         """
         check_name(name)
         deadline_s = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
         outage: NameServiceUnavailableError | None = None
-        with contextlib.closing(self._listen(name)) as listener:
-            while True:
-                remaining_s = max(deadline_s - time.monotonic(), 0.0)
-                try:
-                    value = self._fetch(name, patience_s=remaining_s)
-                    outage = None
-                except NameServiceUnavailableError as error:
-                    value, outage = None, error
-                if value is not None:
-                    return value
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    break
-                listener.pause(remaining_s)
+        while True:
+            try:
+                value, outage = self._fetch(name, patience_s=max(deadline_s - time.monotonic(), 0.0)), None
+            except NameServiceUnavailableError as error:
+                value, outage = None, error
+            if value is not None:
+                return value
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                break
+            time.sleep(min(remaining_s, pause_s))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         whom = f"{waiting_for} did not register {name!r}" if waiting_for else f"{name!r} was not registered"
         reason = f"; at the end {outage}" if outage else ""
         raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
@@ -166,16 +153,8 @@ class NameService(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # What a backend provides. Names are checked by now. `patience_s` bounds the retries while the backend is
-    # unreachable (None: the limit that the backend has itself).
-
-    @abstractmethod
-    def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
-        """Perform each put atomically; answer "" where it was stored, and the owner in possession where it was not."""
-
-    @abstractmethod
-    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
-        """Delete a name, atomically with comparing the owner if one is given; answer whether it was deleted."""
+    # What a backend provides besides LeaseStore. Names are checked by now. `patience_s` bounds the retries while the
+    # backend is unreachable (None: the limit that the backend has itself).
 
     @abstractmethod
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None: ...
@@ -183,9 +162,6 @@ class NameService(ABC):
     @abstractmethod
     def _fetch_subtree(self, root: str) -> dict[str, str]:
         """Values by name, sorted by name."""
-
-    def _listen(self, name: str) -> Listener:
-        return Listener()
 
     @abstractmethod
     def _close(self) -> None:

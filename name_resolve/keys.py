@@ -39,14 +39,11 @@ class TrialKeys:
 
     @property
     def prefix(self) -> str:
-        """What Redis keys and channels of this trial begin with; also the limit of its ACL user."""
+        """What Redis keys of this trial begin with; also the limit of its ACL user."""
         return f"corral/{self.trial_uuid}/"
 
-    def workers_root(self) -> str:
-        return WORKERS_ROOT
-
     def worker_kind_root(self, kind: str) -> str:
-        return check_name(f"{self.workers_root()}/{kind}")
+        return check_name(f"{WORKERS_ROOT}/{kind}")
 
     def worker(self, kind: str, index: int) -> str:
         return f"{self.worker_kind_root(kind)}/{_check_index(index)}"

@@ -18,9 +18,9 @@ loser hears of it and leaves only spares two of a kind at work. What must be dec
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from corral.name_resolve.errors import NameExistsError, NameServiceError, NameServiceUnavailableError
 
@@ -48,16 +48,16 @@ class Put:
     replace: bool = False
 
 
-class LeaseStore(Protocol):
+class LeaseStore(ABC):
     """The two atomic operations that leases need. `patience_s` bounds the retries while the backend is unreachable."""
 
+    @abstractmethod
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
         """Perform each put; answer "" where it was stored, and the owner in possession where it was not."""
-        ...
 
+    @abstractmethod
     def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
         """Delete `name`, with `owner` only if the record is that owner's; answer whether it was deleted."""
-        ...
 
 
 class Lease:

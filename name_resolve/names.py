@@ -4,8 +4,8 @@
     "workers"                      a root: contains "workers" and "workers/...", never "workers2"
     ""                             the root of everything
 
-The alphabet has no glob character, no quote, no blank and no '~', so a name means the same in a Redis key, in a pub/sub
-pattern and in an ACL rule, and the service can keep its own keys where no name can reach.
+The alphabet has no glob character, no quote, no blank and no '~', so a name means the same in a Redis key and in an
+ACL rule, and the service can keep its own keys where no name can reach.
 """
 
 import re

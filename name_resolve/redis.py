@@ -8,19 +8,15 @@ holds. Lua scripts change a record and the set in one step, so the set always co
 record has expired is skipped, and taken out by whoever meets it. They compare and write without anything in between,
 which a GET followed by a SET cannot:
 
-    store    nothing there | same owner | replace --> SET, add to the set, wake waiters --> ""
+    store    nothing there | same owner | replace --> SET, add to the set ---------------> ""
              another owner's record               -------------------------------------> that owner
     remove   (owner matches, if one is given)     --> take out of the set, DEL ----------> 0 | 1
     prune    for each name: key expired           --> take out of the set
-
-A wait subscribes to the channel named like the key, looks again, and is woken by the script that stores the record. It
-looks again every second too: a message lost with a connection costs a second, not the wait.
 
 Every operation retries over reconnects, for `unavailable_timeout_s`. That is safe because storing is idempotent for one
 owner. Connections come from a pool, one for each thread that is in an operation.
 """
 
-import contextlib
 import json
 import socket
 import ssl
@@ -30,18 +26,16 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.client import PubSub
 from redis.connection import Connection, ConnectionPool
 from redis.retry import Retry
 
-from corral.name_resolve.base import Listener, NameService
+from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError
 from corral.name_resolve.lease import Put
 from corral.name_resolve.names import check_prefix
 
 _SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.5
-_LOOK_AGAIN_S = 1.0
 _NAMES_PER_COMMAND = 1000  # keeps single commands short, since Redis serves nobody else meanwhile
 
 Result = TypeVar("Result")
@@ -69,7 +63,6 @@ else
 end
 if not stored then
   redis.call('ZADD', KEYS[2], 0, ARGV[1])
-  redis.call('PUBLISH', KEYS[1], '')
 end
 return ''
 """
@@ -113,8 +106,7 @@ class RedisNameService(NameService):
 
     Args:
         tls: `Trust.client()`.
-        prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `&{prefix}*`, `+@read +@write +@connection
-            +@pubsub +eval +time`.
+        prefix: `TrialKeys.prefix`; the ACL user needs `~{prefix}*`, `+@read +@write +@connection +eval +time`.
         unavailable_timeout_s: how long an operation tries to reach the server before NameServiceUnavailableError.
     """
 
@@ -195,9 +187,6 @@ class RedisNameService(NameService):
         seconds, microseconds = self._retry(lambda: self._execute("TIME"))
         return int(seconds) + int(microseconds) / 1e6
 
-    def _listen(self, name: str) -> Listener:
-        return _ChannelListener(self._client, channel=self._key(name))
-
     def _close(self) -> None:
         self._is_disconnected = True
         self._client.close()
@@ -261,33 +250,3 @@ class RedisNameService(NameService):
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             except redis.RedisError as error:
                 raise NameServiceError(f"{self._described} answers: {error}") from error
-
-
-class _ChannelListener(Listener):
-    """Wakes when the key is stored. The first pause only subscribes: the caller looks again before it sleeps."""
-
-    def __init__(self, client: Any, *, channel: str) -> None:
-        self._client = client
-        self._channel = channel
-        self._subscription: PubSub | None = None
-
-    def pause(self, timeout_s: float) -> None:
-        try:
-            if self._subscription is None:
-                self._subscription = self._client.pubsub()
-                self._subscription.subscribe(self._channel)
-            # The first message is the confirmation: from there on a publication cannot be missed.
-            self._subscription.get_message(timeout=min(timeout_s, _LOOK_AGAIN_S))
-        except (redis.ConnectionError, redis.TimeoutError):
-            self.close()
-            time.sleep(min(timeout_s, _FIRST_BACKOFF_S))  # the caller looks again, and that is what retries
-        except redis.RedisError as error:
-            raise NameServiceError(
-                f"cannot subscribe to {self._channel!r}: {error}; its ACL user needs &<prefix>*"
-            ) from error
-
-    def close(self) -> None:
-        if self._subscription is not None:
-            with contextlib.suppress(redis.RedisError):
-                self._subscription.close()
-            self._subscription = None

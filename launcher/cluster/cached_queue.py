@@ -31,6 +31,7 @@ from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex
 from corral.launcher.trial.lock import LockAnswer, try_lock
+from corral.scheduling.restarts import growing_pause
 
 FRESH_S = 5.0
 _MAX_PAUSE_S = 60.0
@@ -138,7 +139,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 def pause_after(failures: int) -> float:
     """Seconds before it is asked again after so many failures in a row."""
-    return min(_MAX_PAUSE_S, FRESH_S * 2.0 ** min(failures - 1, 10))
+    return growing_pause(failures, first_s=FRESH_S, longest_s=_MAX_PAUSE_S)
 
 
 class CachedQueue:

@@ -21,6 +21,7 @@ from typing import Protocol
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.extra_jobs.gang import GangGuard, GiveBack, GiveUp
 from corral.launcher.layout.layout import Allocation
+from corral.scheduling.restarts import growing_pause
 
 _FIRST_PAUSE_S = 5.0
 _MAX_PAUSE_S = 600.0
@@ -323,7 +324,7 @@ class ExtraJobBook:
             extra_job.failures = 0
         extra_job.failures += 1
         extra_job.ran_since = None
-        pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(extra_job.failures - 1, 30))
+        pause_s = growing_pause(extra_job.failures, first_s=_FIRST_PAUSE_S, longest_s=_MAX_PAUSE_S)
         extra_job.state, extra_job.reason, extra_job.ask_at = ExtraJobState.WANTED, cause, now + pause_s
         extra_job.never = ""
         self._changed_at = now

@@ -14,6 +14,8 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from corral.scheduling.restarts import growing_pause
+
 _MIN_BACKOFF_S = 2.0  # several times what a cluster takes to start the jobs of the trial that comes first
 _MAX_BACKOFF_S = 3600.0
 
@@ -81,5 +83,5 @@ class GangGuard:
 
     def _pause_s(self) -> float:
         first = max(_MIN_BACKOFF_S, self.timeout_s / 10.0)
-        backoff_s = min(_MAX_BACKOFF_S, first * 2.0 ** min(self._failures - 1, 30))
+        backoff_s = growing_pause(self._failures, first_s=first, longest_s=_MAX_BACKOFF_S)
         return backoff_s * self.chance.uniform(0.5, 1.5)

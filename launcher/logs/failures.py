@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
@@ -127,29 +128,26 @@ def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
 
 
 def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
-    name, cause = event["event"], str(event.get("cause") or "")
-    moment, attempt = float(event["time"]), event.get("attempt")
-    state = str(event.get("state") or "")
-    if name == "node_failed":
-        node = str(event.get("node") or "")
-        return Incident(time=moment, who="node", what=cause or "failed", attempt=attempt, node=node, is_outside=True)
-    if name == "supervisor_died":
-        code = int(event.get("returncode", 0))
-        what = f"ended by signal {-code}" if code < 0 else f"exit {code}"
-        return Incident(time=moment, who="supervisor", what=what, attempt=attempt, is_outside=True)
-    if name == "supervisor_failed":
-        return Incident(time=moment, who="supervisor", what=cause, attempt=attempt, is_outside=True)
-    if name in ("redis_exited", "redis_not_started", "worker_not_started"):
-        what = cause or f"ended with {event.get('returncode')}"
-        who = str(event.get("worker") or "redis")
-        # At the end Redis is ended by us, which is no failure.
-        is_ours = name == "redis_exited" and event.get("returncode") in (0, -signal.SIGKILL, -signal.SIGTERM)
-        return None if is_ours else Incident(time=moment, who=who, what=what, attempt=attempt)
-    if name in _ENDS and (state in _OUTSIDE or event.get("failed") == "supervisor"):
-        what = f"{state}: {cause}" if cause else state
-        return Incident(time=moment, who="attempt", what=what, attempt=attempt, is_outside=True)
-    if name == "trial_ended" and state == "FAILED":
-        return Incident(time=moment, who="trial", what=f"FAILED: {cause}", attempt=attempt, is_consequence=True)
+    name, cause, state = event["event"], str(event.get("cause") or ""), str(event.get("state") or "")
+    code, who = int(event.get("returncode") or 0), str(event.get("worker") or "redis")
+    make = partial(Incident, time=float(event["time"]), attempt=event.get("attempt"))
+    match name:
+        case "node_failed":
+            return make(who="node", what=cause or "failed", node=str(event.get("node") or ""), is_outside=True)
+        case "supervisor_died":
+            return make(
+                who="supervisor", what=f"ended by signal {-code}" if code < 0 else f"exit {code}", is_outside=True
+            )
+        case "supervisor_failed":
+            return make(who="supervisor", what=cause, is_outside=True)
+        case "redis_exited" if event.get("returncode") in (0, -signal.SIGKILL, -signal.SIGTERM):
+            return None  # at the end Redis is ended by us, which is no failure
+        case "redis_exited" | "redis_not_started" | "worker_not_started":
+            return make(who=who, what=cause or f"ended with {event.get('returncode')}")
+        case "attempt_ended" | "trial_ended" if state in _OUTSIDE or event.get("failed") == "supervisor":
+            return make(who="attempt", what=f"{state}: {cause}" if cause else state, is_outside=True)
+        case "trial_ended" if state == "FAILED":
+            return make(who="trial", what=f"FAILED: {cause}", is_consequence=True)
     return None
 
 

@@ -137,18 +137,6 @@ def own_jobs_of(facts: TrialFacts, *, claimed_by: str = "") -> OwnJobs:
     return OwnJobs(facts.directory, facts.experiment, facts.trial, facts.uuid, claimed_by)
 
 
-def make_extra_jobs(names: Mapping[str, bool], jobs: TrialJobs) -> tuple[ExtraJob, ...]:
-    """An extra job for each allocation beside the head.
-
-    Args:
-        names: whether it is elastic, by allocation.
-    """
-    return tuple(
-        ExtraJob(allocation=name, is_elastic=is_elastic, job=jobs.extra_jobs.get(name))
-        for name, is_elastic in names.items()
-    )
-
-
 def find_strays(jobs: Iterable[Job], known: Collection[str]) -> list[tuple[Job, Path]]:
     """Living head jobs of trials that are none of the known, by their uuids, with the directories that they name."""
     return [

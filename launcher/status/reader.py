@@ -6,15 +6,12 @@ A trial that has recorded its end costs a few small files; only those that may r
 Redis, several at a time. A directory that does not answer costs its own row, and no other.
 """
 
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import (
@@ -39,7 +36,7 @@ from corral.launcher.clusters import queue_here
 from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.layout.layout import Layout
-from corral.launcher.status.evidence import Evidence, TrialJobs, find_jobs, make_extra_jobs, own_jobs_of
+from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import first_cause, read_exits
@@ -90,9 +87,7 @@ class StatusReader:
         return [_known(facts, (found | silent)[facts.directory.path]) for facts in trials], answer
 
     def _read_one(self, trial: "_OpenTrial", answer: QueueAnswer) -> "TrialRead":
-        evidence = _gather_ended(trial, answer) if trial.ended is not None else None
-        if evidence is None:
-            evidence = self._gather(trial, answer)
+        evidence = (_gather_ended(trial, answer) if trial.ended is not None else None) or self._gather(trial, answer)
         return TrialRead(facts=trial.facts, status=describe(evidence), evidence=evidence)
 
     def _look(self, trials: Sequence["_OpenTrial"]) -> QueueAnswer:
@@ -104,7 +99,7 @@ class StatusReader:
     def _gather(self, trial: "_OpenTrial", answer: QueueAnswer) -> Evidence:
         facts, attempt, view = trial.facts, trial.attempt, trial.view
         directory, now = facts.directory, time.time()
-        own_job_id = _job_id(directory, view)
+        own_job_id = trial.job_id
         is_in_jobs = has_jobs(facts.mode)
         jobs = find_jobs(
             answer.index,
@@ -116,7 +111,8 @@ class StatusReader:
         job = jobs.head
         if is_in_jobs and job is None and own_job_id and is_recent and answer.unreachable_since is None:
             job = job_if_known(self._cluster, own_job_id)
-        has_run = job is not None and _has_run(view, job, own_job_id)
+        # The attempt has started, and its job, or the one that follows, waits.
+        has_run = job is not None and (job.job_id != own_job_id or view.last("supervisor_started") is not None)
         if job is not None:
             job = self._cluster.look_closer(job, has_run=has_run)
         is_supervised = None if is_in_jobs else is_locked(directory)
@@ -126,11 +122,8 @@ class StatusReader:
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(directory, attempt)
         names, allocation_by_worker = _read_extra_jobs(directory) if is_in_jobs else ({}, {})
-        return Evidence(
-            facts=facts,
-            now=now,
-            attempt=attempt,
-            lives=view.lives(facts.workers),
+        return replace(
+            trial.evidence(now),
             redis_started=view.last("redis_started") is not None,
             is_done=log_state.is_done,
             is_stopped=log_state.is_stopped and not log_state.is_handed_over,
@@ -147,14 +140,15 @@ class StatusReader:
             accounted=self._ask_accounting(own_job_id) if is_in_jobs and job is None and is_recent else None,
             unreachable_since=answer.unreachable_since if is_in_jobs else None,
             jobs_known_at=answer.asked_at,
-            extra_jobs=make_extra_jobs(names, jobs),
+            extra_jobs=tuple(
+                ExtraJob(allocation=name, is_elastic=is_elastic, job=jobs.extra_jobs.get(name))
+                for name, is_elastic in names.items()
+            ),
             allocation_by_worker=allocation_by_worker,
             groups_kept_down=directory.read_groups_kept_down(),
             given_up=view.given_up(facts.workers),
             zombies=_zombies(jobs, seen.records, view.attempt),
             failure=_read_failure(directory, view, has_failed=job is not None and job.state == "FAILED"),
-            history=view.history(),
-            findings=view.findings(),
             damage=tuple(
                 text for text in (attempt.damage if attempt else "", log_damage, why_no_room(directory.path)) if text
             ),
@@ -168,17 +162,15 @@ class StatusReader:
 
     def _read_records(self, facts: TrialFacts) -> "_Seen":
         # Not at the top: redis takes longer to import than most answers take to give.
-        from corral.launcher.trial.rendezvous import connect_name_service
+        from corral.launcher.trial.rendezvous import connect_name_service, read_worker_records
         from corral.name_resolve.errors import NameServiceError
-        from corral.name_resolve.keys import LAST_SEEN_ROOT, TrialKeys
+        from corral.name_resolve.keys import LAST_SEEN_ROOT, WORKERS_ROOT
 
-        root = TrialKeys(facts.uuid).workers_root()
         try:
             with connect_name_service(facts.directory, facts.uuid, timeout_s=_REDIS_TIMEOUT_S) as names:
-                last_seen, records = names.get_subtree(LAST_SEEN_ROOT), names.get_subtree(root)
                 return _Seen(
-                    records=_parse_records(records, root),
-                    last_seen=_parse_records(last_seen, LAST_SEEN_ROOT),
+                    last_seen=read_worker_records(names, LAST_SEEN_ROOT),
+                    records=read_worker_records(names, WORKERS_ROOT),
                     redis_now=names.clock(),
                 )
         except (NameServiceError, OSError, ValueError):
@@ -227,10 +219,25 @@ class _OpenTrial:
     facts: TrialFacts
     attempt: AttemptRecord | None
     view: JournalView
+    job_id: str
+    """Of the job that runs the last attempt, or is to run it."""
     ended: Mapping[str, Any] | None
     """The record of its end, if it has one."""
     attempt_ended: Mapping[str, Any] | None
     """How the last attempt ended."""
+
+    def evidence(self, now: float) -> Evidence:
+        """What is known of it so far."""
+        return Evidence(
+            facts=self.facts,
+            now=now,
+            attempt=self.attempt,
+            lives=self.view.lives(self.facts.workers),
+            redis_started=True,
+            job_id=self.job_id,
+            history=self.view.history(),
+            findings=self.view.findings(),
+        )
 
     @property
     def may_have_jobs(self) -> bool:
@@ -268,36 +275,27 @@ def _open(facts: TrialFacts) -> _OpenTrial:
         moment = event["time"] if event is not None else _last_sign(facts.directory, attempt)
         attempt_ended = {"attempt": record.attempt, "state": record.state, "cause": record.cause, "time": moment}
         ended = attempt_ended if record.is_final else None
-    return _OpenTrial(facts=facts, attempt=attempt, view=view, ended=ended, attempt_ended=attempt_ended)
+    job_id = _job_id(facts.directory, view)
+    return _OpenTrial(facts=facts, attempt=attempt, view=view, job_id=job_id, ended=ended, attempt_ended=attempt_ended)
 
 
 def _gather_ended(trial: _OpenTrial, answer: QueueAnswer) -> Evidence | None:
     """A trial that has recorded its end; None if a job of it is there all the same, and would go on with it."""
-    facts, attempt, view = trial.facts, trial.attempt, trial.view
-    directory = facts.directory
-    own_job_id = _job_id(directory, view)
-    own = own_jobs_of(facts, claimed_by=own_job_id)
-    jobs = find_jobs(answer.index, own, job_id=own_job_id, is_over=False)
+    directory = trial.facts.directory
+    own = own_jobs_of(trial.facts, claimed_by=trial.job_id)
+    jobs = find_jobs(answer.index, own, job_id=trial.job_id, is_over=False)
     waiting = (jobs.head,) if jobs.head and jobs.head.phase is JobPhase.WAITING else ()
     attempts = read_attempts(directory)
-    log = _read_log(directory, attempt)[0]
+    log = _read_log(directory, trial.attempt)[0]
     if waiting and why_not_another(attempts, log, taken_away(directory, attempts)) is None:
         return None
     zombies = (*jobs.zombies, *waiting)
-    return Evidence(
-        facts=facts,
-        now=time.time(),
-        attempt=attempt,
-        lives=view.lives(facts.workers),
+    has_failed = trial.ended is not None and trial.ended["state"] == TrialState.FAILED
+    return replace(
+        trial.evidence(time.time()),
         ended=trial.ended,
-        redis_started=True,
-        job_id=own_job_id,
         zombies=tuple(f"job {job.job_id} is still {job.word}; scancel {job.job_id}" for job in zombies),
-        failure=_read_failure(
-            directory, view, has_failed=trial.ended is not None and trial.ended["state"] == TrialState.FAILED
-        ),
-        history=view.history(),
-        findings=view.findings(),
+        failure=_read_failure(directory, trial.view, has_failed=has_failed),
     )
 
 
@@ -311,11 +309,6 @@ def _job_id(directory: TrialDirectory, view: JournalView) -> str:
         return claim.job_id
     submitted = view.last("submitted")
     return str(submitted.get("job_id", "")) if submitted else ""
-
-
-def _has_run(view: JournalView, job: Job, own_job_id: str) -> bool:
-    """Whether the attempt has started and its job, or the one that follows, waits."""
-    return job.job_id != own_job_id or view.last("supervisor_started") is not None
 
 
 def _last_sign(directory: TrialDirectory, attempt: AttemptRecord) -> float:
@@ -371,11 +364,3 @@ def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> tuple
     if attempt is not None and state.is_stopped and state.next_slot <= attempt.start_slot:
         return LogState(next_slot=state.next_slot), ""  # that Stop ended the attempt before this one
     return state, ""
-
-
-def _parse_records(texts: Mapping[str, str], root: str) -> dict[str, WorkerRecord]:
-    records = {}
-    for name, text in texts.items():
-        with contextlib.suppress(ValueError):  # of another version of corral
-            records[name.removeprefix(f"{root}/")] = msgspec.json.decode(text, type=WorkerRecord)
-    return records

@@ -7,7 +7,7 @@ lease, not in setup --> UP                          rl-stop --group --> KEPT DOW
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.cluster.jobs import JobPhase
@@ -115,29 +115,22 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
     seen_at = memory.beat if memory is not None else life.ended_at
     last_seen_s = max(0.0, evidence.trial_now - seen_at) if seen_at is not None else None
     state = _worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s)
-    row = WorkerRow(
+    said = memory or WorkerRecord(phase="")
+    return WorkerRow(
         worker=worker,
         state=state,
-        pid=life.pid,
-        node=life.node,
-        restarts=life.restarts,
+        pid=said.pid or life.pid,
+        node=said.node or life.node,
+        phase=said.phase,
+        phase_s=said.in_phase_s + (last_seen_s or 0.0) if memory is not None else None,
+        restarts=life.restarts + said.restarts,
         last_seen_s=last_seen_s,
         exit=life.exit,
-    )
-    if memory is None:
-        return row
-    return replace(
-        row,
-        pid=memory.pid or life.pid,
-        node=memory.node or life.node,
-        phase=memory.phase,
-        phase_s=memory.in_phase_s + (last_seen_s or 0.0),
-        restarts=life.restarts + memory.restarts,
-        version=memory.version,
-        weight_update=memory.weight_update,
-        waiting_for=memory.waiting_for,
-        waits_for=memory.waits_for,
-        works_with=memory.works_with,
+        version=said.version,
+        weight_update=said.weight_update,
+        waiting_for=said.waiting_for,
+        waits_for=said.waits_for,
+        works_with=said.works_with,
     )
 
 

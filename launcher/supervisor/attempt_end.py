@@ -215,12 +215,15 @@ class EndMachine:
         )
         return Verdict(state=self._state, cause=self._cause, goes_on=goes_on)
 
-    def close(self) -> None:
+    def close(self) -> Verdict:
         """After `judge`, when everything else has been cleared away: sees to what follows, and records the end."""
         if self.phase is EndPhase.FINAL:
             self._finish()
-        if self.phase is not EndPhase.HANDING_OVER:
-            return
+        elif self.phase is EndPhase.HANDING_OVER:
+            self._see_to_next()
+        return self.verdict
+
+    def _see_to_next(self) -> None:
         self.phase = EndPhase.CLOSING
         if self._is_requeued:
             self._close("requeue")
@@ -299,21 +302,11 @@ class EndShell:
     """None where there are no jobs."""
     record: Callable[..., None]
     """Adds a line to the journal."""
-    _end: EndMachine = field(init=False)
+    machine: EndMachine = field(init=False)
     _own_request: StopRequest | None = None
 
     def __post_init__(self) -> None:
-        self._end = EndMachine(self.continuation, self)
-
-    @property
-    def is_job_ending(self) -> bool:
-        """Whether the cluster is about to kill us."""
-        return self._end.is_job_ending
-
-    @property
-    def then(self) -> Literal["", "requeue"]:
-        """What follows a stop of the trial log that the supervisor itself appends."""
-        return self._end.then
+        self.machine = EndMachine(self.continuation, self)
 
     def signalled(self, number: signal.Signals, *, was_asked: bool) -> StopRequest | None:
         """What a signal asks for; None if it says nothing new.
@@ -324,25 +317,25 @@ class EndShell:
         continuation = self.continuation
         if continuation is not None and number is signal.SIGUSR2:
             # Sites may let the cluster send the same signal at the beginning of a preemption's grace period.
-            if was_asked or self._end.is_settled:
+            if was_asked or self.machine.is_settled:
                 return None
-            prospect = continuation.look_ahead()
+            prospect = continuation.cluster.prospect(continuation.own)
             state = EndState.PREEMPTED if prospect.is_preempted else EndState.TIMED_OUT
-            self._end.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued)
+            self.machine.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued)
             by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
             return self._request(by, grace_s=self.plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
-            if self.is_job_ending:
+            if self.machine.is_job_ending:
                 return None  # it is said more than once
             job_end = continuation.explain()
             if job_end.state is not EndState.STOPPED:
-                self._end.job_ends(job_end)
+                self.machine.job_ends(job_end)
                 # Whoever cancels wants no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
                 is_now = not job_end.state.may_go_on
                 return self._request(
                     f"SLURM ({job_end.cause})", grace_s=_ENDING_GRACE_S, state=job_end.state, now=is_now
                 )
-        self._end.stop()
+        self.machine.stop()
         is_now = was_asked and number is not signal.SIGUSR2
         return self._request(_LOCAL_MEANING[number], grace_s=self.plan.supervision.stop_grace_s, now=is_now)
 
@@ -353,41 +346,32 @@ class EndShell:
         if request.is_notice and self.continuation is not None:
             # In the grace period of a preemption the cluster asks the steps to leave, and not us.
             # Where there is none it asks all of us at once, and what the steps say may be heard first.
-            prospect = self.continuation.look_ahead()
+            prospect = self.continuation.cluster.prospect(self.continuation.own)
             if prospect.is_ending and not prospect.is_requeued:
                 return  # our own SIGTERM comes too, and only then it can be said why: of scancel nothing follows
             why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
-            self._end.hand_over(why, _CAUSE_BY_STATE.get(why, request.by), is_requeued=prospect.is_requeued)
+            self.machine.hand_over(why, _CAUSE_BY_STATE.get(why, request.by), is_requeued=prospect.is_requeued)
             return
         # Set if the supervisor before us, which was killed, has asked for its job's sake.
         state = EndState(request.state) if request.state in tuple(EndState) else None
         if self.continuation is None or not request.then:
-            self._end.stop(state or EndState.STOPPED, request.by if state else "")
+            self.machine.stop(state or EndState.STOPPED, request.by if state else "")
         else:
             cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
-            self._end.hand_over(state or EndState.REQUEUED, cause)
-
-    def nodes_lost(self, cause: str) -> None:
-        """The allocation is not what it was: the next attempt gets all of its nodes again."""
-        self._end.hand_over(EndState.NODE_FAILED, cause)
+            self.machine.hand_over(state or EndState.REQUEUED, cause)
 
     def judge(self, end: EndTrial, log: LogState) -> Verdict:
         """What the end means, with what the trial log holds by now."""
         attempts = read_attempts(self.directory)
         taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.attempt])
-        if self._end.verdict.state in ENDED_BY_CLUSTER:  # which may not be written down yet
+        if self.machine.verdict.state in ENDED_BY_CLUSTER:  # which may not be written down yet
             taken.add(self.attempt)
         refusal = why_not_another(attempts, log, taken)
-        return self._end.judge(end, is_done=log.is_done, refusal=refusal)
-
-    def close(self) -> Verdict:
-        """Sees to what follows, and records the end; returns what it became."""
-        self._end.close()
-        return self._end.verdict
+        return self.machine.judge(end, is_done=log.is_done, refusal=refusal)
 
     def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
         self._own_request = StopRequest(
-            requested_at=time.time(), by=by, now=now, grace_s=grace_s, then=self._end.then, state=state or ""
+            requested_at=time.time(), by=by, now=now, grace_s=grace_s, then=self.machine.then, state=state or ""
         )
         return self._own_request
 

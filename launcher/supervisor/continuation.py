@@ -24,7 +24,7 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.cluster import Cluster
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
+from corral.launcher.cluster.own_job import JobEnd, OwnJob
 from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
@@ -54,21 +54,13 @@ class Continuation:
         self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
         self.successor = read_successor(self.directory, after=self.own.job_id)
 
-    def look_ahead(self) -> JobProspect:
-        """What the cluster has in mind for our job, while we may use its nodes for a while yet."""
-        return self.cluster.prospect(self.own)
-
     def explain(self) -> JobEnd:
         """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
         end = self.cluster.why_ending(self.own, self.directory)
         if end.state is EndState.NODE_FAILED:
-            self.record_failed_nodes()
+            for node in self.cluster.failed_nodes(self.own.hosts):
+                note_failed_node(self.directory, node, self.record)
         return end
-
-    def record_failed_nodes(self) -> None:
-        """Writes down which of our nodes are down; later attempts avoid them."""
-        for node in self.cluster.failed_nodes(self.own.hosts):
-            note_failed_node(self.directory, node, self.record)
 
     def arrange(self) -> str:
         """Puts a successor into the queue, once; returns why there is none, or ""."""
@@ -133,8 +125,10 @@ class Continuation:
                 time.sleep(_SWEEP_INTERVAL_S)
 
     def _remember(self, successor: str) -> None:
+        """Notes which job goes on after ours has ended; "" if none is to."""
         try:
-            write_successor(self.directory, successor, after=self.own.job_id)
+            noted = msgspec.json.encode({"job_id": successor, "after": self.own.job_id})
+            atomic_write(_successor_path(self.directory), noted)
             if successor:
                 self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
         except OSError as error:
@@ -143,11 +137,6 @@ class Continuation:
     def _is_successor(self, job: Job) -> bool:
         is_waiting = job.phase is JobPhase.WAITING and job.job_id != self.own.job_id
         return is_waiting and is_head_of(self._own_jobs)(job)
-
-
-def write_successor(directory: TrialDirectory, job_id: str, *, after: str) -> None:
-    """Notes which job goes on after a job has ended; "" if none is to."""
-    atomic_write(_successor_path(directory), msgspec.json.encode({"job_id": job_id, "after": after}))
 
 
 def read_successor(directory: TrialDirectory, *, after: str) -> str:

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.plan import RunPlan
@@ -35,32 +34,19 @@ from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
-from corral.launcher.supervisor.units import RestartPolicy
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.lock import SupervisorLock
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.sweep import sweep
+from corral.scheduling.restarts import RestartBudget, growing_pause
 
 logger = logging.getLogger(__name__)
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-_PAUSE_S = 0.2
+_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
 _GUARDS_END_S = 5.0
 _LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
 _TOLD_TIMEOUT_S = 60.0  # the end of a trial is worth waiting for a file server
-
-
-@dataclass(slots=True)
-class RestartBudget:
-    """How often something may be started again; one that ran for long enough has all of it back."""
-
-    policy: RestartPolicy
-    in_a_row: int = 0
-
-    def ended(self, lived_s: float) -> float | None:
-        """The pause before the next start; None if there is to be none."""
-        self.in_a_row = 1 if lived_s >= self.policy.healthy_after_s else self.in_a_row + 1
-        return None if self.in_a_row > self.policy.max_restarts else self.policy.pause_before(self.in_a_row)
 
 
 def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int) -> int:
@@ -103,10 +89,7 @@ def _keep(
 ) -> int:
     plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
     recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
-    policy = RestartPolicy(
-        max_restarts=max_restarts, pause_s=_PAUSE_S, healthy_after_s=plan.supervision.healthy_after_s
-    )
-    budget = RestartBudget(policy)
+    budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=plan.supervision.healthy_after_s)
     unheard: list[str] = []
     num_starts = 0
     with _secrets_recorded(directory, plan.trial.uuid) as recorded:
@@ -126,13 +109,12 @@ def _keep(
             num_starts += 1
             cause = "it had fallen silent, and was killed" if child.was_silent else ""
             recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1, cause=cause)
-            pause_s = budget.ended(time.monotonic() - started_at)
-            if pause_s is None:
+            if not budget.take(ran_s=time.monotonic() - started_at):
                 return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
             if -returncode in child.heard:
                 # It was asked to stop before it could listen: its successor is told.
                 unheard = ["--signalled", signal.Signals(-returncode).name]
-            resumes_at = time.monotonic() + pause_s
+            resumes_at = time.monotonic() + growing_pause(budget.in_a_row, first_s=_PAUSE_S, longest_s=_MAX_PAUSE_S)
             while not wake.has_signals() and (left_s := resumes_at - time.monotonic()) > 0:  # a signal is for the next
                 wake.wait(left_s)
 

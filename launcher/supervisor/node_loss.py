@@ -12,11 +12,8 @@ import msgspec
 from corral.experiments.trial.attempt_end_record import add_failed_node
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
-from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
+from corral.launcher.layout.layout import Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import MovingRunner
-
-NodeKey = tuple[int, int]
-"""Allocation and node index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,53 +29,51 @@ class Relocation:
     """Why the attempt cannot go on; "" if it can."""
 
 
-def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[NodeKey]) -> Relocation:
-    """Finds room for the workers of lost nodes on the nodes that are left in their allocation. Pure.
+def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[int]) -> Relocation:
+    """Finds room for the workers of lost nodes on the nodes that are left of the head's allocation. Pure.
 
     Args:
         steps: where each worker runs at present.
-        lost: all nodes that have failed so far.
+        lost: all nodes of the head that have failed so far, by their indices.
 
     Returns:
         Moves that leave every node within what the allocation has there. Rollout workers, which own a share of the
         prompts and mostly wait, share cores where none are free.
     """
-    staying = {worker: step for worker, step in steps.items() if (step.allocation, step.node_index) not in lost}
+    steps = {worker: step for worker, step in steps.items() if step.allocation == 0}
+    left = [node for node in range(layout.head.num_nodes) if node not in lost]
+    staying = {worker: step for worker, step in steps.items() if step.node_index in left}
     homeless = [worker for worker in steps if worker not in staying]
     moves: dict[str, Step] = {}
     # The largest first: the small ones fit into what is left.
     for worker in sorted(homeless, key=lambda worker: (-steps[worker].gpus, -steps[worker].cpus, worker)):
-        step, taken = steps[worker], {**staying, **moves}
-        places = (_fit(layout, taken, step, node) for node in _nodes_left(layout, step.allocation, lost))
+        taken = {**staying, **moves}
+        places = (_fit(layout, taken, steps[worker], node) for node in left)
         if (found := next((place for place in places if place is not None), None)) is not None:
             moves[worker] = found
     shares: dict[str, Step] = {}
     for worker in homeless:  # only now, so that those who share are in nobody's way
-        step, nodes = steps[worker], _nodes_left(layout, steps[worker].allocation, lost)
-        if worker not in moves and worker.startswith("rollout_worker/") and not step.gpus and nodes:
+        step = steps[worker]
+        if worker not in moves and worker.startswith("rollout_worker/") and not step.gpus and left:
             taken = {**staying, **moves, **shares}
-            used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, step.allocation, node)) for node in nodes}
-            shares[worker] = msgspec.structs.replace(step, node_index=min(nodes, key=used_mb.__getitem__), cpus=1)
+            used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, node)) for node in left}
+            shares[worker] = msgspec.structs.replace(step, node_index=min(left, key=used_mb.__getitem__), cpus=1)
     without_room = tuple(worker for worker in homeless if worker not in moves and worker not in shares)
     return Relocation(moves=moves, shares=shares, without_room=without_room)
 
 
-def _nodes_left(layout: Layout, allocation: int, lost: Collection[NodeKey]) -> list[int]:
-    return [node for node in range(layout.allocations[allocation].num_nodes) if (allocation, node) not in lost]
-
-
-def _steps_on(steps: Mapping[str, Step], allocation: int, node: int) -> list[Step]:
-    return [step for step in steps.values() if (step.allocation, step.node_index) == (allocation, node)]
+def _steps_on(steps: Mapping[str, Step], node: int) -> list[Step]:
+    """Those on a node of the head."""
+    return [step for step in steps.values() if (step.allocation, step.node_index) == (0, node)]
 
 
 def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> Step | None:
-    allocation = layout.allocations[step.allocation]
-    others = _steps_on(taken, step.allocation, node)
-    reserved_cpus, reserved_mem_mb = _slack(layout, allocation) if (step.allocation, node) == (0, 0) else (0, 0)
-    free_gpus = sorted(set(range(allocation.gpus_per_node)) - {gpu for one in others for gpu in one.gpu_indices})
+    head, others = layout.head, _steps_on(taken, node)
+    reserved_cpus, reserved_mem_mb = _slack(layout) if node == 0 else (0, 0)
+    free_gpus = sorted(set(range(head.gpus_per_node)) - {gpu for one in others for gpu in one.gpu_indices})
     fits = (
-        sum(one.cpus for one in others) + step.cpus + reserved_cpus <= allocation.cpus_per_node
-        and sum(one.mem_mb for one in others) + step.mem_mb + reserved_mem_mb <= allocation.mem_mb_per_node
+        sum(one.cpus for one in others) + step.cpus + reserved_cpus <= head.cpus_per_node
+        and sum(one.mem_mb for one in others) + step.mem_mb + reserved_mem_mb <= head.mem_mb_per_node
         and len(free_gpus) >= step.gpus
     )
     if not fits:
@@ -86,9 +81,9 @@ def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> St
     return msgspec.structs.replace(step, node_index=node, gpu_indices=tuple(free_gpus[: step.gpus]))
 
 
-def _slack(layout: Layout, head: Allocation) -> tuple[int, int]:
+def _slack(layout: Layout) -> tuple[int, int]:
     """What the supervisor needs of the head node: at most what the layout left free there."""
-    own = _steps_on(layout.steps, 0, 0)
+    head, own = layout.head, _steps_on(layout.steps, 0)
     cpus = head.cpus_per_node - sum(step.cpus for step in own)
     mem_mb = head.mem_mb_per_node - sum(step.mem_mb for step in own)
     return min(1, max(0, cpus)), min(256, max(0, mem_mb))
@@ -124,7 +119,7 @@ class NodeLoss:
         self._head = head
         self._runner = runner
         self._steps = dict(layout.steps)
-        self._lost: set[NodeKey] = set()
+        self._lost: set[int] = set()
         self._given_up: set[str] = set()
         self._expected_ends: set[str] = set()
 
@@ -133,13 +128,10 @@ class NodeLoss:
         job = job_if_known(self._cluster, self._head.job_id)
         if job is None or not job.hosts:
             return []  # the next exit asks again
-        gone = [
-            (index, host)
-            for index, host in enumerate(self._head.hosts)
-            if host not in job.hosts and (0, index) not in self._lost
-        ]
-        self._lost |= {(0, index) for index, _ in gone}
-        return [host for _, host in gone]
+        down = {index for index, host in enumerate(self._head.hosts) if host not in job.hosts}
+        gone = sorted(down - self._lost)
+        self._lost |= down
+        return [self._head.hosts[index] for index in gone]
 
     def relocate(self) -> Relocation:
         """Lets the workers of the lost nodes run elsewhere from their next start on."""

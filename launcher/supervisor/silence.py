@@ -16,14 +16,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.trial.rendezvous import connect_name_service
+from corral.launcher.trial.rendezvous import connect_name_service, read_worker_records
 from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameServiceError
-from corral.name_resolve.keys import TrialKeys
+from corral.name_resolve.keys import WORKERS_ROOT
 
 LOOK_INTERVAL_S = 2.0
 """A worker's beat moves as often."""
@@ -65,14 +63,10 @@ class LeaseWatch:
             time.sleep(LOOK_INTERVAL_S)
 
     def _look(self, names: NameService) -> dict[str, WorkerRecord] | None:
-        root = TrialKeys(self._trial_uuid).workers_root()
         try:
-            found = names.get_subtree(root)
+            return read_worker_records(names, WORKERS_ROOT)
         except NameServiceError:
             return None
-        return {
-            name.removeprefix(f"{root}/"): msgspec.json.decode(text, type=WorkerRecord) for name, text in found.items()
-        }
 
 
 @dataclass(slots=True)

@@ -243,7 +243,7 @@ class Supervisor:
 
     def _leave_nodes(self, reason: str, cause: str) -> None:
         """At once: the next attempt gets all of its nodes again."""
-        self._ends.nodes_lost(cause)
+        self._ends.machine.hand_over(EndState.NODE_FAILED, cause)
         now = time.monotonic()
         self._apply(self._unit_machine.stop_requested(reason=reason, grace_s=0.0, immediately=True, now=now))
 
@@ -330,7 +330,7 @@ class Supervisor:
             self._tasks.signal(tasks, kill=kill)
 
     def _append_stop(self, reason: str) -> None:
-        stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.then)
+        stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.machine.then)
         try:
             self._looks.run(stop, f"append a stop to {self.directory.log_path}")
         except StoppedError:
@@ -360,16 +360,17 @@ class Supervisor:
         self._hear_last_word()
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         verdict = self._ends.judge(end, self._log.state)
-        if self._ends.is_job_ending:
-            verdict = self._ends.close()  # first of all: we may be killed at any moment
+        closing = self._ends.machine
+        if closing.is_job_ending:
+            verdict = closing.close()  # first of all: we may be killed at any moment
         self._kill_leftovers()
         if self.extra_jobs is not None:
             self.extra_jobs.close()
         self._destroy_secrets()
         if not verdict.goes_on:
             self._draw_report()
-        if not self._ends.is_job_ending:
-            verdict = self._ends.close()
+        if not closing.is_job_ending:
+            verdict = closing.close()
         return SupervisorExit.FAILED if verdict.state is EndState.FAILED else SupervisorExit.ENDED
 
     def _hear_last_word(self) -> None:

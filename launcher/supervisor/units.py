@@ -29,6 +29,7 @@ from enum import StrEnum
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.trial.exits import ExitKind, TaskExit
+from corral.scheduling.restarts import growing_pause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +62,6 @@ class RestartPolicy:
     kill_grace_s: float = 5.0
     check_timeout_s: float = 30.0
     """How long an exit may wait for the cluster's word on its nodes; after that it counts as a crash."""
-
-    def pause_before(self, restart: int) -> float:
-        """Pause before the `restart`-th restart in a row, counted from 1: doubles each time, up to `max_pause_s`."""
-        return min(self.max_pause_s, self.pause_s * 2.0 ** min(restart - 1, 30))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +374,7 @@ class UnitMachine:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
             return self._terminate(EndState.FAILED, cause, now)
-        pause_s = self._policy.pause_before(unit.in_a_row)
+        pause_s = growing_pause(unit.in_a_row, first_s=self._policy.pause_s, longest_s=self._policy.max_pause_s)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
         unit.start_at = now + pause_s

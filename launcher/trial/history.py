@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from corral.launcher.trial.exits import exit_text
 
 
@@ -38,11 +40,11 @@ class PastAttempt:
 class Finding:
     """Something that a train step has found out."""
 
-    is_alarm: bool
+    is_alarm: bool = False
     """Whether it is wrong; training goes on with it."""
     text: str
-    details: str
-    causes: tuple[str, ...]
+    details: str = ""
+    causes: tuple[str, ...] = ()
     """Likeliest first."""
     step: int
     """The train step that found it."""
@@ -89,17 +91,8 @@ class JournalView:
 
     def findings(self) -> tuple[Finding, ...]:
         """The newest of each topic that the attempt's train steps have found out."""
-        newest = {str(event.get("topic")): event for event in self.of_attempt if event["event"] == "train_notice"}
-        return tuple(
-            Finding(
-                is_alarm=bool(event.get("is_alarm")),
-                text=str(event.get("text")),
-                details=str(event.get("details")),
-                causes=tuple(str(cause) for cause in event.get("causes") or ()),
-                step=int(event.get("step") or 0),
-            )
-            for event in newest.values()
-        )
+        newest = {event["topic"]: event for event in self.of_attempt if event["event"] == "train_notice"}
+        return tuple(msgspec.convert(event, Finding) for event in newest.values())
 
     def history(self) -> tuple[PastAttempt, ...]:
         """Every attempt that is over, the oldest first."""

@@ -10,7 +10,7 @@ has proved itself by the trial's certificate: the server itself has no port, but
 The server stores nothing on disk, since nothing may live only in Redis, and whoever started it ends it by SIGKILL: it
 comes back on the same port, every key is gone, and clients register again. It does not hear what SLURM sends to all
 processes of a job that is about to end: the last checkpoint needs it. No secret is in its arguments, its environment or
-a file, and it is given the hash of the password alone. Whoever has the password reaches the keys and channels of this
+a file, and it is given the hash of the password alone. Whoever has the password reaches the keys of this
 trial, and no command that reads or changes the server.
 """
 
@@ -50,9 +50,9 @@ _LOG_TAIL_BYTES = 2000
 _UNHEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # words to the supervisor, which may reach its whole step
 _SOCKET = "redis"
 
-# Reading and writing keys, waiting for them, and scripts that see the same keys only. SCAN and RANDOMKEY go, because
+# Reading and writing keys, and scripts that see the same keys only. SCAN and RANDOMKEY go, because
 # they show the key names of everybody in a shared server; KEYS, CONFIG, FLUSHALL, INFO are in the two classes removed.
-_COMMAND_RULES = "+@read +@write +@connection +@pubsub +eval +time -@dangerous -@admin -scan -randomkey"
+_COMMAND_RULES = "+@read +@write +@connection +eval +time -@dangerous -@admin -scan -randomkey"
 
 # A title would be written over the environment, by which the launcher finds what a dead supervisor left.
 _CONFIGURATION = f"""\
@@ -66,7 +66,7 @@ appendonly no
 logfile ""
 set-proc-title no
 user default off resetkeys resetchannels -@all
-user {REDIS_USERNAME} on #{{hash}} resetkeys ~{{prefix}}* resetchannels &{{prefix}}* -@all {_COMMAND_RULES}
+user {REDIS_USERNAME} on #{{hash}} resetkeys ~{{prefix}}* resetchannels -@all {_COMMAND_RULES}
 """
 
 
@@ -117,7 +117,7 @@ class RedisServer:
     trust: Trust
     """What the front proves itself by."""
     key_prefix: str
-    """The keys and channels that may be used, ending in '/': `TrialKeys.prefix`."""
+    """What the keys that may be used begin with, ending in '/': `TrialKeys.prefix`."""
     host: str = "127.0.0.1"
     """The one address to listen on."""
     log_path: Path

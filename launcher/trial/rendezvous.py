@@ -1,10 +1,14 @@
 """The trial's Redis server, and how others of the launcher reach it: by rdzv.json and the secrets."""
 
+import contextlib
 import json
+
+import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
@@ -43,3 +47,16 @@ def connect_name_service(directory: TrialDirectory, trial_uuid: str, *, timeout_
         tls=Trust(directory.secrets_path).client(),
         unavailable_timeout_s=timeout_s,
     )
+
+
+def read_worker_records(names: NameService, root: str) -> dict[str, WorkerRecord]:
+    """The records below a root by worker, without those that another version of corral has published.
+
+    Raises:
+        NameServiceError: if there is no answer.
+    """
+    records = {}
+    for name, text in names.get_subtree(root).items():
+        with contextlib.suppress(ValueError):
+            records[name.removeprefix(f"{root}/")] = msgspec.json.decode(text, type=WorkerRecord)
+    return records

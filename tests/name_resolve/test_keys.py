@@ -3,6 +3,7 @@
 import pytest
 
 from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import WORKERS_ROOT
 from tests.name_services import MemoryNameService
 
 KEYS = TrialKeys("0123456789abcdef0123456789abcdef")
@@ -25,7 +26,7 @@ def test_every_key_can_be_registered_and_is_found_under_its_root() -> None:
         for name in names:
             service.add(name, "v")  # a name that two methods share would be refused here
         assert service.find_subtree("") == sorted(names)
-        assert len(service.find_subtree(KEYS.workers_root())) == 4
+        assert len(service.find_subtree(WORKERS_ROOT)) == 4
         assert len(service.find_subtree(KEYS.worker_kind_root("rollout_worker"))) == 3
         assert service.find_subtree(KEYS.trajectory_receivers_root()) == [KEYS.trajectory_receiver(0)]
         assert service.find_subtree(KEYS.generation_servers_root()) == [KEYS.generation_server(0)]

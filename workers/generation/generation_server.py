@@ -12,10 +12,10 @@ import json
 import logging
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 from corral.experiments.worker_specs import GenerationServerSpec
+from corral.scheduling.restarts import RestartBudget
 from corral.workers.generation.backend import BackendLostError, GenerationBackend
 from corral.workers.generation.control import ControlServer
 from corral.workers.generation.server_client import GenerationServerClient
@@ -25,31 +25,6 @@ from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class RestartBudget:
-    """Counts deaths that came one soon after the other.
-
-    Example:
-        budget = RestartBudget(max_restarts=1, healthy_after_s=600.0)
-        budget.take(ran_s=5.0)      # True: start it again
-        budget.take(ran_s=5.0)      # False: give up
-        budget.take(ran_s=3600.0)   # True: that one was well
-    """
-
-    max_restarts: int
-    healthy_after_s: float
-    num_used: int = 0
-
-    def take(self, *, ran_s: float) -> bool:
-        """Whether a server that died after `ran_s` is started again."""
-        if ran_s >= self.healthy_after_s:
-            self.num_used = 0
-        if self.num_used >= self.max_restarts:
-            return False
-        self.num_used += 1
-        return True
 
 
 _BEAT_S = 0.5
@@ -112,7 +87,7 @@ class GenerationServer(Worker):
                     raise BackendLostError(
                         f"{error}\nits server is not started again: sglang.max_restarts: {budget.max_restarts} is spent"
                     ) from error
-                logger.error("starts its server again, %d of %d: %s", budget.num_used, budget.max_restarts, error)
+                logger.error("starts its server again, %d of %d: %s", budget.in_a_row, budget.max_restarts, error)
                 lost_because = str(error).partition("\n")[0]
                 self.context.presence.note_restart()
             finally:

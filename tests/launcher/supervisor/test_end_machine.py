@@ -86,8 +86,7 @@ class Slurm:
 
     def finish(self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: Refusal | None = None) -> Verdict:
         self.end.judge(end, is_done=is_done, refusal=refusal)
-        self.end.close()
-        return self.end.verdict
+        return self.end.close()
 
 
 @pytest.fixture

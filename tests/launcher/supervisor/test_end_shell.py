@@ -131,10 +131,10 @@ class Attempt:
         """As the supervisor does it: the stop goes into the log, then the end is judged and closed."""
         state = self.log.read()
         if end.outcome is EndState.STOPPED and not state.is_stopped and not state.is_done:
-            self.log.request_stop("supervisor", then=self.end.then)
+            self.log.request_stop("supervisor", then=self.end.machine.then)
         self.log.poll()
         self.end.judge(end, self.log.state)
-        return self.end.close()
+        return self.end.machine.close()
 
     def recorded(self) -> tuple[str, str]:
         (event,) = self.events("attempt_ended")
@@ -180,7 +180,7 @@ def test_what_slurm_ends_goes_on(
     attempt: Attempt, answer: dict[str, str] | None, state: str, then: str, has_successor: bool
 ) -> None:
     request = attempt.term(answer)
-    assert request is not None and request.then == "requeue" and attempt.end.is_job_ending
+    assert request is not None and request.then == "requeue" and attempt.end.machine.is_job_ending
     assert attempt.recorded() == (state, then)  # before the workers have ended: SLURM may kill us
     assert attempt.finish().goes_on and not attempt.has_ended()
     assert bool(attempt.slurm.alive) is has_successor
@@ -240,7 +240,7 @@ def test_a_stop_while_slurm_ends_the_job_is_heeded(attempt: Attempt) -> None:
 
 def test_a_lost_node_does_not_revive_a_trial_that_is_being_stopped(attempt: Attempt) -> None:
     attempt.end.requested(STOP)
-    attempt.end.nodes_lost("node n2 failed")
+    attempt.end.machine.hand_over(EndState.NODE_FAILED, "node n2 failed")
     assert attempt.finish().state == "STOPPED" and attempt.slurm.options == []
 
 
@@ -379,7 +379,7 @@ def test_a_notice_to_the_steps_is_explained_by_slurm_and_hands_over(
 ) -> None:
     attempt.slurm.answer = answer
     attempt.end.requested(NOTICE)
-    assert attempt.end.then == "requeue" and not attempt.end.is_job_ending
+    assert attempt.end.machine.then == "requeue" and not attempt.end.machine.is_job_ending
     assert attempt.finish().goes_on and attempt.recorded() == (state, "successor")
 
 

@@ -81,13 +81,13 @@ def used(steps: Mapping[str, Step], node: int) -> tuple[int, int, list[int]]:
 def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_nothing_free(
     given_layout: Layout, losses: list[int]
 ) -> None:
-    shape, steps, lost, sharing = given_layout.head, dict(given_layout.steps), set[tuple[int, int]](), set[str]()
+    shape, steps, lost, sharing = given_layout.head, dict(given_layout.steps), set[int](), set[str]()
     for node in losses:
-        lost.add((0, node))
-        homeless = {worker for worker, one in steps.items() if (0, one.node_index) in lost}
+        lost.add(node)
+        homeless = {worker for worker, one in steps.items() if one.node_index in lost}
         found = relocate(given_layout, steps, lost)
         assert sorted([*found.moves, *found.shares, *found.without_room]) == sorted(homeless)
-        assert all((0, one.node_index) not in lost for one in [*found.moves.values(), *found.shares.values()])
+        assert all(one.node_index not in lost for one in [*found.moves.values(), *found.shares.values()])
         for worker, moved in found.moves.items():
             before = steps[worker]
             assert (
@@ -96,7 +96,7 @@ def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_n
             )
         sharing = (sharing - homeless) | {*found.shares}
         kept = {worker: one for worker, one in steps.items() if worker not in homeless} | dict(found.moves)
-        left = [index for index in range(shape.num_nodes) if (0, index) not in lost]
+        left = [index for index in range(shape.num_nodes) if index not in lost]
         for index in left:
             cpus, mem_mb, gpus = used({worker: one for worker, one in kept.items() if worker not in sharing}, index)
             slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
@@ -130,7 +130,7 @@ THREE_NODES = layout(
 
 
 def test_what_fits_moves_and_a_rollout_worker_shares_where_memory_is_left() -> None:
-    found = relocate(THREE_NODES, THREE_NODES.steps, {(0, 1)})
+    found = relocate(THREE_NODES, THREE_NODES.steps, {1})
     assert found.moves == {"generation_server/0": step(2, 4)}
     assert found.shares == {"rollout_worker/0": step(0, 1)} and found.without_room == ()
 
@@ -141,7 +141,7 @@ def test_the_largest_chooses_first_and_one_that_shares_is_in_nobodys_way() -> No
         "rollout_worker/0": step(1, 4),  # fits nowhere, so it shares
         "generation_server/0": step(1, 2),  # takes what is left
     }
-    found = relocate(layout(head(2), steps), steps, {(0, 1)})
+    found = relocate(layout(head(2), steps), steps, {1})
     assert found.moves.keys() == {"generation_server/0"} and found.shares.keys() == {"rollout_worker/0"}
 
 
@@ -152,7 +152,7 @@ def test_workers_with_gpus_get_free_ones_or_none() -> None:
         "generation_server/1": step(1, 1, gpus=(0, 1)),
         "rollout_worker/0": step(1, 1, gpus=(2,)),
     }
-    found = relocate(layout(head(2, gpus=4), steps), steps, {(0, 1)})
+    found = relocate(layout(head(2, gpus=4), steps), steps, {1})
     assert found.moves["generation_server/1"].gpu_indices == (1, 3)
     assert found.without_room == ("rollout_worker/0",)  # it owns a GPU, so it cannot share
 
@@ -165,7 +165,7 @@ def test_another_allocation_is_neither_lost_nor_moved_to() -> None:
         "model_worker/0": msgspec.structs.replace(step(0, 1), allocation=1),
     }
     both = Layout(kind="hetjob", reason="", allocations=(head(2), other), steps=steps)
-    assert relocate(both, steps, {(0, 1)}) == Relocation(without_room=("generation_server/0",))
+    assert relocate(both, steps, {1}) == Relocation(without_room=("generation_server/0",))
 
 
 @pytest.mark.parametrize(

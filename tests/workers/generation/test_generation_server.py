@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.exit_codes import WorkerExit
@@ -25,7 +23,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
 from corral.name_resolve import NameNotFoundError, TrialKeys
-from corral.workers.generation.generation_server import GenerationServer, RestartBudget
+from corral.workers.generation.generation_server import GenerationServer
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import run_to_exit_code
 from tests.launcher.trials import make_plan
@@ -163,18 +161,6 @@ def test_an_interpreter_that_is_not_there_is_the_users_fault(tmp_path: Path, cap
     (tmp_path / "python").unlink()
     assert rig.run() == WorkerExit.BAD_CONFIGURATION
     assert "sglang.python" in caplog.text and "make sglang" in caplog.text
-
-
-@given(max_restarts=st.integers(0, 5), lives_s=st.lists(st.floats(0, 1000), max_size=30))
-def test_a_budget_counts_the_deaths_since_the_last_long_life(max_restarts: int, lives_s: list[float]) -> None:
-    budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=600.0)
-    for index, life_s in enumerate(lives_s):
-        healthy = [number for number in range(index + 1) if lives_s[number] >= 600.0]
-        deaths_since = index + 1 - (healthy[-1] if healthy else 0)
-        is_restarted = budget.take(ran_s=life_s)
-        assert is_restarted == (deaths_since <= max_restarts)
-        if not is_restarted:
-            return
 
 
 def test_a_server_does_not_outlive_its_worker_even_if_that_is_killed(tmp_path: Path) -> None:
