@@ -28,6 +28,7 @@ RANKS: dict[str, list[set[str]]] = {
             "parallel",
             "policy_version",
             "redistribution",
+            "restarts",
             "slurm_formats",
             "staleness",
             "worker_numbers",
