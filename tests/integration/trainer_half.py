@@ -40,8 +40,7 @@ from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, Ver
 from corral.workers.backends import train_state
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
-from corral.workers.delivery.delivery_id import delivery_id, uid_of_delivery
-from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
+from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, install_signal_handlers, run_to_exit_code

@@ -12,6 +12,10 @@
 
 Everything names its session. A session ends when the receiver restarts or a new trainer epoch starts: what it held is
 gone.
+
+A sample whose trajectory came too late is generated again under the same uid. The stream remembers what it has refused,
+so each generation travels under a name of its own, its delivery id: the uid and its admission number,
+"0:problem-17#412".
 """
 
 from typing import Annotated, Literal
@@ -20,6 +24,17 @@ import msgspec
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.streams.codec import MessageBody
+
+
+def delivery_id(uid: str, order: int) -> str:
+    """The name under which this generation of a sample is delivered."""
+    return f"{uid}#{order}"
+
+
+def uid_of_delivery(name: str) -> str:
+    """The sample's uid."""
+    return name.rpartition("#")[0]
+
 
 VerdictKind = Literal["duplicate", "stale", "consumed", "malformed", "unreadable"]
 """duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last

@@ -1,9 +1,15 @@
-"""TrajectorySender: trajectories of one rollout worker -> whichever receiver has room, until a commit covers them.
+"""RecordStore and TrajectorySender: trajectories of one rollout worker -> whichever receiver has room.
 
-    spool --offer()--> SenderBook --Offer--> receiver with most room --Grant--> payload read back --Record--> receiver
-                           ^------------------------Ack, Verdict, Session----------------------------------------+
+    finished --spool (fsync)--> offered --delivered--> ... --a commit covers it--> discarded
+                    ^                       | rejected as stale, malformed, unreadable
+              read back at a restart        `--> discarded; its prompt is issued again
 
-Payloads are not kept in memory: they are read back from the spool whenever a receiver has room for them.
+    offer() --> SenderBook --Offer--> receiver with most room --Grant--> payload read back --Record--> receiver
+                    ^------------------------Ack, Verdict, Session----------------------------------------+
+
+A record is its stream header and tensors, in the stream's own encoding. Payloads are not kept in memory: they are read
+back from the spool whenever a receiver has room for them. Only the spool is used from other threads; what it raises (a
+full or broken disk) ends the worker: what is on disk then decides what the next one generates again.
 """
 
 import asyncio
@@ -22,10 +28,12 @@ from corral.workers.delivery.messages import (
     TrajectoryHeader,
     Verdict,
     VerdictKind,
+    uid_of_delivery,
 )
-from corral.workers.delivery.sender_book import Action, RecordState, Send, SenderBook
+from corral.workers.delivery.sender_book import Action, Send, SenderBook
+from corral.workers.delivery.spool import Spool
 from corral.workers.streams.closing import AsyncClosing
-from corral.workers.streams.codec import MessageCodec, Tensors
+from corral.workers.streams.codec import MessageCodec, Tensors, tensors_size_bytes
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.security import StreamSecurity
 
@@ -87,10 +95,6 @@ class TrajectorySender(AsyncClosing):
         for uid in uids:
             self._payloads.pop(uid, None)
 
-    def counts(self) -> dict[RecordState, int]:
-        """Number of records in each state."""
-        return self._book.counts()
-
     def set_receivers(self, address_by_index: Mapping[int, str]) -> None:
         """The receivers that exist now; what a vanished one held is delivered to the others."""
         for index in [index for index in self._links if index not in address_by_index]:
@@ -109,10 +113,6 @@ class TrajectorySender(AsyncClosing):
             raise self._failure
         for link in self._links.values():
             link.raise_failure()
-
-    async def wait_connected(self, deadline_s: float) -> None:
-        """Wait until every receiver has let us in; errors as for `DealerLink.wait_up`."""
-        await asyncio.gather(*(link.wait_up(deadline_s) for link in self._links.values()))
 
     async def close(self) -> None:
         links, self._links = list(self._links.values()), {}
@@ -194,3 +194,59 @@ class TrajectorySender(AsyncClosing):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
+
+
+class RecordStore:
+    """All records of one rollout worker that no commit covers. All methods belong to the loop's thread."""
+
+    def __init__(self, spool: Spool, sender: TrajectorySender, *, trial_uuid: str) -> None:
+        self._spool = spool
+        self._sender = sender
+        self._codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=trial_uuid)
+        self._header_by_uid: dict[str, TrajectoryHeader] = {}
+        self._removing = asyncio.Lock()
+        for uid in spool.uids():
+            self._header_by_uid[uid] = self._codec.decode(spool.payload(uid)).body
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._header_by_uid
+
+    def uids(self) -> list[str]:
+        return list(self._header_by_uid)
+
+    def holds(self, delivery: str) -> bool:
+        """Whether the record of this delivery is here, and not another one of its uid."""
+        header = self._header_by_uid.get(uid_of_delivery(delivery))
+        return header is not None and header.uid == delivery
+
+    def orders(self) -> dict[str, int]:
+        """Admission number by uid, of the records that hold answers."""
+        return {uid: header.order for uid, header in self._header_by_uid.items() if header.status == "finished"}
+
+    async def put(self, header: TrajectoryHeader, tensors: Tensors) -> None:
+        """Make a record durable and offer it to the trainer; OSError if it cannot be written."""
+        frames = self._codec.encode(header, epoch=0, tensors=tensors)
+        uid = uid_of_delivery(header.uid)
+        await asyncio.to_thread(self._spool.append, uid, [bytes(frame) for frame in frames])
+        self._header_by_uid[uid] = header
+        self._offer(uid, size_bytes=tensors_size_bytes(tensors))
+
+    def offer_all(self) -> None:
+        """Offer everything that is here to the trainer; what was offered before is not offered twice."""
+        for uid in self._header_by_uid:
+            self._offer(uid, size_bytes=tensors_size_bytes(self._tensors(uid)))
+
+    async def remove(self, uids: Iterable[str]) -> list[str]:
+        """Forget records on disk, here and in the stream; returns the uids that were here."""
+        async with self._removing:  # or a record could go twice, and with it the next one of its uid
+            here = [uid for uid in dict.fromkeys(uids) if uid in self._header_by_uid]
+            if here:
+                await asyncio.to_thread(self._spool.discard, here)
+            self._sender.covered([self._header_by_uid.pop(uid).uid for uid in here])
+            return here
+
+    def _offer(self, uid: str, *, size_bytes: int) -> None:
+        self._sender.offer(self._header_by_uid[uid], lambda: self._tensors(uid), size_bytes=size_bytes)
+
+    def _tensors(self, uid: str) -> Tensors:
+        return self._codec.decode(self._spool.payload(uid)).tensors

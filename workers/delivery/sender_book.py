@@ -72,13 +72,6 @@ class SenderBook:
     def __contains__(self, uid: str) -> bool:
         return uid in self._entries
 
-    def counts(self) -> dict[RecordState, int]:
-        """Number of records in each state."""
-        counts = dict.fromkeys(RecordState, 0)
-        for entry in self._entries.values():
-            counts[entry.state] += 1
-        return counts
-
     def add(self, uid: str, *, order: int, size_bytes: int) -> list[Action]:
         """A new record; adding it again changes nothing."""
         if uid in self._entries:

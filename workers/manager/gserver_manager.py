@@ -78,7 +78,6 @@ class GserverManager(Worker):
         """Whether commits were rejected that the gate has counted."""
         self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Under way, by name and incarnation of the server: what a lost host was told holds up nobody else."""
-        self._num_retried = 0
         self._refusals: Counter[tuple[str, str]] = Counter()
         """Of directories of weights, by name of the server."""
         self._refused: Refusal | None = None
@@ -150,7 +149,6 @@ class GserverManager(Worker):
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
         version = str(self._version)
         if request.failed_url:
-            self._num_retried += 1
             self._suspect_url(request.failed_url)
         avoided = request.failed_url or request.busy_url
         server = self._table.route(request.uid, tokens=request.tokens, version=version, avoided_url=avoided)

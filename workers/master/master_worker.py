@@ -51,10 +51,10 @@ A whole asynchronous step:
     12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
                                            Initialize, sessions    of a gang           then OkReply of all
 
-     1, 4   rollout/rollout_worker.py, prompt_queue.py, group_maker.py, generation_client.py; engine/loop.py
+     1, 4   rollout/rollout_worker.py, group_maker.py; engine/loop.py
      2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
-     5      delivery/: what is said in messages.py; spool.py, records.py, sender.py at rollout workers, receiver.py at
-            model workers; where a record stands is decided by sender_book.py and receiver_book.py
+     5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
+            model workers; where a record stands is decided by sender_book.py and receiver.py
      6      model/samples.py and data_store.py there, trainer_gang.py, sample_source.py and
             sequence_buffer.py here, the rule in scheduling/staleness.py
      7      step.py: a coroutine for each call, with step_order.py (whose inputs are there, whose ranks are free);

@@ -18,8 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.workers.data.prompts import is_held_out
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.delivery.delivery_id import uid_of_delivery
-from corral.workers.delivery.messages import VerdictKind
+from corral.workers.delivery.messages import VerdictKind, uid_of_delivery
 from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore

@@ -18,7 +18,8 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -28,10 +29,8 @@ from corral.experiments.trial.worker_record import MANAGER, MASTER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
-from corral.workers.delivery.delivery_id import delivery_id, uid_of_delivery
-from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind
-from corral.workers.delivery.records import RecordStore
-from corral.workers.delivery.sender import TrajectorySender
+from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
+from corral.workers.delivery.sender import RecordStore, TrajectorySender
 from corral.workers.delivery.spool import Spool
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
@@ -45,10 +44,14 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
-from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
-from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
+from corral.workers.rollout.group_maker import (
+    GenerationClient,
+    GenerationFailedError,
+    GroupMaker,
+    PromptFailedError,
+    Setback,
+)
 from corral.workers.rollout.judging import RewardJudge
-from corral.workers.rollout.prompt_queue import PromptQueue
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
@@ -64,6 +67,47 @@ _REQUEST_DEADLINE_S = 60.0
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds
 _MAX_CONNECTIONS = 1024
 _MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
+
+
+class PromptQueue:
+    """Which prompt is started next: those issued again first, then the worker's share in the order of the seed.
+
+    waiting ──take──► running ──finished──► spooled ──covered by a commit──► done
+     ▲  ▲                │ failed               │ rejected as stale            │ the trainer fell back
+     │  └──── first ─────┴──────────────────────┘                              │ past that commit
+     └──── start_over ─────────────────────────────────────────────────────────┘
+
+    Pure; what is done comes from the ledger, what is spooled from the spool. That no uid is lost when a process dies
+    rests on the walk over the whole share, at each start and after each fall-back, past nothing but what the committed
+    ledger holds or this worker still has. The spool only saves generating again.
+
+    Args:
+        share: gives all uids of this worker's share, in order, each time that it is called.
+        is_settled: whether a uid is in the ledger or in the spool, and must not be generated.
+    """
+
+    def __init__(self, share: Callable[[], Iterable[str]], *, is_settled: Callable[[str], bool]) -> None:
+        self._share = share
+        self._fresh: Iterator[str] = iter(share())
+        self._again: deque[str] = deque()
+        self._is_settled = is_settled
+
+    def take(self) -> str | None:
+        """The next prompt to start, or None if there is none at the moment."""
+        while self._again:
+            uid = self._again.popleft()
+            if not self._is_settled(uid):
+                return uid
+        return next((uid for uid in self._fresh if not self._is_settled(uid)), None)
+
+    def put_back(self, uid: str) -> None:
+        """A prompt was taken and not started, failed, or was rejected: it is issued again."""
+        if uid not in self._again:
+            self._again.append(uid)
+
+    def start_over(self) -> None:
+        """Something that was settled is so no longer: the whole share is looked at again, from its beginning."""
+        self._fresh = iter(self._share())
 
 
 class RolloutWorker(Worker):

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -88,8 +89,16 @@ def with_sender(
     asyncio.run(run())
 
 
+def count(sender: TrajectorySender, state: RecordState) -> int:
+    return Counter(entry.state for entry in sender._book._entries.values())[state]
+
+
 def acked(sender: TrajectorySender) -> int:
-    return sender.counts()[RecordState.ACKED]
+    return count(sender, RecordState.ACKED)
+
+
+async def wait_connected(sender: TrajectorySender, deadline_s: float) -> None:
+    await asyncio.gather(*(link.wait_up(deadline_s) for link in sender._links.values()))
 
 
 def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
@@ -171,7 +180,7 @@ def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receive
 
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers(dict.fromkeys(range(400), receiver.endpoint))
-        await sender.wait_connected(60)
+        await wait_connected(sender, 60)
 
     with_sender(as_role("rollout_worker"), run)
 
@@ -183,9 +192,9 @@ def test_nothing_is_taken_in_before_a_session_starts(as_role: AsRole) -> None:
         ) as receiver:
             Spool().offer(sender, 1)
             sender.set_receivers({0: receiver.endpoint})
-            await sender.wait_connected(10)
+            await wait_connected(sender, 10)
             await asyncio.sleep(0.05)
-            assert sender.counts()[RecordState.WAITING] == 1
+            assert count(sender, RecordState.WAITING) == 1
             receiver.start_session("1-a")
             await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
 
@@ -222,7 +231,7 @@ def test_a_verdict_reaches_the_sender_and_ends_the_delivery(as_role: AsRole, rec
         assert verdicts == [(header(1).uid, "stale")]
         await asyncio.to_thread(receiver.start_session, "2-a")
         await asyncio.sleep(0.05)
-        assert sender.counts()[RecordState.JUDGED] == 1
+        assert count(sender, RecordState.JUDGED) == 1
 
     with_sender(as_role("rollout_worker"), run, verdicts)
 
@@ -299,7 +308,7 @@ def test_a_sender_of_another_trial_hears_of_it(stranger: StreamSecurity, receive
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers({0: receiver.endpoint})
         with pytest.raises(WrongTrialKeyError, match="trajectory receiver 0"):
-            await sender.wait_connected(2.0)
+            await wait_connected(sender, 2.0)
         with pytest.raises(WrongTrialKeyError):
             sender.raise_failure()
 

@@ -142,6 +142,7 @@ class RolloutRig:
         )
         self._group_size = group_size
         self._max_prompt_tokens = max_prompt_tokens
+        self._num_retried = 0
         self._store = MemoryStore()
         self._stack = ExitStack()
         self.plan = self._make_plan()
@@ -222,7 +223,7 @@ class RolloutRig:
 
     def num_retried(self) -> int:
         """How often the manager was told that a server failed."""
-        return self.manager._num_retried
+        return self._num_retried
 
     @contextmanager
     def worker(self) -> Iterator[RolloutWorker]:
@@ -236,6 +237,13 @@ class RolloutRig:
     def _running_manager(self) -> ExitStack:
         stack = ExitStack()
         self.manager = GserverManager(self.context(stack, "gserver_manager"))
+        suspect_url = self.manager._suspect_url
+
+        def count(url: str) -> None:
+            self._num_retried += 1
+            suspect_url(url)
+
+        self.manager._suspect_url = count  # type: ignore[method-assign]
         task = self._loop.start(self.manager._main())
 
         def stop() -> None:

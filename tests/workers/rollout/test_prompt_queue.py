@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.workers.data.prompts import ordered_uids, uids_of_share
-from corral.workers.rollout.prompt_queue import PromptQueue
+from corral.workers.rollout.rollout_worker import PromptQueue
 
 
 def test_settled_prompts_are_skipped_and_failed_ones_come_first() -> None:
