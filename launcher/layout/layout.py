@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from corral.scheduling.layout_kind import LayoutKind
+from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
 AllocationRole = Literal["head", "component", "group", "elastic"]
 GpuBinding = Literal["per_task", "slice", "none"]
@@ -105,6 +106,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def workers_of(self, allocation: int) -> list[str]:
         """The workers whose steps run in one allocation."""
         return [worker for worker, step in self.steps.items() if step.allocation == allocation]
+
+    def kinds_of(self, allocation: int) -> list[WorkerKind]:
+        """The kinds of these workers."""
+        return list(dict.fromkeys(parse_worker_id(worker)[0] for worker in self.workers_of(allocation)))
 
     def to_json(self) -> bytes:
         """The text of layout.json."""

@@ -88,14 +88,14 @@ def _with_default_partition(plan: RunPlan, default: str | None) -> RunPlan:
     return plan.model_copy(update={"launch": plan.launch.model_copy(update={"partition": default})})
 
 
-def _asked(plan: RunPlan, scheduling: Scheduling, name: str) -> Any:
+def asked_for(plan: RunPlan, task: Scheduling, name: str) -> Any:
     """A group's own value, else that of `launch`."""
-    own = getattr(scheduling, name)
+    own = getattr(task, name)
     return getattr(plan.launch, name) if own is None else own
 
 
 def _needs(plan: RunPlan, scheduling: Scheduling) -> AllocationNeeds:
-    return AllocationNeeds(**{name: _asked(plan, scheduling, name) for name in NEEDS})
+    return AllocationNeeds(**{name: asked_for(plan, scheduling, name) for name in NEEDS})
 
 
 def _pools(plan: RunPlan) -> list[_Pool]:
@@ -144,7 +144,7 @@ def _difference(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[str, dict[str | 
     for name in NEEDS:
         values: dict[str | None, list[WorkerKind]] = {}
         for kind, group in plan.scheduling.items():
-            values.setdefault(_asked(plan, group.scheduling, name), []).append(kind)
+            values.setdefault(asked_for(plan, group.scheduling, name), []).append(kind)
         if len(values) > 1:
             return name, values
     types: dict[str | None, list[WorkerKind]] = {}
@@ -348,7 +348,7 @@ def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shape: Nod
     needs = _needs(plan, task)
     alone = {parse_worker_id(worker)[0]: TasksGroup(count=1, scheduling=task)}
     _place(plan, alone, shape, role="elastic", max_nodes=None)
-    times = {"time_limit": _asked(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
+    times = {"time_limit": asked_for(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
     return Allocation(
         name=worker,
         role="elastic",

@@ -10,15 +10,14 @@ from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
-from corral.launcher.layout.layout import Layout
-from corral.launcher.layout.planner import SUPERVISED
+from corral.launcher.layout.planner import SUPERVISED, asked_for
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.cluster import ClusterFacts, gpus_of, most_common_shape, plain_features
+from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, most_common_shape
+from corral.launcher.terminal import format_duration
 from corral.scheduling.job_options import ALLOCATION_FIELDS
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import Scheduling
-from corral.scheduling.slurm_formats import expand_host_list, format_time_limit, parse_point_in_time, parse_time_limit
-from corral.scheduling.worker_information import parse_worker_id
+from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
 _SIGNAL_PATH: KeyPath = ("launch", "signal_before_end_s")
@@ -64,9 +63,8 @@ def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
         own: KeyPath = ("groups", kind, "scheduling")
         in_own_job = plan.launch.layout != "jobs" or kind in SUPERVISED
         ask = _ask(plan, kind, group.scheduling, own, is_signalled=in_own_job)
-        if kind == "generation_server":  # its GPUs follow from the allocation, where the group does not give them
-            gpu_path = (*own, "gpu") if source.gives((*own, "gpu")) else ("allocation",)
-            ask = replace(ask, path_by_field={**ask.path_by_field, "gpu": gpu_path})
+        if kind == "generation_server" and not source.gives((*own, "gpu")):  # its GPUs follow from the allocation then
+            ask = replace(ask, path_by_field={**ask.path_by_field, "gpu": ("allocation",)})
         asks.append(ask)
         if group.elastic is not None:
             path = source.first_given(("groups", kind, "elastic", "scheduling"), own)
@@ -75,14 +73,8 @@ def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
 
 
 def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath, *, is_signalled: bool) -> Ask:
-    values: dict[str, str] = {}
-    path_by_field: dict[str, KeyPath] = {}
-    for name in ALLOCATION_FIELDS:
-        own, common = getattr(task, name), getattr(plan.launch, name)
-        if own is not None:
-            values[name], path_by_field[name] = own, (*path, name)
-        elif common is not None:
-            values[name], path_by_field[name] = common, ("launch", name)
+    values = {name: value for name in ALLOCATION_FIELDS if (value := asked_for(plan, task, name)) is not None}
+    path_by_field = {name: ("launch", name) if getattr(task, name) is None else (*path, name) for name in values}
     return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field, is_signalled=is_signalled)
 
 
@@ -126,15 +118,14 @@ def _signal_problems(ask: Ask, plan: RunPlan, source: ConfigSource) -> Iterator[
     )
     hint = f"set time_limit to at least '{least}', or launch.signal_before_end_s lower"
     path = source.first_given(ask.path_by_field["time_limit"], _SIGNAL_PATH)
-    if path == _SIGNAL_PATH:
-        yield ConfigProblem(message=message, hint=hint, path=path, shown=str(signal_s))
-    else:
-        yield ask.problem("time_limit", message, hint=hint)
+    yield ConfigProblem(
+        message=message, hint=hint, path=path, shown=str(signal_s) if path == _SIGNAL_PATH else ask.values["time_limit"]
+    )
 
 
 def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:
-    wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
-    if both := [host for host in wanted if host in unwanted]:
+    unwanted = hosts(ask.values, "exclude")
+    if both := [host for host in hosts(ask.values, "nodelist") if host in unwanted]:
         yield ask.problem(
             "exclude", f"{', '.join(both)} is in nodelist and in exclude", hint="remove it from one of them"
         )
@@ -148,7 +139,7 @@ def _time_problems(ask: Ask, now: datetime) -> Iterator[ConfigProblem]:
     begin = max(now, parse_point_in_time(ask.values.get("begin", "now"), now=now))
     limit = ask.values.get("time_limit")
     if end <= now:
-        ago = _about(now - end)
+        ago = format_duration((now - end).total_seconds())
         yield ask.problem("deadline", f"the deadline is {ago} ago", hint="write a time to come, such as now+2days")
     elif end <= begin:
         yield ask.problem(
@@ -166,51 +157,26 @@ def _time_problems(ask: Ask, now: datetime) -> Iterator[ConfigProblem]:
         )
 
 
-def _about(duration: timedelta) -> str:
-    seconds = duration.total_seconds()
-    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= unit_s:
-            return f"{seconds // unit_s:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def partitions_asked(values: Mapping[str, str], facts: ClusterFacts) -> list[str]:
-    """The partitions that a job may run in; a list means the first of them that can start it."""
-    asked = values.get("partition")
-    return asked.split(",") if asked else [facts.default_partition or ""]
-
-
 def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mapping[str | None, NodeShape]:
     """What a node has, by partition: of the nodes that could run what is asked for there, the most common shape."""
     shapes: dict[str | None, NodeShape] = {}
-    asks_by_partition: dict[str, list[Ask]] = {}
-    for ask in asks:
-        asks_by_partition.setdefault(partitions_asked(ask.values, facts)[0], []).append(ask)
-    for name, here in asks_by_partition.items():
-        types = {ask.task.gpu_type for ask in here if ask.task.gpu_type is not None}
-        gpu_type = next(iter(types)) if len(types) == 1 else None
-        cpus, mem_mb, gpus = (max(getattr(ask.task, field) for ask in here) for field in ("cpu", "mem", "gpu"))
-        gpus = 0 if plan.cluster.gpu_request == "none" else gpus
-        allowed = [node for node in facts.members(name) if any(_is_allowed(node, ask) for ask in here)]
-        able = [
-            node for node in allowed if node.cpus >= cpus and node.mem_mb >= mem_mb and gpus_of(node, gpu_type) >= gpus
-        ]
+    for name in dict.fromkeys(facts.asked(ask.values)[0] for ask in asks):
+        here = [ask for ask in asks if facts.asked(ask.values)[0] == name]
+        types = {ask.task.gpu_type for ask in here} - {None}
+        gpu_type = types.pop() if len(types) == 1 else None
+        most = {one: max(getattr(ask.task, one.of_task) for ask in here) for one in counted(plan)}
+        names = {node.name for ask in here for node in _may_run_on(ask, name, facts)}
+        allowed = [node for node in facts.members(name) if node.name in names]
+        able = [node for node in allowed if all(one.size(node, gpu_type) >= size for one, size in most.items())]
         shape = most_common_shape(able or allowed, gpu_type=gpu_type)
         if shape is not None:
-            shapes[name] = shape
-            if name == facts.default_partition:
-                shapes[None] = shape
+            shapes |= {name: shape, **({None: shape} if name == facts.default_partition else {})}
     return shapes
 
 
-def _is_allowed(node: Node, ask: Ask) -> bool:
-    wanted, unwanted = (expand_host_list(ask.values.get(name, "")) for name in ("nodelist", "exclude"))
-    features = plain_features(ask.values.get("constraint", ""))
-    return (
-        node.name not in unwanted
-        and (not wanted or node.name in wanted)
-        and all(feature in node.features for feature in features)
-    )
+def _may_run_on(ask: Ask, partition: str, facts: ClusterFacts) -> list[Node]:
+    wanted, allowed = hosts(ask.values, "nodelist"), facts.allowed(partition, ask.values)
+    return [node for node in allowed if not wanted or node.name in wanted]
 
 
 def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], source: ConfigSource) -> None:
@@ -218,14 +184,3 @@ def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], s
     if problems:
         once = {(problem.path, problem.message): problem for problem in problems}
         raise kind(once.values()).located(source)
-
-
-def option_path(layout: Layout, source: ConfigSource, index: int, field: str) -> KeyPath:
-    """The key that gives one allocation a value: its groups', or that of launch."""
-    kinds = dict.fromkeys(parse_worker_id(worker)[0] for worker in layout.workers_of(index))
-    own: list[KeyPath] = [("groups", kind, "scheduling", field) for kind in kinds]
-    if layout.allocations[index].role == "elastic":
-        own = [("groups", kind, "elastic", "scheduling", field) for kind in kinds] + own
-    common: KeyPath = ("launch", field)
-    given = source.first_given(*own, common)
-    return given if source.gives(given) else common

@@ -10,8 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from corral.launcher.slurm.accounts import Accounts, read_accounts
+from corral.experiments.plan import RunPlan
+from corral.launcher.slurm.accounts import Accounts, read_accounts, seconds_of
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.parse import Node
 from corral.scheduling.placement import NodeShape
@@ -52,6 +54,29 @@ class ClusterFacts:
     def members(self, partition: str) -> list[Node]:
         """The nodes of a partition."""
         return [node for node in self.nodes if node.partition == partition]
+
+    def allowed(self, partition: str, options: Mapping[str, str]) -> list[Node]:
+        """The nodes of a partition that a job with these options may get beside those that it names."""
+        excluded, features = hosts(options, "exclude"), plain_features(options.get("constraint", ""))
+        return [
+            node
+            for node in self.members(partition)
+            if node.name not in excluded and all(feature in node.features for feature in features)
+        ]
+
+    def asked(self, options: Mapping[str, str]) -> list[str]:
+        """The partitions that a job may run in; a list means the first of them that can start it."""
+        names = options.get("partition")
+        return names.split(",") if names else [self.default_partition or ""]
+
+    def max_time_s(self, partition: str) -> int | None:
+        """The longest time limit that a partition allows; None if it has none."""
+        return seconds_of(self.settings(partition).get("MaxTime", ""))
+
+    def time_limit_s(self, partition: str, options: Mapping[str, str]) -> int | None:
+        """The time limit of a job with these options in a partition; None if it has none."""
+        given = options.get("time_limit") or self.settings(partition).get("DefaultTime", "")
+        return seconds_of(given) or self.max_time_s(partition)
 
     def are_down(self, partitions: Sequence[str]) -> bool:
         """Whether none of these starts jobs at present, though they take them."""
@@ -125,6 +150,39 @@ def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str
         return None
 
 
+class Resource(NamedTuple):
+    """What nodes have, and tasks and allocations ask for."""
+
+    unit: str
+    of_task: str
+    """The field of a task."""
+    of_allocation: str
+    """The field of an allocation, for each of its nodes."""
+    setting: str
+    """The key below `cluster` that describes a node's."""
+    of_accounts: str
+    """As accounting counts it."""
+    size: Callable[[Node, str | None], int]
+    """What a node has of it, of one type if it is given."""
+
+
+def gpus_of(node: Node, gpu_type: str | None) -> int:
+    """GPUs of a node that a request for this type can get."""
+    return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
+
+
+_RESOURCES = (
+    Resource("CPUs", "cpu", "cpus_per_node", "cpus_per_node", "cpu", lambda node, _: node.cpus),
+    Resource("MB of memory", "mem", "mem_mb_per_node", "mem_per_node", "mem", lambda node, _: node.mem_mb),
+    Resource("GPUs", "gpu", "gpus_per_node", "gpus_per_node", "gres/gpu", gpus_of),
+)
+
+
+def counted(plan: RunPlan) -> Sequence[Resource]:
+    """What SLURM gives out here."""
+    return _RESOURCES[:-1] if plan.cluster.gpu_request == "none" else _RESOURCES
+
+
 def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> NodeShape | None:
     """The shape that most of the nodes share, with GPUs of one type only if it is given; None of no nodes."""
     real = [node for node in nodes if node.cpus > 0 and node.mem_mb > 0]
@@ -139,15 +197,15 @@ def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> 
     return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb, threads_per_core=threads)
 
 
-def gpus_of(node: Node, gpu_type: str | None) -> int:
-    """GPUs of a node that a request for this type can get."""
-    return node.gpus if gpu_type is None else node.gpus_by_type.get(gpu_type, 0)
+def biggest_nodes(nodes: Sequence[Node], resource: Resource, gpu_type: str | None) -> tuple[int, str]:
+    """The most that one of the nodes has of it, and the names of those that have as much."""
+    most = max(resource.size(node, gpu_type) for node in nodes)
+    return most, some_nodes([node for node in nodes if resource.size(node, gpu_type) == most])
 
 
-def biggest_nodes(nodes: Sequence[Node], size: Callable[[Node], int]) -> tuple[int, str]:
-    """The most that one of the nodes has, and the names of those that have it."""
-    most = max(map(size, nodes))
-    return most, some_nodes([node for node in nodes if size(node) == most])
+def hosts(options: Mapping[str, str], name: str) -> list[str]:
+    """The nodes that `nodelist` or `exclude` names."""
+    return expand_host_list(options.get(name, ""))
 
 
 def some_nodes(nodes: Sequence[Node]) -> str:

@@ -32,7 +32,7 @@ from corral.launcher.slurm.sbatch import (
     render_script,
     sbatch_options,
 )
-from corral.launcher.submit.asks import Ask, asks_of, check_values, partitions_asked, raise_problems, shapes_for
+from corral.launcher.submit.asks import Ask, asks_of, check_values, raise_problems, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
@@ -140,7 +140,7 @@ class _Checks:
             known.add(Complaint.TIME)
         started = self._ask_slurm(layout, known)
         # SLURM estimates as if a partition that is down were up.
-        is_down = facts is not None and facts.are_down(partitions_asked(layout.head.options, facts))
+        is_down = facts is not None and facts.are_down(facts.asked(layout.head.options))
         return layout, [*found.checks, *([] if is_down else started)]
 
     def _compare(self, facts: ClusterFacts | None) -> tuple[Layout, Capacity]:

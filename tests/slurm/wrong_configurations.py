@@ -322,7 +322,7 @@ TIME_CASES = (
     RefusedCase(
         name="deadline-in-the-past",
         edit=_launch("deadline: 2024-01-01"),
-        words=("the deadline is", "days ago", "now+2days"),
+        words=("the deadline is", " ago", "now+2days"),
         line=20,
         exit_code=WRONG_VALUE,
     ),

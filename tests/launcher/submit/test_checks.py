@@ -335,8 +335,8 @@ def test_only_a_partition_without_any_limit_brings_the_warning_about_backfill() 
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"deadline": "2026-03-10T03:00:00"}, "the deadline is 9 h ago"),
-        ({"deadline": "2026-03-01"}, "9 days ago"),
+        ({"deadline": "2026-03-10T03:00:00"}, "the deadline is 9h00m ago"),
+        ({"deadline": "2026-03-01"}, "the deadline is 9d12h ago"),
         ({"deadline": "13:00", "begin": "12:30"}, ""),
         ({"deadline": "13:00", "begin": "14:00"}, "comes before the begin"),
         ({"deadline": "13:00", "time_limit": "60"}, ""),
