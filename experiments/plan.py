@@ -10,7 +10,7 @@ the whole file, which therefore grows with the kinds of workers and not with how
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import Field
 
@@ -19,12 +19,12 @@ from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, Super
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import naming_users_line
 from corral.experiments.trial.mode import Mode
-from corral.experiments.worker_specs import (
-    MasterWorkerSpec,
-    WorkerSpec,
-)
+from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
+from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_numbers import NUMBERS, fold_numbers, unfold_numbers
+
+W = TypeVar("W")
 
 SCHEMA_VERSION: Final = 5
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
@@ -130,10 +130,18 @@ class RunPlan(FrozenConfig):
     @property
     def master(self) -> MasterWorkerSpec:
         """The specification of the master worker."""
-        for worker in self.workers:
-            if isinstance(worker, MasterWorkerSpec):
-                return worker
+        if masters := self.all_of(MasterWorkerSpec):
+            return masters[0]
         raise ValueError("the plan has no master_worker; submit the trial again")
+
+    @property
+    def roles(self) -> dict[ModelName, ModelRoleSpec]:
+        """Every model that is held, whichever rank holds a part of it."""
+        return {role.model_name: role for worker in self.all_of(ModelWorkerSpec) for role in worker.roles}
+
+    def all_of(self, kind: type[W]) -> list[W]:
+        """The specifications of all workers of one kind."""
+        return [worker for worker in self.workers if isinstance(worker, kind)]
 
     @property
     def total_steps(self) -> int:

@@ -259,7 +259,7 @@ def _memory(submission: "Submission", width: int | None) -> str:
 
     if not (uses := gpu_uses(submission.plan)):
         return ""
-    return render_memory(uses, gpu_memory_mb=submission.gpu_memory_mb, width=width)
+    return render_memory(uses, gpu_memory_mb=submission.plan.cluster.gpu_memory, width=width)
 
 
 def _print_script(submission: "Submission") -> None:

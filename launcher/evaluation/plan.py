@@ -160,7 +160,7 @@ def evaluation_folder(directory: TrialDirectory, dataset: Path | None) -> Path:
 
 
 def _model_worker(plan: RunPlan) -> ModelWorkerSpec:
-    return next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
+    return plan.all_of(ModelWorkerSpec)[0]
 
 
 def _step_of_final_export(directory: TrialDirectory) -> int | None:

@@ -89,7 +89,7 @@ def check_values(asks: Sequence[Ask], plan: RunPlan, source: ConfigSource, *, no
         for ask in asks
         for problem in (*_signal_problems(ask, plan, source), *_time_problems(ask, now), *_node_problems(ask))
     ]
-    raise_problems(ConfigError, problems, source)
+    raise_problems(ConfigError, problems)
 
 
 def leaves_time(limit_s: int, signal_before_end_s: int) -> bool:
@@ -179,8 +179,7 @@ def _may_run_on(ask: Ask, partition: str, facts: ClusterFacts) -> list[Node]:
     return [node for node in allowed if not wanted or node.name in wanted]
 
 
-def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem], source: ConfigSource) -> None:
+def raise_problems(kind: type[ConfigError], problems: Sequence[ConfigProblem]) -> None:
     """One error with each problem once, as groups may share a value; none if there are none."""
     if problems:
-        once = {(problem.path, problem.message): problem for problem in problems}
-        raise kind(once.values()).located(source)
+        raise kind({(problem.path, problem.message): problem for problem in problems}.values())

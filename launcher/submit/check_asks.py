@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError, did_you_mean
+from corral.experiments.errors import ConfigProblem, UnsatisfiableError, did_you_mean
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.submit.asks import Ask, leaves_time, limit_that_fits, raise_problems
@@ -23,7 +23,7 @@ _FOR_EVER_S = 1 << 62
 _FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")
 
 
-def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
+def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> list[str]:
     """Names and sizes that the groups give, against what the cluster has; returns warnings.
 
     Raises:
@@ -40,7 +40,7 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts, source: 
             problems += [*_feature_problems(ask, partition, facts), *_account_problems(ask, facts)]
             warnings += _warnings(ask, partition, facts)
         problems += [*_node_problems(ask, facts), *_reservation_problems(ask, facts)]
-    raise_problems(UnsatisfiableError, problems, source)
+    raise_problems(UnsatisfiableError, problems)
     return list(dict.fromkeys(warnings))
 
 

@@ -50,7 +50,7 @@ def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
     parts = parts_of(layout, plan, facts, source)
     fixed = [part for part in parts if part.index in layout.fixed]
     problems = [problem for part in parts for problem in part.problems()]
-    raise_problems(UnsatisfiableError, problems or list(_together(fixed, facts.nodes)), source)
+    raise_problems(UnsatisfiableError, problems or list(_together(fixed, facts.nodes)))
     return Capacity(checks=_summary(fixed, facts), waits_for_nodes=_waits(parts, fixed, facts))
 
 

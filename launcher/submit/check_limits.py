@@ -38,7 +38,7 @@ def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
                 problems.append(problem)
             else:
                 warnings.append(f"{problem.message}; {problem.hint} (checked with: {problem.evidence})")
-    raise_problems(UnsatisfiableError, problems, source)
+    raise_problems(UnsatisfiableError, problems)
     return list(dict.fromkeys(warnings))
 
 

@@ -8,6 +8,7 @@ cluster that is only imagined all of it decides: that is the question asked. A r
 is certain, and warned of the rest: an estimate must not keep a trial from running that would have run.
 """
 
+import bisect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import check_heads
 from corral.experiments.checks.training import check_layouts
-from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource
+from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.launcher.submit.memory_plan import (
@@ -42,25 +43,11 @@ _LEAST_TOKENS = 256  # a budget that holds no answer is no way out
 _TOKENS_STEP = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBudget:
-    """What GPUs there are."""
+def check_memory(plan: RunPlan, *, is_estimate_enough: bool = False) -> list[str]:
+    """Compares the memory of every GPU, which the plan's cluster says, with what it has to hold.
 
-    gpu_memory_mb: int
-    num_gpus: int | None = None
-    """Of the cluster; None if nobody says."""
-    gpus_per_node: int | None = None
-    is_estimate_enough: bool = False
-    """Whether to refuse what is only estimated to be too much."""
-
-    @property
-    def usable(self) -> int:
-        """Bytes of one GPU."""
-        return usable_bytes(self.gpu_memory_mb * MIB)
-
-
-def check_memory(plan: RunPlan, budget: GpuBudget, source: ConfigSource) -> list[str]:
-    """Compares the memory of every GPU with what it has to hold.
+    Args:
+        is_estimate_enough: whether to refuse what is only estimated to be too much.
 
     Returns:
         Warnings of what is likely too much.
@@ -68,18 +55,15 @@ def check_memory(plan: RunPlan, budget: GpuBudget, source: ConfigSource) -> list
     Raises:
         ConfigError: naming who has too much and what of it is largest, with the nearest layout that fits.
     """
-    uses = gpu_uses(plan)
-    checks = _Checks(plan=plan, budget=budget, uses=uses)
+    checks = _Checks(plan=plan, uses=gpu_uses(plan), gpu_bytes=(plan.cluster.gpu_memory or 0) * MIB)
     refused: list[ConfigProblem] = []
     warned: list[ConfigProblem] = []
-    for use in uses:
-        if use.peak is None or use.peak.total <= budget.usable:
-            continue
-        problem = checks.problem(use, use.peak)
-        is_certain = use.peak.certain > budget.gpu_memory_mb * MIB
-        (refused if is_certain or budget.is_estimate_enough else warned).append(problem)
+    for use in checks.uses:
+        if use.peak is not None and not checks.fits(use.peak):
+            is_certain = use.peak.certain > checks.gpu_bytes
+            (refused if is_certain or is_estimate_enough else warned).append(checks.problem(use, use.peak))
     if refused:
-        raise ConfigError(refused).located(source)
+        raise ConfigError(refused)
     return [f"{problem.message} ({problem.note}); {problem.hint}" for problem in warned]
 
 
@@ -88,8 +72,8 @@ class _Checks:
     """A plan beside the GPUs that there are."""
 
     plan: RunPlan
-    budget: GpuBudget
     uses: Sequence[GpuUse]
+    gpu_bytes: int
 
     def problem(self, use: GpuUse, peak: Peak) -> ConfigProblem:
         """What is too much where, and what would not be."""
@@ -98,8 +82,8 @@ class _Checks:
         layouts = ", ".join(dict.fromkeys(dims.short for dims in use.dims_by_model.values()))
         message = (
             f"{', '.join(use.dims_by_model)} cannot fit: {use.kind} {fold_numbers(use.workers)} ({layouts}) need "
-            f"{show_bytes(peak.total)} of each GPU, and {show_bytes(self.budget.usable)} of its "
-            f"{show_bytes(self.budget.gpu_memory_mb * MIB)} are usable"
+            f"{show_bytes(peak.total)} of each GPU, and {show_bytes(usable_bytes(self.gpu_bytes))} of its "
+            f"{show_bytes(self.gpu_bytes)} are usable"
         )
         hints = list(self._training_hints(use) if use.kind == "model_worker" else self._server_hints())
         least = f"GPUs of {show_bytes(gpu_bytes_for(peak.total))} would hold it as it is"
@@ -115,22 +99,23 @@ class _Checks:
     def _allocation_text(self) -> str:
         return str(self.plan.config.get("allocation", ""))
 
-    def _fits(self, peak: Peak | None) -> bool:
-        return peak is not None and peak.total <= self.budget.usable
+    def fits(self, peak: Peak | None) -> bool:
+        return peak is not None and peak.total <= usable_bytes(self.gpu_bytes)
 
     def _max_gpus(self, use: GpuUse) -> int:
         """How many GPUs these workers could have."""
-        others = sum(other.num_gpus for other in self.uses if other is not use)
-        if self.budget.num_gpus is None:
+        cluster, others = self.plan.cluster, sum(other.num_gpus for other in self.uses if other is not use)
+        if cluster.max_nodes is None or cluster.gpus_per_node is None:
             return max(2 * use.num_gpus, min(_MAX_GROWTH * use.num_gpus, _MAX_LOOKED_THROUGH))
-        return self.budget.num_gpus - others
+        return cluster.max_nodes * cluster.gpus_per_node - others
 
     def _on_one_node(self, dims: ParallelDims) -> bool:
         """Whether ranks that share layers or rows of tokens, which talk most, can be of one node."""
-        return self.budget.gpus_per_node is None or self.budget.gpus_per_node % (dims.tp * dims.cp) == 0
+        gpus_per_node = self.plan.cluster.gpus_per_node
+        return gpus_per_node is None or gpus_per_node % (dims.tp * dims.cp) == 0
 
     def _training_hints(self, use: GpuUse) -> Iterator[str]:
-        memory = TrainingMemory.of(self.plan)
+        memory = TrainingMemory(plan=self.plan, roles=self.plan.roles)
         names = [parse_model_name(name) for name in use.dims_by_model]
         meshes = self.plan.master.step_plan.meshes
         fixed = {name: meshes[name].dims for name in names}
@@ -140,13 +125,13 @@ class _Checks:
             yield f"allocation {found} fits"
         trained = " and ".join(name.role for name in names if memory.roles[name].optimizer is not None)
         lighter = dict(memory.lighter())
-        enough = next((one for one, changed in lighter.items() if self._fits(changed.peak(names, fixed))), None)
+        enough = next((one for one, changed in lighter.items() if self.fits(changed.peak(names, fixed))), None)
         if enough is not None:
             yield f"{enough} of {trained} fits this layout"
         elif mesh is not None and found is None and RECOMPUTE_FULL in lighter:
             if with_less := self._nearest_for(use, lighter[RECOMPUTE_FULL], names, mesh):
                 yield f"allocation {with_less} with {RECOMPUTE_FULL} of {trained} fits"
-        largest = self._largest_tokens(lambda tokens: self._fits(memory.peak(names, fixed, max_tokens=tokens)), names)
+        largest = self._largest_tokens(lambda tokens: self.fits(memory.peak(names, fixed, max_tokens=tokens)), names)
         if largest:
             yield f"max_tokens_per_micro_batch {largest} fits this layout"
 
@@ -172,7 +157,7 @@ class _Checks:
             mesh.dims,
             max_gpus=self._max_gpus(use),
             may_run=may_run,
-            fits=lambda dims: self._fits(memory.peak(names, dict.fromkeys(names, dims))),
+            fits=lambda dims: self.fits(memory.peak(names, dict.fromkeys(names, dims))),
             spreads_experts=memory.has_experts(names),
         )
         return None if found is None else _short(_with_layout(allocation, share, found))
@@ -187,7 +172,7 @@ class _Checks:
         allocation = parse_allocation(self._allocation_text())
         assert allocation.generation is not None
         generation, [use] = allocation.generation, [use for use in self.uses if use.kind == "generation_server"]
-        server = next(worker for worker in self.plan.workers if isinstance(worker, GenerationServerSpec))
+        server = self.plan.all_of(GenerationServerSpec)[0]
 
         def may_run(dims: ParallelDims) -> bool:
             is_built = dims.pp == 1 and (generation.backend == "sglang" or dims.tp == 1)
@@ -198,13 +183,13 @@ class _Checks:
             generation.dims,
             max_gpus=self._max_gpus(use),
             may_run=may_run,
-            fits=lambda dims: self._fits(server_use(self.plan, num_gpus=dims.tp).peak),
+            fits=lambda dims: self.fits(server_use(self.plan, num_gpus=dims.tp).peak),
         )
         if found is not None:
             yield f"{generation.backend}:{found.short} in the allocation fits"
         tokens = _largest(
             server.engine.max_total_tokens or 0,
-            lambda tokens: self._fits(server_use(self.plan, max_total_tokens=tokens).peak),
+            lambda tokens: self.fits(server_use(self.plan, max_total_tokens=tokens).peak),
         )
         if tokens:
             yield f"engine.max_total_tokens {tokens} fits this layout"
@@ -212,13 +197,9 @@ class _Checks:
 
 def _largest(most: int, fits: Callable[[int], bool], *, least: int = _LEAST_TOKENS) -> int | None:
     """The largest multiple of a step from `least` to `most` that fits."""
-    low, high = -(-least // _TOKENS_STEP), most // _TOKENS_STEP
-    if high <= low or not fits(low * _TOKENS_STEP):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * _TOKENS_STEP) else (low, middle - 1)
-    return low * _TOKENS_STEP
+    sizes = range(-(-least // _TOKENS_STEP) * _TOKENS_STEP, most + 1, _TOKENS_STEP)
+    num_fitting = bisect.bisect_left(sizes, True, key=lambda size: not fits(size)) if len(sizes) > 1 else 0
+    return sizes[num_fitting - 1] if num_fitting else None
 
 
 def _share_with(allocation: Allocation, mesh: Mesh) -> Share | None:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from corral.experiments.errors import ConfigSource, UnsatisfiableError, located
+from corral.experiments.errors import UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.submit.check_memory import GpuBudget, check_memory
+from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.preflight import Preflight
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import GIB_MB
@@ -40,6 +40,12 @@ class ClusterShape:
         gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''}"
         return f"{nodes} with {gpus} of {self.gpu_memory_mb / GIB_MB:.4g} GiB"
 
+    def in_plan(self, plan: RunPlan) -> RunPlan:
+        """The plan with these GPUs, and no more nodes than there are."""
+        known = {"gpus_per_node": self.gpus_per_node, "gpu_memory": self.gpu_memory_mb}
+        max_nodes = min(self.num_nodes, plan.cluster.max_nodes or self.num_nodes)
+        return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={**known, "max_nodes": max_nodes})})
+
     @classmethod
     def parse(cls, text: str) -> "ClusterShape":
         """Read NODESxGPUSxMEMORY.
@@ -57,28 +63,21 @@ class ClusterShape:
         return cls(num_nodes=numbers[0], gpus_per_node=numbers[1], gpu_memory_mb=numbers[2])
 
 
-def check_on_shape(plan: RunPlan, shape: ClusterShape, *, source: ConfigSource) -> Preflight:
-    """Plans a trial for a cluster of this shape.
+def check_on_shape(plan: RunPlan, shape: ClusterShape) -> Preflight:
+    """Plans a trial for a cluster of this shape, which is in the plan.
 
     Raises:
         ConfigError: if a GPU cannot hold what it would have to.
         UnsatisfiableError: if there are too few GPUs or nodes.
     """
-    budget = GpuBudget(
-        gpu_memory_mb=shape.gpu_memory_mb,
-        num_gpus=shape.num_gpus,
-        gpus_per_node=shape.gpus_per_node,
-        is_estimate_enough=True,
-    )
-    with located(source):
-        _check_gpus(plan, shape)
-        warnings = check_memory(plan, budget, source)
-        layout = plan_layout(_limited(plan, shape), _shapes(plan, shape))
+    _check_gpus(plan, shape)
+    check_memory(plan, is_estimate_enough=True)
+    layout = plan_layout(plan, _shapes(plan, shape))
     checks = [f"imagined cluster of {shape}, nothing is asked of a real one", "memory of every GPU ok"]
     given = {"CPUs": plan.cluster.cpus_per_node, "host memory": plan.cluster.mem_per_node}
     if unknown := [name for name, size in given.items() if size is None]:
         checks.append(f"{' and '.join(unknown)} of its nodes not compared")
-    return Preflight(layout=layout, checks=tuple(checks), warnings=tuple(warnings))
+    return Preflight(layout=layout, checks=tuple(checks), warnings=())
 
 
 def _check_gpus(plan: RunPlan, shape: ClusterShape) -> None:
@@ -93,13 +92,6 @@ def _check_gpus(plan: RunPlan, shape: ClusterShape) -> None:
         path=("allocation",),
         shown=str(plan.config.get("allocation", "")),
     )
-
-
-def _limited(plan: RunPlan, shape: ClusterShape) -> RunPlan:
-    """The plan with no more nodes than there are."""
-    max_nodes = min(shape.num_nodes, plan.cluster.max_nodes or shape.num_nodes)
-    cluster = plan.cluster.model_copy(update={"max_nodes": max_nodes, "gpus_per_node": shape.gpus_per_node})
-    return plan.model_copy(update={"cluster": cluster})
 
 
 def _shapes(plan: RunPlan, shape: ClusterShape) -> Mapping[str | None, NodeShape]:

@@ -17,6 +17,7 @@ has no figures, and says why.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
 from corral.experiments.config.model import ModelConfig, Recompute, TrainedModelConfig
@@ -90,7 +91,7 @@ def gpu_uses(plan: RunPlan) -> list[GpuUse]:
     """All GPUs of the trial; none where no worker asks for one."""
     uses: list[GpuUse] = []
     if _has_gpus(plan, "model_worker"):
-        uses += TrainingMemory.of(plan).uses()
+        uses += TrainingMemory(plan=plan, roles=plan.roles).uses()
     if _has_gpus(plan, "generation_server"):
         uses.append(server_use(plan))
     return uses
@@ -101,20 +102,20 @@ def _has_gpus(plan: RunPlan, kind: WorkerKind) -> bool:
     return group is not None and group.scheduling.gpu > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
     """What training ranks hold, asked for the plan's layouts or for others."""
 
     plan: RunPlan
     roles: Mapping[ModelName, ModelRoleSpec]
-    models: Mapping[ModelName, RoleModel | None]
-    """By name; None of a type that is not known."""
 
-    @classmethod
-    def of(cls, plan: RunPlan) -> "TrainingMemory":
-        workers = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
-        roles = {role.model_name: role for worker in workers for role in worker.roles}
-        return cls(plan=plan, roles=roles, models=_models_of(plan, roles))
+    @cached_property
+    def models(self) -> Mapping[ModelName, RoleModel | None]:
+        """By name; None of a type that is not known."""
+        calls = (call for worker in self.plan.all_of(ModelWorkerSpec) for call in worker.calls)
+        hooks = (hook for call in calls for hook in call.post_hooks if isinstance(hook, PushWeightsHook))
+        followers = {hook.target for hook in hooks if hook.eta < 1.0}
+        return {name: _model_of(role, follows=name in followers) for name, role in self.roles.items()}
 
     def has_experts(self, names: Iterable[ModelName]) -> bool:
         """Whether experts of one of these models could be spread over ranks."""
@@ -137,7 +138,7 @@ class TrainingMemory:
             roles = {name: _lighter(role, recompute, hosts=hosts) for name, role in self.roles.items()}
             if roles not in seen:
                 seen.append(roles)
-                yield setting, TrainingMemory(plan=self.plan, roles=roles, models=_models_of(self.plan, roles))
+                yield setting, TrainingMemory(plan=self.plan, roles=roles)
 
     def uses(self) -> list[GpuUse]:
         """One for each set of models that some ranks hold."""
@@ -195,7 +196,7 @@ class TrainingMemory:
 
     def _generation_sizes(self, call: ModelFunctionCall, dims: ParallelDims) -> CallSizes:
         """As `workers/model/generator.py` makes its batch: the longest prompt and answer for each at a time."""
-        spec = next(worker for worker in self.plan.workers if isinstance(worker, ModelWorkerSpec))
+        spec = self.plan.all_of(ModelWorkerSpec)[0]
         running = -(-call.n_seqs // dims.dp)
         if call.call_type is CallType.GENERATE:
             assert spec.generation is not None
@@ -235,13 +236,6 @@ def _on_gpu(call: ModelFunctionCall) -> CallOnGpu:
     return CallOnGpu(name=call.name, model=str(call.model_name), offloads=offloads)
 
 
-def _models_of(plan: RunPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> dict[ModelName, RoleModel | None]:
-    calls = (call for worker in plan.workers if isinstance(worker, ModelWorkerSpec) for call in worker.calls)
-    hooks = (hook for call in calls for hook in call.post_hooks if isinstance(hook, PushWeightsHook))
-    followers = {hook.target for hook in hooks if hook.eta < 1.0}
-    return {name: _model_of(role, follows=name in followers) for name, role in roles.items()}
-
-
 def _model_of(role: ModelRoleSpec, *, follows: bool) -> RoleModel | None:
     sizes = decoder_sizes(role.model.path)
     if sizes is None:
@@ -276,7 +270,7 @@ def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: 
         num_gpus: of each, in place of what the plan says.
         max_total_tokens: likewise.
     """
-    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    servers = plan.all_of(GenerationServerSpec)
     server, sizes = servers[0], decoder_sizes(servers[0].initial_weights)
     each = num_gpus or server.tensor_parallel_size
     name = "server"

@@ -67,7 +67,7 @@ def _generation(plan: RunPlan) -> Iterator[str]:
 
     Nothing where the graph generates, or no call does.
     """
-    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    servers = plan.all_of(GenerationServerSpec)
     if not servers:
         return
     count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
@@ -107,7 +107,7 @@ def _commits(control: TrainControl) -> str:
 def _evaluation(plan: RunPlan) -> Iterator[str]:
     """Of each call that looks at held-out problems."""
     every, step = plan.master.evaluate_every, plan.master.step_plan
-    worker = next(worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec))
+    worker = plan.all_of(ModelWorkerSpec)[0]
     if worker.evaluation is None:
         return
     between = "" if every.is_never else f"{every}, "
@@ -120,9 +120,8 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
 
 
 def _data(plan: RunPlan) -> str:
-    for worker in plan.workers:
-        if isinstance(worker, RolloutWorkerSpec | ModelWorkerSpec) and worker.dataset is not None:
-            dataset = worker.dataset
+    for dataset in [worker.dataset for worker in (*plan.all_of(RolloutWorkerSpec), *plan.all_of(ModelWorkerSpec))]:
+        if dataset is not None:
             return f"{display_path(dataset.config.path)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
     return "none"
 
@@ -148,7 +147,7 @@ def _memory(megabytes: int) -> str:
 def render_dataflow(plan: RunPlan) -> Iterator[str]:
     """The part of `rl-submit --dry-run` that is about one train step."""
     step = plan.master.step_plan
-    roles = _roles(plan)
+    roles = plan.roles
     yield from _table(_models(step, roles))
     yield ""
     yield from _table(_calls(plan, step, roles))
@@ -158,13 +157,7 @@ def render_dataflow(plan: RunPlan) -> Iterator[str]:
 
 def answers_per_prompt(plan: RunPlan) -> int | None:
     """Answers that are sampled for a prompt; None where rows bring their own."""
-    return next((role.ppo.group_size for role in _roles(plan).values() if role.ppo is not None), None)
-
-
-def _roles(plan: RunPlan) -> Mapping[ModelName, ModelRoleSpec]:
-    """Every model that is held, whichever rank holds a part of it."""
-    workers = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
-    return {role.model_name: role for worker in workers for role in worker.roles}
+    return next((role.ppo.group_size for role in plan.roles.values() if role.ppo is not None), None)
 
 
 def _models(step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterator[Sequence[str]]:

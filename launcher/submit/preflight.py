@@ -36,7 +36,7 @@ from corral.launcher.submit.asks import Ask, asks_of, check_values, raise_proble
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
-from corral.launcher.submit.check_memory import GpuBudget, check_memory
+from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.cluster import ClusterFacts, read_cluster
 from corral.launcher.trial.processes import user_name
 
@@ -60,14 +60,12 @@ def check_on_slurm(
     *,
     source: ConfigSource = NO_SOURCE,
     has_checks: bool = True,
-    now: datetime | None = None,
 ) -> Preflight:
     """Plans the allocations of a trial and checks that they can ever start.
 
     Args:
         directory: its folder; it need not exist.
         has_checks: whether the cluster is compared with the trial; without it is asked only what its nodes are.
-        now: the clock; None is the present.
 
     Raises:
         ConfigError: if values are wrong whatever the cluster.
@@ -77,18 +75,15 @@ def check_on_slurm(
     checks = _Checks(
         plan=plan, directory=directory, source=source, client=SlurmClient(), asks=asks_of(plan, source), warnings=[]
     )
-    try:
-        check_values(checks.asks, plan, source, now=now or datetime.now())
-        if local := node_local_warning(directory.path):
-            checks.warnings.append(local)
-        facts = checks.read(has_checks=has_checks)
-        if has_checks:
-            layout, found = checks.all(facts)
-        else:
-            layout, found = checks.planned(facts), ["cluster not checked (--no-checks)"]
-        return Preflight(layout=layout, checks=tuple(found), warnings=tuple(checks.warnings))
-    except ConfigError as error:
-        raise error.located(source) from error
+    check_values(checks.asks, plan, source, now=datetime.now())
+    if local := node_local_warning(directory.path):
+        checks.warnings.append(local)
+    facts = checks.read(has_checks=has_checks)
+    if has_checks:
+        layout, found = checks.all(facts)
+    else:
+        layout, found = checks.planned(facts), ["cluster not checked (--no-checks)"]
+    return Preflight(layout=layout, checks=tuple(found), warnings=tuple(checks.warnings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +122,8 @@ class _Checks:
     def all(self, facts: ClusterFacts | None) -> tuple[Layout, list[str]]:
         """The layout, and what was found."""
         if self.plan.cluster.gpu_memory is not None:
-            budget = GpuBudget(gpu_memory_mb=self.plan.cluster.gpu_memory)
-            self.warnings.extend(check_memory(self.plan, budget, self.source))
-        raise_problems(ConfigError, list(_missing_images(self.asks, self.plan)), self.source)
+            self.warnings.extend(check_memory(self.plan))
+        raise_problems(ConfigError, list(_missing_images(self.asks, self.plan)))
         try:
             layout, found = self._compare(facts)
         except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
@@ -147,7 +141,7 @@ class _Checks:
         """The layout, and what its nodes are like; an UnsatisfiableError for what the cluster never gives."""
         if facts is None:
             return self.planned(None), Capacity([], [])
-        warnings = check_asks(self.asks, self.plan, facts, self.source)
+        warnings = check_asks(self.asks, self.plan, facts)
         layout = self.planned(facts)
         found = check_layout(layout, self.plan, facts, self.source)
         warnings += [*found.waits_for_nodes, *check_limits(layout, self.plan, facts, self.source)]
@@ -262,15 +256,10 @@ def explain_refusal(
         hint = "correct it"
     else:
         hint = "ask for less, or for something else; the administrators know this site's rules"
-    problem = ConfigProblem(
-        message="\n".join([f"SLURM refuses this trial: {error.said}", *(f"asked for: {line}" for line in allocations)]),
-        hint=hint,
-        path=path,
-        shown=shown,
-        place=place,
-        evidence=command,
+    message = "\n".join([f"SLURM refuses this trial: {error.said}", *(f"asked for: {line}" for line in allocations)])
+    return UnsatisfiableError(
+        [ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place, evidence=command)]
     )
-    return UnsatisfiableError([problem]).located(source)
 
 
 def _blamed(error: SlurmError, plan: RunPlan, source: ConfigSource) -> tuple[KeyPath, str, str]:

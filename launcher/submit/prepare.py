@@ -70,8 +70,6 @@ class Submission:
     """The user's own."""
     has_default_name: bool = False
     """Whether nobody chose the trial's name."""
-    gpu_memory_mb: int | None = None
-    """Of one GPU, where somebody says it."""
     profiles: tuple[Path, ...] = ()
     """Profiles beneath the experiment file, the weakest first."""
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -131,12 +129,13 @@ def prepare(
         # On an imagined cluster nothing will run.
         code = look_at_code(plan, tries=has_checks) if shape is None else KeptCode()
         plan = code.in_plan(plan)
-    if shape is not None:
-        found = check_on_shape(plan, shape, source=loaded.source)
-    elif not has_place:
-        found = Preflight(layout=None, checks=("no cluster asked",), warnings=())
-    else:
-        found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
+        if shape is not None:
+            plan = shape.in_plan(plan)
+            found = check_on_shape(plan, shape)
+        elif not has_place:
+            found = Preflight(layout=None, checks=("no cluster asked",), warnings=())
+        else:
+            found = _CHECK_BY_MODE[mode](plan, directory, source=loaded.source, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
@@ -145,7 +144,6 @@ def prepare(
         layout=found.layout,
         code=code,
         has_default_name=chosen is None,
-        gpu_memory_mb=plan.cluster.gpu_memory if shape is None else shape.gpu_memory_mb,
         profiles=loaded.source.profiles,
         written=loaded.written,
     )
@@ -189,7 +187,6 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
         checks=found.checks,
         layout=found.layout,
         code=code,
-        gpu_memory_mb=plan.cluster.gpu_memory,
         written=written,
     )
 

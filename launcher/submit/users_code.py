@@ -102,14 +102,13 @@ def look_again(plan: RunPlan, directory: TrialDirectory) -> KeptCode:
 
 def _import_paths(plan: RunPlan) -> Iterator[str]:
     yield str(plan.config.get("experiment", ""))
-    for worker in plan.workers:
-        if isinstance(worker, RolloutWorkerSpec):
-            yield from (worker.rollout.reward, worker.rollout.agent)
-        if isinstance(worker, ModelWorkerSpec):
-            yield worker.reward.function
-            yield from (call.implementation for call in worker.calls)
-            for role in worker.roles:
-                yield from (role.ppo.loss, role.ppo.advantage) if role.ppo is not None else ()
+    for worker in plan.all_of(RolloutWorkerSpec):
+        yield from (worker.rollout.reward, worker.rollout.agent)
+    for rank in plan.all_of(ModelWorkerSpec):
+        yield rank.reward.function
+        yield from (call.implementation for call in rank.calls)
+        for role in rank.roles:
+            yield from (role.ppo.loss, role.ppo.advantage) if role.ppo is not None else ()
 
 
 def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question:
@@ -136,19 +135,16 @@ def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
 
 def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, str | None]:
     """Who judges, answers to what, and the agent."""
-    for worker in plan.workers:
-        if isinstance(worker, RolloutWorkerSpec):
-            rollout = worker.rollout
-            spec = RewardSpec(function=rollout.reward, timeout_s=rollout.reward_timeout_s)
-            return spec, worker.dataset, rollout.agent
-    ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
-    return ranks[0].reward, ranks[0].dataset, None
+    for worker in plan.all_of(RolloutWorkerSpec):
+        reward = RewardSpec(function=worker.rollout.reward, timeout_s=worker.rollout.reward_timeout_s)
+        return reward, worker.dataset, worker.rollout.agent
+    rank = plan.all_of(ModelWorkerSpec)[0]
+    return rank.reward, rank.dataset, None
 
 
 def _call_questions(plan: RunPlan) -> Iterator[CallQuestion]:
     """Calls with an interface of the user's own, and the actor's train step with such a loss or advantage."""
-    ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
-    roles = {role.role: role for rank in ranks for role in rank.roles}
+    roles = {role.role: role for role in plan.roles.values()}
     for call in plan.master.calls:
         role = roles[call.role]
         own = users_paths(_code_of(call, role))

@@ -62,7 +62,7 @@ def _plan(*, cluster: Mapping[str, Any] | None = None, **values: Any) -> RunPlan
 
 
 def _check(plan: RunPlan, facts: ClusterFacts) -> tuple[list[str], list[str]]:
-    warnings = check_asks(asks_of(plan, NO_SOURCE), plan, facts, NO_SOURCE)
+    warnings = check_asks(asks_of(plan, NO_SOURCE), plan, facts)
     layout = plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
     found = check_layout(layout, plan, facts, NO_SOURCE)
     return found.checks, [*warnings, *found.waits_for_nodes]

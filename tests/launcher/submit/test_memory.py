@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, UnsatisfiableError
+from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment, load_with_source
-from corral.launcher.submit.check_memory import GpuBudget, check_memory
-from corral.launcher.submit.imagined import ClusterShape, check_on_shape
+from corral.launcher.submit import imagined
+from corral.launcher.submit.check_memory import check_memory
+from corral.launcher.submit.imagined import ClusterShape
 from corral.launcher.submit.memory_plan import gpu_uses, render_memory
+from corral.launcher.submit.preflight import Preflight
 from corral.scheduling.parallel import ParallelDims
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DENSE, MIXTURE = EXAMPLES / "qwen3_32b_grpo.yaml", EXAMPLES / "qwen3_30b_a3b_grpo.yaml"
 SHAPE = ClusterShape.parse("4x8x80G")
-BUDGET = GpuBudget(gpu_memory_mb=SHAPE.gpu_memory_mb, is_estimate_enough=True)
 WITH_REFERENCE = (f"ref.path={EXAMPLES}/models/qwen3_32b", "ref.max_tokens_per_micro_batch=8192", "ppo.kl.coef=0.1")
 
 
@@ -27,9 +28,17 @@ def plan_of(path: Path, *overrides: str) -> RunPlan:
     return make_run_plan(experiment, identity, "slurm")
 
 
+def with_memory(plan: RunPlan, gpu_memory_mb: int) -> RunPlan:
+    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu_memory": gpu_memory_mb})})
+
+
+def check_on_shape(plan: RunPlan, shape: ClusterShape) -> Preflight:
+    return imagined.check_on_shape(shape.in_plan(plan), shape)
+
+
 def problem_of(plan: RunPlan, shape: ClusterShape = SHAPE) -> Any:
     with pytest.raises(ConfigError) as refused:
-        check_on_shape(plan, shape, source=NO_SOURCE)
+        check_on_shape(plan, shape)
     assert refused.value.exit_code == 2
     [problem] = refused.value.problems
     return problem
@@ -38,13 +47,13 @@ def problem_of(plan: RunPlan, shape: ClusterShape = SHAPE) -> Any:
 def test_models_without_weights_are_refused_to_run_and_planned_all_the_same() -> None:
     with pytest.raises(ConfigError, match="has no .*safetensors"):
         load_experiment(DENSE)
-    assert check_on_shape(plan_of(DENSE), SHAPE, source=NO_SOURCE).layout is not None
+    assert check_on_shape(plan_of(DENSE), SHAPE).layout is not None
 
 
 @pytest.mark.parametrize("path", [DENSE, MIXTURE], ids=["dense", "mixture"])
 def test_the_examples_fit_four_nodes_and_every_gpu_of_them_is_used(path: Path) -> None:
     plan = plan_of(path)
-    found = check_on_shape(plan, SHAPE, source=NO_SOURCE)
+    found = check_on_shape(plan, SHAPE)
     assert found.layout is not None and found.warnings == ()
     assert sum(one.num_nodes * one.gpus_per_node for one in found.layout.allocations) == 32
     assert sum(use.num_gpus for use in gpu_uses(plan)) == 32
@@ -80,7 +89,7 @@ def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> N
     assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d24")
     proposed = re.match(r"allocation (sglang:d2t4\+fsdp:\w+) fits", problem.hint)
     assert proposed is not None
-    check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE, source=NO_SOURCE)
+    check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE)
 
 
 ON_MEGATRON = ("allocation=sglang:d4t2+megatron:d24e8", "actor.recompute=none")
@@ -91,8 +100,8 @@ def test_a_mixture_that_does_not_fit_is_told_how_to_spread_its_experts_and_what_
     assert problem.note.startswith("the largest part: activations of actor/0")
     proposed = re.match(r"allocation (\S+) fits; or recompute (selective|full) of actor fits this layout", problem.hint)
     assert proposed is not None
-    check_on_shape(plan_of(MIXTURE, f"allocation={proposed[1]}", "actor.recompute=none"), SHAPE, source=NO_SOURCE)
-    check_on_shape(plan_of(MIXTURE, ON_MEGATRON[0], f"actor.recompute={proposed[2]}"), SHAPE, source=NO_SOURCE)
+    check_on_shape(plan_of(MIXTURE, f"allocation={proposed[1]}", "actor.recompute=none"), SHAPE)
+    check_on_shape(plan_of(MIXTURE, ON_MEGATRON[0], f"actor.recompute={proposed[2]}"), SHAPE)
     of_all = problem_of(plan_of(MIXTURE, "allocation=sglang:d4t2+megatron:d24"))
     assert of_all.note.startswith("the largest part: gradients of actor/0")
     assert re.match(r"allocation sglang:d4t2\+megatron:d24e\d+ fits$", of_all.hint)
@@ -104,7 +113,7 @@ def test_a_layout_is_proposed_with_recompute_where_none_fits_without() -> None:
     proposed = re.match(r"allocation (\S+) with recompute full of actor fits", problem.hint)
     assert proposed is not None
     plan = plan_of(MIXTURE, f"allocation={proposed[1]}", *keeps_all, "actor.recompute=full")
-    check_on_shape(plan, SHAPE, source=NO_SOURCE)
+    check_on_shape(plan, SHAPE)
 
 
 def test_more_gpus_are_proposed_where_the_state_alone_is_too_large() -> None:
@@ -117,9 +126,8 @@ def test_more_gpus_are_proposed_where_the_state_alone_is_too_large() -> None:
     assert proposed is not None
     num_gpus = ParallelDims.parse(proposed[1]).world_size
     assert 488 / 74 < num_gpus < 24  # GiB of parameters, gradients and moments, over what is usable of a GPU
-    assert (
-        check_memory(plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:{proposed[1]}", *few_tokens), BUDGET, NO_SOURCE) == []
-    )
+    plan = plan_of(DENSE, f"allocation=sglang:d2t4+fsdp:{proposed[1]}", *few_tokens)
+    assert check_memory(with_memory(plan, SHAPE.gpu_memory_mb), is_estimate_enough=True) == []
 
 
 def test_moments_in_host_memory_are_proposed_where_computing_again_is_not_enough() -> None:
@@ -127,7 +135,7 @@ def test_moments_in_host_memory_are_proposed_where_computing_again_is_not_enough
     problem = problem_of(plan_of(DENSE, *crowded), ClusterShape.parse("2x8x80G"))
     assert "or offload optimizer of actor fits this layout" in problem.hint
     plan = plan_of(DENSE, *crowded, "actor.offload=optimizer")
-    assert check_on_shape(plan, ClusterShape.parse("2x8x80G"), source=NO_SOURCE).layout is not None
+    assert check_on_shape(plan, ClusterShape.parse("2x8x80G")).layout is not None
     keeps_all = (crowded[0], "actor.recompute=none")
     problem = problem_of(plan_of(DENSE, *keeps_all), ClusterShape.parse("2x8x80G"))
     assert "offload optimizer with recompute full of actor fits this layout" in problem.hint
@@ -144,7 +152,7 @@ def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     for number, fits in ((int(found[1]), True), (int(found[1]) + 64, False)):
         plan = plan_of(DENSE, f"actor.max_tokens_per_micro_batch={number}")
         if fits:
-            check_on_shape(plan, ClusterShape.parse("4x8x96G"), source=NO_SOURCE)
+            check_on_shape(plan, ClusterShape.parse("4x8x96G"))
         else:
             problem_of(plan, ClusterShape.parse("4x8x96G"))
 
@@ -162,24 +170,24 @@ def test_a_server_that_is_too_large_is_told_of_more_gpus_or_fewer_tokens() -> No
     assert problem.hint.startswith("sglang:d4t2 in the allocation fits; or engine.max_total_tokens ")
     tokens = int(re.findall(r"max_total_tokens (\d+)", problem.hint)[0])
     plan = plan_of(DENSE, "allocation=sglang:d8+fsdp:d3c8", f"engine.max_total_tokens={tokens}")
-    check_on_shape(plan, SHAPE, source=NO_SOURCE)
+    check_on_shape(plan, SHAPE)
 
 
 def test_more_gpus_than_the_cluster_has_are_refused_with_the_cluster_that_has_them() -> None:
     with pytest.raises(
         UnsatisfiableError, match="needs 32 GPUs .*24 of model_worker.*2 nodes with 8 GPUs of 80 GiB are 16"
     ):
-        check_on_shape(plan_of(DENSE), ClusterShape.parse("2x8x80G"), source=NO_SOURCE)
+        check_on_shape(plan_of(DENSE), ClusterShape.parse("2x8x80G"))
 
 
 def test_a_real_submission_is_refused_for_what_is_certain_and_warned_of_the_rest() -> None:
     fits, estimated, certain = 80 * 1024, 40 * 1024, 20 * 1024
     plan = plan_of(DENSE)
-    assert check_memory(plan, GpuBudget(gpu_memory_mb=fits), NO_SOURCE) == []
-    [warning] = check_memory(plan, GpuBudget(gpu_memory_mb=estimated), NO_SOURCE)
+    assert check_memory(with_memory(plan, fits)) == []
+    [warning] = check_memory(with_memory(plan, estimated))
     assert warning.startswith("actor/0 cannot fit: model_worker 0-23 (d3c8) need ")
     with pytest.raises(ConfigError, match="actor/0 cannot fit"):
-        check_memory(plan, GpuBudget(gpu_memory_mb=certain), NO_SOURCE)
+        check_memory(with_memory(plan, certain))
 
 
 def test_workers_without_a_gpu_are_left_out_and_unknown_models_named(tmp_path: Path) -> None:
