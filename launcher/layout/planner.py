@@ -12,6 +12,7 @@ Pure: what the cluster has comes in as shapes of nodes, and nothing is submitted
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -57,16 +58,14 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
     allocations: list[Allocation] = []
     steps: dict[str, Step] = {}
     nodes_left = plan.cluster.max_nodes
-    for number, pool in enumerate(pools):
-        role: AllocationRole = "head" if number == 0 else "component" if kind == "hetjob" else "group"
-        allocation, placed = _place_pool(plan, pool, role, number, shapes or {}, nodes_left)
+    for number, pool in enumerate([*pools, *_elastic_pools(plan)]):
+        is_elastic, beside = pool.elastic_index is not None, "component" if kind == "hetjob" else "group"
+        role: AllocationRole = "head" if number == 0 else "elastic" if is_elastic else beside
+        max_nodes = None if is_elastic else nodes_left
+        allocation, placed = _place_pool(plan, pool, role, number, shapes or {}, max_nodes)
         allocations.append(allocation)
         steps |= placed
         nodes_left = None if nodes_left is None else nodes_left - allocation.num_nodes
-    for worker, task in _elastic_workers(plan):
-        shape = _shape(plan, _needs(plan, task).partition, shapes or {})
-        steps[worker] = _step(task, shape, allocation=len(allocations), node_index=0, gpus=range(task.gpu))
-        allocations.append(_elastic_allocation(plan, worker, task, shape))
     by_worker = {f"{spec.kind}/{spec.index}": steps[f"{spec.kind}/{spec.index}"] for spec in plan.workers}
     return Layout(kind=kind, reason=reason, allocations=tuple(allocations), steps=by_worker)
 
@@ -78,6 +77,8 @@ class _Pool:
     needs: AllocationNeeds
     gpu_type: str | None
     groups: dict[WorkerKind, TasksGroup] = field(default_factory=dict)
+    elastic_index: int | None = None
+    """Of the one worker, where it may come and go."""
 
 
 def _with_default_partition(plan: RunPlan, default: str | None) -> RunPlan:
@@ -89,9 +90,9 @@ def _with_default_partition(plan: RunPlan, default: str | None) -> RunPlan:
 
 
 def asked_for(plan: RunPlan, task: Scheduling, name: str) -> Any:
-    """A group's own value, else that of `launch`."""
+    """A group's own value, else that of `launch` where that has one."""
     own = getattr(task, name)
-    return getattr(plan.launch, name) if own is None else own
+    return getattr(plan.launch, name, None) if own is None else own
 
 
 def _needs(plan: RunPlan, scheduling: Scheduling) -> AllocationNeeds:
@@ -141,17 +142,14 @@ def _difference(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[str, dict[str | 
     """The first field in which pools differ, with the groups by value."""
     if len(pools) == 1:
         return None
-    for name in NEEDS:
+    for name in (*NEEDS, "gpu_type"):
         values: dict[str | None, list[WorkerKind]] = {}
         for kind, group in plan.scheduling.items():
-            values.setdefault(asked_for(plan, group.scheduling, name), []).append(kind)
+            if name != "gpu_type" or group.scheduling.gpu:
+                values.setdefault(asked_for(plan, group.scheduling, name), []).append(kind)
         if len(values) > 1:
             return name, values
-    types: dict[str | None, list[WorkerKind]] = {}
-    for kind, group in plan.scheduling.items():
-        if group.scheduling.gpu:
-            types.setdefault(group.scheduling.gpu_type, []).append(kind)
-    return "gpu_type", types
+    raise AssertionError("pools differ in what decides whether groups share one")
 
 
 def _refuse_packed(plan: RunPlan, name: str, values: Mapping[str | None, Sequence[WorkerKind]]) -> None:
@@ -238,26 +236,40 @@ def _place_pool(
     for unit in placement.units:
         task = pool.groups[unit.kind].scheduling
         for offset, (node, gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
-            worker = worker_id(unit.kind, unit.first_index + offset)
-            steps[worker] = _step(task, shape, allocation=number, node_index=node, gpus=gpus)
+            worker = worker_id(unit.kind, unit.first_index + offset + (pool.elastic_index or 0))
+            steps[worker] = Step(
+                allocation=number,
+                node_index=node,
+                cpus=shape.whole_cores(task.cpu),
+                mem_mb=task.mem,
+                gpus=task.gpu,
+                gpu_indices=gpus,
+                gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
+            )
     steps = _one_binding_per_node(steps, pool.groups)
     on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
+    asked = {**pool.needs.model_dump(), **_times(plan, pool, role)}
+    tasks = [group.scheduling for group in pool.groups.values()]
+    extra = chain(plan.launch.extra_sbatch_arguments, *(task.extra_sbatch_arguments for task in tasks))
     slack_cpus, slack_mem_mb = (shape.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if role == "head" else (0, 0)
     allocation = Allocation(
-        name="head" if role == "head" else next(iter(pool.groups)),
+        name="head" if role == "head" else next(iter(steps if role == "elastic" else pool.groups)),
         role=role,
         num_nodes=placement.num_nodes,
         cpus_per_node=max(sum(step.cpus for step in node) for node in on_nodes) + slack_cpus,
         mem_mb_per_node=max(sum(step.mem_mb for step in node) for node in on_nodes) + slack_mem_mb,
         gpus_per_node=max(sum(step.gpus for step in node) for node in on_nodes),
         gpu_type=pool.gpu_type,
-        options=_options(pool.needs, _times(plan, pool, role)),
-        extra_arguments=_extra_arguments(plan, *(group.scheduling for group in pool.groups.values())),
+        options={name: value for name, value in asked.items() if value is not None},
+        extra_arguments=tuple(dict.fromkeys(extra)),
     )
     return allocation, steps
 
 
 def _times(plan: RunPlan, pool: _Pool, role: AllocationRole) -> dict[str, str | None]:
+    if role == "elastic":  # its trial has begun, and goes on without it
+        (task,) = (group.scheduling for group in pool.groups.values())
+        return {"time_limit": asked_for(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
     times = {name: _common_value(plan, pool.groups, name) for name in TIMES}
     if role == "group" and times["begin"] == plan.launch.begin:
         times["begin"] = None  # its head has begun, or nobody would ask for it
@@ -303,18 +315,6 @@ def _shape(plan: RunPlan, partition: str | None, shapes: NodeShapes) -> NodeShap
     return plan.cluster.node_shape(shapes.get(partition.split(",")[0] if partition else None))
 
 
-def _step(task: Scheduling, shape: NodeShape, *, allocation: int, node_index: int, gpus: Sequence[int]) -> Step:
-    return Step(
-        allocation=allocation,
-        node_index=node_index,
-        cpus=shape.whole_cores(task.cpu),
-        mem_mb=task.mem,
-        gpus=task.gpu,
-        gpu_indices=tuple(gpus),
-        gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
-    )
-
-
 def _one_binding_per_node(steps: dict[str, Step], groups: Mapping[WorkerKind, TasksGroup]) -> dict[str, Step]:
     """Where one worker's GPUs are cut out of the node's, all are: SLURM counts those of overlapping steps as free.
 
@@ -335,38 +335,16 @@ def _is_rank(worker: str) -> bool:
     return parse_worker_id(worker)[0] == _GANG
 
 
-def _elastic_workers(plan: RunPlan) -> list[tuple[str, Scheduling]]:
+def _elastic_pools(plan: RunPlan) -> list[_Pool]:
+    """One for each worker that has a job of its own."""
     return [
-        (worker_id(kind, index), group.elastic.scheduling)
+        _Pool(
+            needs=_needs(plan, task := group.elastic.scheduling),
+            gpu_type=task.gpu_type,
+            groups={kind: TasksGroup(count=1, scheduling=task)},
+            elastic_index=index,
+        )
         for kind, group in plan.scheduling.items()
         if group.elastic is not None
         for index in range(group.count, group.total_count)
     ]
-
-
-def _elastic_allocation(plan: RunPlan, worker: str, task: Scheduling, shape: NodeShape) -> Allocation:
-    needs = _needs(plan, task)
-    alone = {parse_worker_id(worker)[0]: TasksGroup(count=1, scheduling=task)}
-    _place(plan, alone, shape, role="elastic", max_nodes=None)
-    times = {"time_limit": asked_for(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
-    return Allocation(
-        name=worker,
-        role="elastic",
-        num_nodes=1,
-        cpus_per_node=shape.whole_cores(task.cpu),
-        mem_mb_per_node=task.mem,
-        gpus_per_node=task.gpu,
-        gpu_type=task.gpu_type,
-        options=_options(needs, times),
-        extra_arguments=_extra_arguments(plan, task),
-    )
-
-
-def _options(needs: AllocationNeeds, times: Mapping[str, str | None]) -> dict[str, str]:
-    asked = {**needs.model_dump(), **times}
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def _extra_arguments(plan: RunPlan, *tasks: Scheduling) -> tuple[str, ...]:
-    own = [argument for task in tasks for argument in task.extra_sbatch_arguments]
-    return tuple(dict.fromkeys([*plan.launch.extra_sbatch_arguments, *own]))

@@ -170,7 +170,9 @@ def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mappi
         able = [node for node in allowed if all(one.size(node, gpu_type) >= size for one, size in most.items())]
         shape = most_common_shape(able or allowed, gpu_type=gpu_type)
         if shape is not None:
-            shapes |= {name: shape, **({None: shape} if name == facts.default_partition else {})}
+            shapes[name] = shape
+            if name == facts.default_partition:
+                shapes[None] = shape
     return shapes
 
 

@@ -120,7 +120,8 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
 
 
 def _data(plan: RunPlan) -> str:
-    for dataset in [worker.dataset for worker in (*plan.all_of(RolloutWorkerSpec), *plan.all_of(ModelWorkerSpec))]:
+    of_rollout = [worker.dataset for worker in plan.all_of(RolloutWorkerSpec)]
+    for dataset in (*of_rollout, *(rank.dataset for rank in plan.all_of(ModelWorkerSpec))):
         if dataset is not None:
             return f"{display_path(dataset.config.path)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
     return "none"
