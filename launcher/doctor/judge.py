@@ -8,6 +8,7 @@ its nodes         what the probe job answered (probe.py): judge_probe
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +18,15 @@ from corral.launcher.doctor.findings import Finding, fail, ok, warn
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
+from corral.launcher.slurm.accounts import seconds_of as seconds_of_limit
 from corral.launcher.slurm.parse import Node
 from corral.launcher.slurm.verdict import judge_job
-from corral.scheduling.slurm_formats import parse_time_limit
 
 _OLDEST_SLURM = (20, 11)  # srun --exact
 _OLDEST_SLURM_TESTED = (22, 5)
 _MIN_JOB_AGE_S = 60
 _DEFAULT_CRED_EXPIRE_S = 120
 _LONG_SLURMD_TIMEOUT_S = 600
-_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
 def judge_config(config: Mapping[str, str]) -> Iterator[Finding]:
@@ -144,35 +144,31 @@ def _judge_partition(name: str, settings: Mapping[str, str], nodes: Sequence[Nod
     up = [node for node in nodes if node.is_up]
     shown = f"{len(up)} of {len(nodes)} nodes up, {_shapes(up)}" if up else f"none of {len(nodes)} nodes is up"
     default, longest = settings.get("DefaultTime", "NONE"), settings.get("MaxTime", "")
-    times = f"time limit {default if default.upper() not in _UNLIMITED else 'none'}, at most {longest or '?'}"
+    has_default, has_most = (seconds_of_limit(limit) is not None for limit in (default, longest))
+    times = f"time limit {default if has_default else 'none'}, at most {longest or '?'}"
     preempted = "" if settings.get("PreemptMode", "OFF") == "OFF" else f", may be preempted ({settings['PreemptMode']})"
     said = f"{shown}; {times}{preempted}"
     if not up:
         return warn(check, said, "choose another one for now; sinfo -R says why")
-    if default.upper() in _UNLIMITED and longest.upper() in _UNLIMITED:
+    if not has_default and not has_most:
         return warn(check, said, "set launch.time_limit: a job without one is never backfilled")
     return ok(check, said)
 
 
 def _shapes(nodes: Sequence[Node]) -> str:
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for node in nodes:
         gpus = " + ".join(f"{count} x {kind or 'gpu'}" for kind, count in node.gpus_by_type.items()) or "no GPU"
-        shape = f"{node.cpus} CPUs {node.mem_mb / 1024:.0f} GB {gpus}"
-        counts[shape] = counts.get(shape, 0) + 1
-    shown = [f"{count} x ({shape})" for shape, count in sorted(counts.items(), key=lambda item: -item[1])]
+        counts[f"{node.cpus} CPUs {node.mem_mb / 1024:.0f} GB {gpus}"] += 1
+    shown = [f"{count} x ({shape})" for shape, count in counts.most_common()]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more shapes" if len(shown) > 3 else "")
 
 
 def seconds_of(text: str) -> int | None:
     """`300 sec`, `5 min`, `01:00:00` -> seconds; None for what is no time."""
-    match = re.fullmatch(r"(\d+)\s*(sec|min|s|m)?", text.strip())
-    if match:
+    if match := re.fullmatch(r"(\d+)\s*(sec|min|s|m)?", text.strip()):
         return int(match[1]) * (60 if (match[2] or "").startswith("m") else 1)
-    try:
-        return parse_time_limit(text)
-    except ValueError:
-        return None
+    return seconds_of_limit(text)
 
 
 _SLOW_S = 5.0

@@ -26,6 +26,7 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.trial.redis_server import find_redis_executable
 
 DISTRIBUTION = "corral-rl"
+FIRST_PORT = "port-0.json"
 _WAIT_S = 15.0
 _CONNECT_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
@@ -35,19 +36,18 @@ _MESSAGE_BYTES = 4096
 def answer(folder: Path, *, rank: int, num_nodes: int) -> dict[str, Any]:
     """Everything that this node knows."""
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    client = SlurmClient(timeout_s=10.0)
+    client, canary = SlurmClient(timeout_s=10.0), (folder / "canary").stat()
     said: dict[str, Any] = {
         "node": node,
         "rank": rank,
         "python": sys.version.split()[0],
         "corral": version(DISTRIBUTION),
-        "package": str(Path(__file__).resolve().parents[1]),
         "uid": os.getuid(),
-        "canary": _look_at(folder / "canary"),
+        "canary": {"mode": canary.st_mode & 0o777, "owner": canary.st_uid},
         "runtimes": [name for name in ("apptainer", "singularity", "enroot") if shutil.which(name)],
     }
     try:
-        said["redis"] = str(find_redis_executable())
+        find_redis_executable()
     except FileNotFoundError as error:
         said["redis_error"] = str(error)
     try:
@@ -56,16 +56,25 @@ def answer(folder: Path, *, rank: int, num_nodes: int) -> dict[str, Any]:
         said["slurm_error"] = str(error)
         address = node
     said["address"] = address
-    said |= _serve(folder, address, num_nodes) if rank == 0 else _connect_to_first(folder)
-    return said | {"time": time.time()}
+    return said | (_serve(folder, address, num_nodes) if rank == 0 else _connect_to_first(folder))
 
 
-def exchange(host: str, port: int) -> tuple[str, float]:
-    """Connects and asks for the time; returns the token of who answers, and its clock minus ours in seconds."""
-    sent_at = time.time()
-    with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
-        message = json.loads(connection.recv(_MESSAGE_BYTES))
-    return str(message["token"]), float(message["time"]) - (sent_at + time.time()) / 2
+def exchange(folder: Path) -> float:
+    """Connects to the first node, which has said where, and asks for the time; its clock minus ours in seconds.
+
+    Raises:
+        OSError, ValueError: if nobody answers there, or somebody else.
+    """
+    port = json.loads((folder / FIRST_PORT).read_bytes())
+    sent_at, place = time.time(), f"{port['host']}:{port['port']}"
+    try:
+        with socket.create_connection((port["host"], port["port"]), timeout=_CONNECT_TIMEOUT_S) as connection:
+            message = json.loads(connection.recv(_MESSAGE_BYTES))
+    except OSError as error:
+        raise ConnectionError(f"{place}: {error}") from error
+    if message["token"] != (folder / "canary").read_text().strip():
+        raise ValueError(f"something else answers on {place}")
+    return float(message["time"]) - (sent_at + time.time()) / 2
 
 
 def _serve(folder: Path, address: str, num_nodes: int) -> dict[str, Any]:
@@ -78,13 +87,13 @@ def _serve(folder: Path, address: str, num_nodes: int) -> dict[str, Any]:
     with listener:
         listener.settimeout(_POLL_INTERVAL_S)
         port = {"host": address, "port": listener.getsockname()[1]}
-        atomic_write(folder / "port-0.json", json.dumps(port).encode())
+        atomic_write(folder / FIRST_PORT, json.dumps(port).encode())
         finished = threading.Event()
         thread = threading.Thread(target=_reply, args=(listener, token, finished), daemon=True)
         thread.start()
         wanted = [folder / "login-reached", *([folder / "answer-1.json"] if num_nodes > 1 else [])]
         deadline = time.monotonic() + _WAIT_S
-        while time.monotonic() < deadline and not all(_exists(path) for path in wanted):
+        while time.monotonic() < deadline and not all(is_there(path) for path in wanted):
             time.sleep(_POLL_INTERVAL_S)
         finished.set()
         thread.join()
@@ -103,25 +112,17 @@ def _reply(listener: socket.socket, token: str, finished: threading.Event) -> No
 
 def _connect_to_first(folder: Path) -> dict[str, Any]:
     deadline = time.monotonic() + _WAIT_S
-    path = folder / "port-0.json"
-    while not _exists(path):
+    while not is_there(folder / FIRST_PORT):
         if time.monotonic() > deadline:
-            return {"peer_error": f"{path.name} of the first node did not appear here within {_WAIT_S:.0f} s"}
+            return {"peer_error": f"{FIRST_PORT} of the first node did not appear here within {_WAIT_S:.0f} s"}
         time.sleep(_POLL_INTERVAL_S)
     try:
-        port = json.loads(path.read_text())
-        token, offset_s = exchange(port["host"], port["port"])
+        return {"peer_offset_s": exchange(folder)}
     except (OSError, ValueError) as error:
         return {"peer_error": f"{error}"}
-    return {"peer_token": token, "peer_offset_s": offset_s}
 
 
-def _look_at(path: Path) -> dict[str, Any]:
-    found = path.stat()
-    return {"text": path.read_text().strip(), "mode": found.st_mode & 0o777, "owner": found.st_uid}
-
-
-def _exists(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     """Whether a file is there, asked in a way that makes network file systems look again."""
     return path.name in os.listdir(path.parent)
 

@@ -15,13 +15,14 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.trial.directory import atomic_write
-from corral.launcher.doctor.node import exchange
+from corral.launcher.doctor.node import FIRST_PORT, exchange, is_there
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job
 
@@ -97,15 +98,15 @@ def probe(
     folder.mkdir(mode=0o700)
     job_id = ""
     try:
-        token = random_tokens.token_hex(16)
-        atomic_write(folder / "canary", token.encode())
+        atomic_write(folder / "canary", random_tokens.token_hex(16).encode())
         script = folder / "probe.sbatch"
         atomic_write(script, _script(folder).encode())
         job_id = client.submit(_options(partition, num_nodes, cluster or ClusterConfig()), script)
-        return _collect(client, folder, job_id, token, timeout_s)
+        return _collect(client, folder, job_id, timeout_s)
     finally:
         if job_id:
-            _cancel(client, job_id)
+            with suppress(SlurmError):  # it ends by its own time limit of a minute
+                client.cancel(job_id)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -136,15 +137,15 @@ def _options(partition: str | None, num_nodes: int, cluster: ClusterConfig) -> l
     ]
 
 
-def _collect(client: SlurmClient, folder: Path, job_id: str, token: str, timeout_s: float) -> ProbeOutcome:
+def _collect(client: SlurmClient, folder: Path, job_id: str, timeout_s: float) -> ProbeOutcome:
     outcome = ProbeOutcome()
     started_at, looked_at = time.monotonic(), float("-inf")
     while time.monotonic() - started_at < timeout_s:
         _read_answers(folder, outcome)
         if outcome.answers and not outcome.waited_s:
             outcome.waited_s = time.monotonic() - started_at
-        if outcome.login_offset_s is None and not outcome.login_error:
-            _connect(folder, token, outcome)
+        if outcome.login_offset_s is None and not outcome.login_error and is_there(folder / FIRST_PORT):
+            _connect(folder, outcome)
         if time.monotonic() - looked_at >= _QUEUE_INTERVAL_S:
             looked_at = time.monotonic()
             if _look_at_job(client, job_id, outcome):
@@ -184,23 +185,10 @@ def _read_answers(folder: Path, outcome: ProbeOutcome) -> None:
             outcome.answers[int(said["rank"])] = said
 
 
-def _connect(folder: Path, token: str, outcome: ProbeOutcome) -> None:
+def _connect(folder: Path, outcome: ProbeOutcome) -> None:
     """From here to the port of the first node."""
-    if "port-0.json" not in os.listdir(folder):
-        return
-    port = json.loads((folder / "port-0.json").read_bytes())
     try:
-        answered, offset_s = exchange(port["host"], port["port"])
-        if answered != token:
-            outcome.login_error = f"something else answers on {port['host']}:{port['port']}"
-        outcome.login_offset_s = offset_s
+        outcome.login_offset_s = exchange(folder)
     except (OSError, ValueError) as error:
-        outcome.login_error = f"{port['host']}:{port['port']}: {error}"
+        outcome.login_error = str(error)
     atomic_write(folder / "login-reached", b"")
-
-
-def _cancel(client: SlurmClient, job_id: str) -> None:
-    try:
-        client.cancel(job_id)
-    except SlurmError:
-        return  # it ends by its own time limit of a minute

@@ -59,9 +59,9 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
     steps: dict[str, Step] = {}
     nodes_left = plan.cluster.max_nodes
     for number, pool in enumerate([*pools, *_elastic_pools(plan)]):
-        is_elastic, beside = pool.elastic_index is not None, "component" if kind == "hetjob" else "group"
-        role: AllocationRole = "head" if number == 0 else "elastic" if is_elastic else beside
-        max_nodes = None if is_elastic else nodes_left
+        beside: AllocationRole = "component" if kind == "hetjob" else "group"
+        role = "elastic" if pool.elastic_index is not None else "head" if number == 0 else beside
+        max_nodes = None if role == "elastic" else nodes_left
         allocation, placed = _place_pool(plan, pool, role, number, shapes or {}, max_nodes)
         allocations.append(allocation)
         steps |= placed
