@@ -1,11 +1,10 @@
 """What a job asks of SLURM as a whole: each field here is the option of sbatch of its name, and all there is to it.
 
 launch.FIELD, groups.KIND.scheduling.FIELD --planner--> Allocation.options --option_name--> #SBATCH --FIELD=...
---sbatch-arg, extra_sbatch_arguments --check_extra_arguments--> none of these, and none that corral sets itself
+--sbatch-arg, extra_sbatch_arguments --check_sbatch_argument--> none of these, and none that corral sets itself
 """
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
@@ -14,7 +13,7 @@ from corral.scheduling.frozen import FrozenModel
 from corral.scheduling.slurm_formats import (
     check_plain_text,
     check_point_in_time,
-    check_sbatch_arguments,
+    check_sbatch_argument,
     parse_time_limit,
 )
 
@@ -45,6 +44,17 @@ def _quoted_time(value: Any) -> Any:
 SlurmTime = Annotated[str, BeforeValidator(_quoted_time)]
 
 
+def check_extra_argument(argument: str) -> str:
+    """Refuse a further option of sbatch that corral sets itself, or that a field stands for.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    check_plain_text(argument, what="extra sbatch argument")
+    check_sbatch_argument(argument, field_by_option={option_name(name): name for name in ALLOCATION_FIELDS})
+    return argument
+
+
 class AllocationNeeds(FrozenModel):
     """What decides whether two groups can share one SLURM allocation: only groups with equal needs can."""
 
@@ -73,7 +83,7 @@ class JobOptions(AllocationNeeds):
     """Earliest start ("now+2hours", "2026-01-31T08:00"); None is at once."""
     deadline: SlurmTime | None = None
     """Time by which the job must be able to end, or SLURM removes it; None is never."""
-    extra_sbatch_arguments: tuple[str, ...] = ()
+    extra_sbatch_arguments: tuple[Annotated[str, AfterValidator(check_extra_argument)], ...] = ()
     """More options of sbatch, each as one text ("--licenses=matlab:1"); those that corral sets itself are refused."""
 
     @field_validator("time_limit")
@@ -88,14 +98,6 @@ class JobOptions(AllocationNeeds):
     def _points_in_time_exist(cls, value: str | None) -> str | None:
         return None if value is None else check_point_in_time(value)
 
-    @field_validator("extra_sbatch_arguments")
-    @classmethod
-    def _extra_arguments_are_not_owned(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for argument in value:
-            check_plain_text(argument, what="extra sbatch argument")
-        check_extra_arguments(value)
-        return value
-
 
 NEEDS = tuple(AllocationNeeds.model_fields)
 TIMES = ("time_limit", "begin", "deadline")
@@ -106,12 +108,3 @@ ALLOCATION_FIELDS = (*NEEDS, *TIMES)
 def option_name(field: str) -> str:
     """The option of sbatch, without its dashes, that a field stands for."""
     return _OPTION_BY_FIELD.get(field, field.replace("_", "-"))
-
-
-def check_extra_arguments(arguments: Sequence[str]) -> None:
-    """Refuse further options of sbatch that corral sets itself, or that a field stands for.
-
-    Raises:
-        ValueError: with what to do instead.
-    """
-    check_sbatch_arguments(arguments, field_by_option={option_name(name): name for name in ALLOCATION_FIELDS})

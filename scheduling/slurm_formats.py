@@ -5,7 +5,7 @@ A value that SLURM would reject, or read as something else, is refused here with
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta
 from typing import NamedTuple
 
@@ -246,28 +246,27 @@ _PROTECTED_OPTIONS: dict[str, _Owned] = {
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][A-Za-z0-9-]*)(?:=(?P<value>.*))?")
 
 
-def check_sbatch_arguments(arguments: Sequence[str], *, field_by_option: Mapping[str, str]) -> None:
-    """Refuse further options of sbatch that corral owns.
+def check_sbatch_argument(argument: str, *, field_by_option: Mapping[str, str]) -> None:
+    """Refuse a further option of sbatch that corral owns.
 
     Args:
-        arguments: each one "--option" or "--option=value".
+        argument: "--option" or "--option=value".
         field_by_option: options that a field of the configuration stands for.
     """
     owned_options = _PROTECTED_OPTIONS | {name: _Owned(f"use the field {it}") for name, it in field_by_option.items()}
-    for argument in arguments:
-        match = _OPTION.fullmatch(argument)
-        if match is None:
-            raise ValueError(
-                f"extra sbatch argument {argument!r} must be one long option with its value, as --licenses=matlab:1"
-            )
-        name = match["name"].lower()
-        # getopt accepts any unambiguous beginning: --job-n is --job-name too.
-        beginnings = [name] if name in owned_options else [owned for owned in owned_options if owned.startswith(name)]
-        if beginnings:
-            owned = min(beginnings)
-            why, instead = owned_options[owned].why, owned_options[owned].instead
-            remedy = f"leave it out: {instead}" if instead else "leave it out"
-            raise ValueError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}; {remedy}")
+    match = _OPTION.fullmatch(argument)
+    if match is None:
+        raise ValueError(
+            f"extra sbatch argument {argument!r} must be one long option with its value; give it as --licenses=m:1"
+        )
+    name = match["name"].lower()
+    # getopt accepts any unambiguous beginning: --job-n is --job-name too.
+    beginnings = [name] if name in owned_options else [owned for owned in owned_options if owned.startswith(name)]
+    if beginnings:
+        owned = min(beginnings)
+        why, instead = owned_options[owned].why, owned_options[owned].instead
+        remedy = f"leave it out: {instead}" if instead else "leave it out"
+        raise ValueError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}; {remedy}")
 
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -1,5 +1,6 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ def submit(
                 shape=cluster_shape,
                 has_place=dry_run != "graph",
                 profile=profile,
-                sbatch_arguments=_checked_arguments(sbatch_arg or []),
+                sbatch_arguments=sbatch_arg or [],
             )
         submission = prepare(has_checks=not no_checks)
         if dry_run in ("script", "graph"):
@@ -145,14 +146,9 @@ def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool
         raise typer.BadParameter("--shape imagines a cluster, on which nothing can run; add --dry-run")
     if local or resumes:
         raise typer.BadParameter("--shape plans a new trial for a cluster; leave --local and --resume out")
-    from corral.experiments.errors import ConfigError, split_remedy
     from corral.launcher.submit.imagined import ClusterShape
 
-    try:
-        return ClusterShape.parse(text)
-    except ValueError as error:
-        rule, remedy = split_remedy(str(error))
-        raise ConfigError.of(rule, hint=remedy, place=f"--shape {text}") from error
+    return ClusterShape.parse(text)
 
 
 def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Submission]") -> "Submission":
@@ -174,40 +170,12 @@ def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Su
 
 def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: AskedLayout | None) -> list[str]:
     """Options that stand for a key of the experiment file, after the overrides."""
-    from corral.experiments.errors import ConfigError
-    from corral.scheduling.slurm_formats import check_plain_text
-
     changes = list(overrides or [])
-    if fileroot is not None:
-        try:
-            check_plain_text(str(fileroot), what="--fileroot")
-        except ValueError as error:
-            raise ConfigError.of(str(error), hint="use a folder with a plain name") from error
-        changes.append(f"cluster.fileroot={_quoted(str(fileroot.absolute()))}")
+    if fileroot is not None:  # in quotes, between which YAML reads what JSON writes: it is text whatever it looks like
+        changes.append(f"cluster.fileroot={json.dumps(str(fileroot.absolute()), ensure_ascii=False)}")
     if layout is not None:
         changes.append(f"launch.layout={layout}")
     return changes
-
-
-def _quoted(text: str) -> str:
-    """A value of an override that is text whatever it looks like."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _checked_arguments(arguments: Sequence[str]) -> Sequence[str]:
-    from corral.experiments.errors import ConfigError, shorten, split_remedy
-    from corral.scheduling.job_options import check_extra_arguments
-    from corral.scheduling.slurm_formats import check_plain_text
-
-    for argument in arguments:
-        try:
-            check_plain_text(argument, what="--sbatch-arg")
-            check_extra_arguments([argument])
-        except ValueError as error:
-            rule, remedy = split_remedy(str(error))
-            place = f"--sbatch-arg={shorten(argument)}"
-            raise ConfigError.of(rule, hint=remedy or "give it as --sbatch-arg=--name=value", place=place) from error
-    return arguments
 
 
 def _prepared_resume(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from corral.experiments.errors import UnsatisfiableError
+from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.submit.check_memory import check_memory
@@ -51,14 +51,16 @@ class ClusterShape:
         """Read NODESxGPUSxMEMORY.
 
         Raises:
-            ValueError: naming the rule, what was written, and an example.
+            ConfigError: naming the rule, what was written, and an example.
         """
         match = _SHAPE.fullmatch(text.strip())
         numbers = [int(match[1]), int(match[2]), parse_memory_mb(match[3])] if match else []
         if not numbers or min(numbers) < 1:
-            raise ValueError(
+            raise ConfigError.of(
                 f"a cluster's shape is NODESxGPUSxMEMORY, each at least 1, the memory of one GPU with M, G or T, "
-                f"got {text!r}; write 4x8x80G for 4 nodes with 8 GPUs of 80 GB each"
+                f"got {text!r}",
+                hint="write 4x8x80G for 4 nodes with 8 GPUs of 80 GB each",
+                place=f"--shape {text}",
             )
         return cls(num_nodes=numbers[0], gpus_per_node=numbers[1], gpu_memory_mb=numbers[2])
 

@@ -13,14 +13,13 @@ from typing import Any
 from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located, shorten
-from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt
-from corral.experiments.trial.directory import TrialDirectory, next_trial_name, validate_name
+from corral.experiments.trial.directory import TrialDirectory, next_trial_name
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.log_witnesses import read_whole_log
@@ -113,11 +112,11 @@ def prepare(
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
     chosen = experiment.trial if trial_name is None else trial_name
-    trial = _trial_name(chosen, fileroot / experiment.name)
+    trial = next_trial_name(fileroot / experiment.name) if chosen is None else chosen
     try:
         directory = TrialDirectory.of(fileroot, experiment=experiment.name, trial=trial)
     except ValueError as error:
-        raise ConfigError.of(str(error)) from error
+        raise ConfigError.of(str(error), shown=f"-n {trial!r}") from error
     if chosen is not None and directory.path.exists():
         raise ConfigError.of(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
@@ -125,7 +124,9 @@ def prepare(
         )
     with located(loaded.source):
         _check_fileroot(fileroot, directory)
-        plan = make_run_plan(experiment, _identity(experiment, directory, trial=trial), mode)
+        # No two plans ever have the same uuid, whatever their names.
+        identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
+        plan = make_run_plan(experiment, identity, mode)
         # On an imagined cluster nothing will run.
         code = look_at_code(plan, tries=has_checks) if shape is None else KeptCode()
         plan = code.in_plan(plan)
@@ -222,20 +223,6 @@ def _still_runs(directory: TrialDirectory) -> bool:
             return True
         time.sleep(_LEAVING_POLL_S)
     return False
-
-
-def _identity(experiment: Experiment, directory: TrialDirectory, *, trial: str) -> TrialIdentity:
-    """Who the trial is: no two plans ever have the same uuid, whatever their names."""
-    return TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
-
-
-def _trial_name(wanted: str | None, experiment_directory: Path) -> str:
-    if wanted is None:
-        return next_trial_name(experiment_directory)
-    try:
-        return validate_name(wanted, what="trial name")
-    except ValueError as error:
-        raise ConfigError.of(str(error), shown=f"-n {wanted!r}") from error
 
 
 def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:

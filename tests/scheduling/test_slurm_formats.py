@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.job_options import ALLOCATION_FIELDS, check_extra_arguments, option_name
+from corral.scheduling.job_options import ALLOCATION_FIELDS, check_extra_argument, option_name
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
@@ -132,12 +132,12 @@ def test_points_in_time_that_do_not_exist_are_refused(text: str) -> None:
         ("-J x", "long option"),
         ("--licenses a:1", "long option"),
         ("echo", "long option"),
-        ("--comment=a\n#SBATCH --uid=0", "long option"),
+        ("--comment=a\n#SBATCH --uid=0", "control character"),
     ],
 )
 def test_sbatch_arguments_that_corral_owns_are_refused_with_the_field_to_use(argument: str, remedy: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        check_extra_arguments(["--exclusive", argument])
+        check_extra_argument(argument)
     assert remedy in str(refusal.value)
     assert repr(argument) in str(refusal.value)
 
@@ -145,11 +145,12 @@ def test_sbatch_arguments_that_corral_owns_are_refused_with_the_field_to_use(arg
 @pytest.mark.parametrize("field", ALLOCATION_FIELDS)
 def test_an_option_that_has_a_field_is_refused_as_a_further_argument(field: str) -> None:
     with pytest.raises(ValueError, match=f"use the field {field}"):
-        check_extra_arguments([f"--{option_name(field)}=x"])
+        check_extra_argument(f"--{option_name(field)}=x")
 
 
 def test_other_sbatch_arguments_pass() -> None:
-    check_extra_arguments(["--exclusive", "--licenses=matlab:1", "--mail-type=END,FAIL", "--time-min=10", "--nice=5"])
+    for argument in ("--exclusive", "--licenses=matlab:1", "--mail-type=END,FAIL", "--time-min=10", "--nice=5"):
+        assert check_extra_argument(argument) == argument
 
 
 @given(st.text())

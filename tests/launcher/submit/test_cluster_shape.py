@@ -1,5 +1,6 @@
 import pytest
 
+from corral.experiments.errors import ConfigError
 from corral.launcher.submit.imagined import ClusterShape
 
 
@@ -14,6 +15,6 @@ def test_a_shape_is_nodes_gpus_and_memory() -> None:
     "text", ["", "4x8", "4x8x80", "4*8*80G", "0x8x80G", "4x0x80G", "4x8x0G", "4x8x80GB", "4x8x8.5G"]
 )
 def test_a_misspelt_shape_is_told_the_rule_and_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="NODESxGPUSxMEMORY.*; write 4x8x80G for 4 nodes") as refused:
+    with pytest.raises(ConfigError, match="(?s)NODESxGPUSxMEMORY.*hint: write 4x8x80G for 4 nodes") as refused:
         ClusterShape.parse(text)
     assert repr(text) in str(refused.value)
