@@ -7,7 +7,6 @@ configuration; where it does not say them, there are as many as the workers ask 
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from corral.experiments.errors import ConfigError, UnsatisfiableError
@@ -15,7 +14,6 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.preflight import Preflight
-from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import GIB_MB
 from corral.scheduling.slurm_formats import parse_memory_mb
 
@@ -41,10 +39,17 @@ class ClusterShape:
         return f"{nodes} with {gpus} of {self.gpu_memory_mb / GIB_MB:.4g} GiB"
 
     def in_plan(self, plan: RunPlan) -> RunPlan:
-        """The plan with these GPUs, and no more nodes than there are."""
-        known = {"gpus_per_node": self.gpus_per_node, "gpu_memory": self.gpu_memory_mb}
-        max_nodes = min(self.num_nodes, plan.cluster.max_nodes or self.num_nodes)
-        return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={**known, "max_nodes": max_nodes})})
+        """The plan with these nodes, which have the CPUs and the memory that workers ask for where nobody says it."""
+        cluster, groups = plan.cluster, [group for _, group in plan.scheduling.items()]
+        cpus, mem_mb = (sum(one.total_count * getattr(one.scheduling, it) for one in groups) for it in ("cpu", "mem"))
+        known = {
+            "gpus_per_node": self.gpus_per_node,
+            "gpu_memory": self.gpu_memory_mb,
+            "max_nodes": min(self.num_nodes, cluster.max_nodes or self.num_nodes),
+            "cpus_per_node": cluster.cpus_per_node or cpus + 1,
+            "mem_per_node": cluster.mem_per_node or mem_mb + GIB_MB,
+        }
+        return plan.model_copy(update={"cluster": cluster.model_copy(update=known)})
 
     @classmethod
     def parse(cls, text: str) -> "ClusterShape":
@@ -74,10 +79,10 @@ def check_on_shape(plan: RunPlan, shape: ClusterShape) -> Preflight:
     """
     _check_gpus(plan, shape)
     check_memory(plan, is_estimate_enough=True)
-    layout = plan_layout(plan, _shapes(plan, shape))
+    layout = plan_layout(plan)
     checks = [f"imagined cluster of {shape}, nothing is asked of a real one", "memory of every GPU ok"]
-    given = {"CPUs": plan.cluster.cpus_per_node, "host memory": plan.cluster.mem_per_node}
-    if unknown := [name for name, size in given.items() if size is None]:
+    keys = {"CPUs": "cpus_per_node", "host memory": "mem_per_node"}
+    if unknown := [name for name, key in keys.items() if plan.config["cluster"][key] is None]:
         checks.append(f"{' and '.join(unknown)} of its nodes not compared")
     return Preflight(layout=layout, checks=tuple(checks), warnings=())
 
@@ -94,16 +99,3 @@ def _check_gpus(plan: RunPlan, shape: ClusterShape) -> None:
         path=("allocation",),
         shown=str(plan.config.get("allocation", "")),
     )
-
-
-def _shapes(plan: RunPlan, shape: ClusterShape) -> Mapping[str | None, NodeShape]:
-    """The same node in every partition that somebody names."""
-    tasks = [group.scheduling for _, group in plan.scheduling.items()]
-    tasks += [group.elastic.scheduling for _, group in plan.scheduling.items() if group.elastic is not None]
-    names = {task.partition or plan.launch.partition for task in tasks} | {plan.launch.partition, None}
-    enough = NodeShape(
-        cpus=sum(group.total_count * group.scheduling.cpu for _, group in plan.scheduling.items()) + 1,
-        gpus=shape.gpus_per_node,
-        mem_mb=sum(group.total_count * group.scheduling.mem for _, group in plan.scheduling.items()) + 1024,
-    )
-    return {name.split(",")[0] if name else None: enough for name in names}
