@@ -186,8 +186,31 @@ def _may_run(row: WorkerRow) -> bool:
     return row.state not in _DOWN or (row.state is WorkerState.KEPT_DOWN and row.pid is not None)
 
 
-def find_orphaned_job(argument: str, cluster: JobQueue, *, now: bool, files: Files = DIRECT) -> Job | None:
-    """The living job with this id, if it is one of ours and its trial directory is gone.
+def find_job(argument: str, cluster: JobQueue) -> Job | None:
+    """The job with this id; None if the cluster does not know it, or does not answer."""
+    try:
+        jobs = cluster.jobs() if argument.isdigit() else []
+    except ClusterError:
+        return None
+    return next((job for job in jobs if job.job_id == argument), None)
+
+
+def trial_of_job(job: Job, fileroot: Path, *, files: Files = DIRECT) -> TrialFacts | None:
+    """The trial that a job is of, if it is there."""
+    if "directory" in job.tag:
+        directory = Path(str(job.tag["directory"]))
+        return files.run(lambda: read_facts(TrialDirectory(directory)), directory)
+    return files.run(lambda: _trial_that_noted(job, fileroot), fileroot)
+
+
+def _trial_that_noted(job: Job, fileroot: Path) -> TrialFacts | None:
+    noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{job.job_id}.json"))
+    facts = (read_facts(TrialDirectory(path)) for path in noted)
+    return next((one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None), None)
+
+
+def is_orphan(job: Job, *, now: bool, files: Files = DIRECT) -> bool:
+    """Whether a job lives, and is of a trial whose directory is gone.
 
     Args:
         now: whether a trial may be ended without a checkpoint, so that a folder that is only out of sight may be gone.
@@ -195,18 +218,15 @@ def find_orphaned_job(argument: str, cluster: JobQueue, *, now: bool, files: Fil
     Raises:
         StopRefusedError: if this machine cannot tell whether the directory is gone: it does not see the one above.
     """
-    found = _find_job(argument, cluster)
-    if found is None or not found.is_active or "directory" not in found.tag:
-        return None
-    directory = Path(str(found.tag["directory"]))
-    if files.run(directory.is_dir, directory):
-        return None
+    directory = Path(str(job.tag.get("directory", "/")))
+    if not job.is_active or files.run(directory.is_dir, directory):
+        return False
     if not now and not files.run(directory.parent.is_dir, directory.parent):
         raise StopRefusedError(
-            f"job {found.job_id} belongs to the trial in {directory}, and this machine has no {directory.parent}; "
-            f"run rl-stop where it is mounted, or rl-stop --now {found.job_id} to end its jobs without a checkpoint"
+            f"job {job.job_id} belongs to the trial in {directory}, and this machine has no {directory.parent}; "
+            f"run rl-stop where it is mounted, or rl-stop --now {job.job_id} to end its jobs without a checkpoint"
         )
-    return found
+    return True
 
 
 def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
@@ -216,34 +236,6 @@ def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
     for one in jobs:
         cluster.cancel(one.job_id)
     return [one.job_id for one in jobs]
-
-
-def directory_of_job(argument: str, cluster: JobQueue, fileroot: Path, *, files: Files = DIRECT) -> Path | None:
-    """The trial directory that a job id stands for, if the cluster knows the job and it is ours."""
-    found = _find_job(argument, cluster)
-    if found is None:
-        return None
-    if "directory" in found.tag:
-        return Path(str(found.tag["directory"]))
-    return files.run(lambda: _directory_that_noted(found, fileroot), fileroot)
-
-
-def _directory_that_noted(job: Job, fileroot: Path) -> Path | None:
-    noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{job.job_id}.json"))
-    facts = (read_facts(TrialDirectory(path)) for path in noted)
-    own = (one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None)
-    return next((one.directory.path for one in own), None)
-
-
-def _find_job(argument: str, cluster: JobQueue) -> Job | None:
-    """The job with this id; None if the cluster does not know it, or does not answer."""
-    if not argument.isdigit():
-        return None
-    try:
-        jobs = cluster.jobs()
-    except ClusterError:
-        return None
-    return next((job for job in jobs if job.job_id == argument), None)
 
 
 def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: Files) -> None:

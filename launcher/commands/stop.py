@@ -62,23 +62,21 @@ def stop(
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
-    from corral.experiments.trial.directory import TrialDirectory
     from corral.launcher.clusters import queue_here
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.stop import cancel_orphan, directory_of_job, find_orphaned_job
-    from corral.launcher.trial.find import TrialNotFoundError, default_fileroot, read_facts
+    from corral.launcher.stop import cancel_orphan, find_job, is_orphan, trial_of_job
+    from corral.launcher.trial.find import TrialNotFoundError, default_fileroot
 
     root, files = fileroot or default_fileroot(), PatientFiles()
     try:
         return find_in_time(files, trial, root)
     except TrialNotFoundError:
         cluster = queue_here()
-        path = directory_of_job(trial, cluster, root, files=files)
-        facts = files.run(partial(read_facts, TrialDirectory(path)), path) if path is not None else None
-        if facts is not None:
+        if (job := find_job(trial, cluster)) is None:
+            raise
+        if (facts := trial_of_job(job, root, files=files)) is not None:
             return facts
-        job = find_orphaned_job(trial, cluster, now=now, files=files)
-        if job is None:
+        if not is_orphan(job, now=now, files=files):
             raise
         ended = cancel_orphan(job, cluster)
         print(

@@ -16,6 +16,7 @@ import pytest
 
 from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.commands.stop import Teller, in_parallel
 from corral.launcher.slurm.client import SlurmClient
@@ -24,7 +25,7 @@ from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import WaitChain, WaitStep
 from corral.launcher.status.words import WorkerState
-from corral.launcher.stop import StopRefusedError, cancel_orphan, directory_of_job, find_orphaned_job
+from corral.launcher.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, trial_of_job
 from corral.launcher.trial.find import read_facts
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import queued
@@ -119,24 +120,32 @@ def tagged(job_id: str, directory: Path) -> QueuedJob:
 def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "not-mounted" / "exp" / "trial"))
     with pytest.raises(StopRefusedError, match=r"this machine has no .*not-mounted/exp; .* rl-stop --now 7 to end"):
-        find_orphaned_job("7", SlurmQueue(client), now=False)
+        is_orphan(_job_7(client), now=False)
     assert client.cancelled == ()
-    assert find_orphaned_job("7", SlurmQueue(client), now=True) is not None
+    assert is_orphan(_job_7(client), now=True)
+
+
+def _job_7(client: FakeSlurm) -> Job:
+    job = find_job("7", SlurmQueue(client))
+    assert job is not None
+    return job
 
 
 def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "trial"))
-    orphan = find_orphaned_job("7", SlurmQueue(client), now=False)
-    assert orphan is not None and cancel_orphan(orphan, SlurmQueue(client)) == ["7"] == [*client.cancelled]
+    orphan = _job_7(client)
+    assert is_orphan(orphan, now=False)
+    assert cancel_orphan(orphan, SlurmQueue(client)) == ["7"] == [*client.cancelled]
 
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
     own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
     rewritten = dataclasses.replace(job("7", "RUNNING", "head", uuid=""), comment="site: ok", name="exp.trial")
-    assert directory_of_job("7", SlurmQueue(FakeSlurm(rewritten)), tmp_path) == trial.directory.path
+    found = trial_of_job(_job_7(FakeSlurm(rewritten)), tmp_path)
+    assert found is not None and found.directory.path == trial.directory.path
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
-    assert directory_of_job("7", SlurmQueue(FakeSlurm(other)), tmp_path) is None
-    assert find_orphaned_job("7", SlurmQueue(FakeSlurm(rewritten)), now=True) is None
+    assert trial_of_job(_job_7(FakeSlurm(other)), tmp_path) is None
+    assert not is_orphan(_job_7(FakeSlurm(rewritten)), now=True)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.stop import cancel_orphan, find_orphaned_job
+from corral.launcher.stop import cancel_orphan, find_job, is_orphan
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.trials import SlurmTrial
@@ -139,7 +139,7 @@ def test_a_trial_whose_directory_is_gone_is_listed_from_its_jobs_comment_and_can
     ended = run("rl-stop", job_id, tmp_path=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"ended job {job_id}" in ended.stdout
-    wait_until(lambda: find_orphaned_job(job_id, SlurmQueue(), now=False) is None, "the end of the job")
+    wait_until(lambda: (job := find_job(job_id, SlurmQueue())) is None or not job.is_active, "the end of the job")
     trial.directory.path.mkdir(parents=True)  # what clears up after the test looks at it
 
 
@@ -147,8 +147,8 @@ def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> N
     trial = make_slurm_trial({})
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]
     shutil.rmtree(trial.directory.path)
-    orphan = find_orphaned_job(jobs[1], SlurmQueue(), now=False)
-    assert orphan is not None
+    orphan = find_job(jobs[1], SlurmQueue())
+    assert orphan is not None and is_orphan(orphan, now=False)
     assert sorted(cancel_orphan(orphan, SlurmQueue())) == sorted(jobs)
     trial.directory.path.mkdir(parents=True)
 
