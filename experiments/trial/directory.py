@@ -248,16 +248,20 @@ def next_trial_name(experiment_directory: Path) -> str:
     return f"trial-{max(numbers, default=0) + 1}"
 
 
-def atomic_write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replaces `path` by `data` so that a reader, or a crash at any moment, sees the old file or the new one, whole."""
+def atomic_write(path: Path, data: bytes, *, mode: int = 0o600, is_durable: bool = True) -> None:
+    """Replaces `path` by `data` so that a reader, or a crash at any moment, sees the old file or the new one, whole.
+
+    Where it need not be durable nothing is forced to disk: a crash may leave neither, and a reader sees either.
+    """
     temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
     try:
-        write_new_file(temporary, data, mode=mode)
+        write_new_file(temporary, data, mode=mode, is_durable=is_durable)
         os.rename(temporary, path)
     except OSError:
         remove_file(temporary)
         raise
-    fsync_directory(path.parent)
+    if is_durable:
+        fsync_directory(path.parent)
 
 
 def write_if_absent(path: Path, data: bytes) -> bool:
@@ -274,13 +278,14 @@ def write_if_absent(path: Path, data: bytes) -> bool:
     return True
 
 
-def write_new_file(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+def write_new_file(path: Path, data: bytes, *, mode: int = 0o600, is_durable: bool = True) -> None:
     """Creates `path`, which must not exist, with exactly this mode whatever the umask, and forces it to disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         os.fchmod(descriptor, mode)
         write_all(descriptor, data)
-        os.fsync(descriptor)
+        if is_durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -15,9 +15,8 @@ the cluster is asked directly.
 
 import hashlib
 import os
-import secrets as random_tokens
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from corral.experiments.trial.removal import remove_file
+from corral.experiments.trial.directory import atomic_write
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
@@ -105,24 +104,19 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def after_asking(self, cluster: JobQueue, clock: Callable[[], float]) -> "Memory":
-        """What is known once the cluster has been asked."""
+        """What is known once the cluster has been asked; if it has not answered, what it said before stays."""
         try:
-            jobs = cluster.jobs()
+            jobs, now = tuple(cluster.jobs()), clock()
         except ClusterError as error:
-            return self.failed(str(error).partition("\n")[0], clock())
-        return self.answered(jobs, clock())
-
-    def answered(self, jobs: Sequence[Job], now: float) -> "Memory":
-        """After the cluster has answered."""
+            return msgspec.structs.replace(
+                self,
+                tried_at=(now := clock()),
+                failures=self.failures + 1,
+                unreachable_since=now if self.unreachable_since is None else self.unreachable_since,
+                error=str(error).partition("\n")[0],
+            )
         return msgspec.structs.replace(
-            self, jobs=tuple(jobs), asked_at=now, tried_at=now, failures=0, unreachable_since=None, error=""
-        )
-
-    def failed(self, error: str, now: float) -> "Memory":
-        """After it has not: what it said before stays."""
-        since = now if self.unreachable_since is None else self.unreachable_since
-        return msgspec.structs.replace(
-            self, tried_at=now, failures=self.failures + 1, unreachable_since=since, error=error
+            self, jobs=jobs, asked_at=now, tried_at=now, failures=0, unreachable_since=None, error=""
         )
 
     def is_due(self, now: float, newer_than: float) -> bool:
@@ -200,16 +194,7 @@ def cache_folder() -> Path:
 def write_cache(path: Path, content: object) -> None:
     """Replaces what such a file holds, or raises an OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Not atomic_write: a cache need not survive a crash, so nothing is forced to disk.
-    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(content))
-        temporary.rename(path)
-    except OSError:
-        remove_file(temporary)
-        raise
+    atomic_write(path, msgspec.json.encode(content), is_durable=False)  # it need not survive a crash
 
 
 def cache_path(cluster: JobQueue) -> Path:

@@ -182,11 +182,12 @@ def test_pauses_grow_and_end_at_a_minute(failures: int) -> None:
 def test_slurm_is_never_asked_twice_within_five_seconds_but_for_a_submission(
     looks: list[tuple[float, bool, float]],
 ) -> None:
-    memory, now, last_ask = Memory(), 1000.0, None
+    memory, controller, clock, last_ask = Memory(), Controller(), Clock(), None
     for pause_s, is_up, newer_than in looks:
-        now += pause_s
+        now = clock.now = clock.now + pause_s
         if memory.is_due(now, newer_than):
             was_submitted = memory.asked_at is not None and memory.asked_at < newer_than <= now
             assert last_ask is None or now - last_ask >= FRESH_S or was_submitted
-            memory = memory.answered([], now) if is_up else memory.failed("down", now)
+            controller.is_down = not is_up
+            memory = memory.after_asking(controller, clock)
             last_ask = now
