@@ -121,14 +121,21 @@ def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFact
     return files.run(lambda: find_trial(name, fileroot), place)
 
 
+@contextmanager
+def leaving(message: str, *, out: TextIO | None = None) -> Iterator[None]:
+    """Ctrl-C ends what waits in here, and nothing else: what goes on is said."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\n{message}", file=out or sys.stdout)
+        raise typer.Exit(0) from None
+
+
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:
     from corral.launcher.status.progress import exit_code, wait_for_end
 
-    try:
+    with leaving(f"the trial keeps running; rl-stop {name} ends it, rl-status {name} -w shows it"):
         ended = wait_for_end(facts)
-    except KeyboardInterrupt:
-        print(f"\nthe trial keeps running; rl-stop {name} ends it, rl-status {name} -w shows it")
-        raise typer.Exit(0) from None
     code = exit_code(ended)
     print(f"{facts.name} {ended.state}" + (f": {ended.note}" if ended.note else ""))
     for number, picture in enumerate(sorted(facts.directory.report_path.glob("*.png"))):

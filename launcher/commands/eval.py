@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, Output, run, terminal_width, user_errors, wants_colour
+from corral.launcher.commands.common import (
+    TRIAL_HELP,
+    Fileroot,
+    Output,
+    leaving,
+    run,
+    terminal_width,
+    user_errors,
+    wants_colour,
+)
 from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
@@ -99,11 +108,8 @@ def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name:
 
     if not wait:
         return reader.read(steps)
-    try:
+    with leaving(f"the evaluations keep running; rl-eval {name} --show shows them", out=sys.stderr):
         return wait_for(reader, steps, timeout_s=_WAIT_TIMEOUT_S, on_change=_print_change)
-    except KeyboardInterrupt:
-        print(f"\nthe evaluations keep running; rl-eval {name} --show shows them", file=sys.stderr)
-        raise typer.Exit(0) from None
 
 
 def _print_change(status: "EvaluationStatus") -> None:

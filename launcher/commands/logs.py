@@ -2,19 +2,16 @@
 
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, leaving, run, user_errors
 from corral.launcher.commands.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
-    from corral.launcher.logs.files import LogFinder
     from corral.launcher.logs.lines import LineFilter
-    from corral.launcher.trial.find import TrialFacts
 
 _DEFAULT_LINES = 100
 _WORKERS_HELP = "kind, kind/index, redis or supervisor; default all workers."
@@ -46,6 +43,7 @@ def logs(
     """Show what a trial's workers print."""
     with user_errors():
         from corral.launcher.files.patient_files import PatientFiles
+        from corral.launcher.follow import follow_trial
         from corral.launcher.logs.failures import describe_failures
         from corral.launcher.logs.files import LogFinder, NoLogsError, attempt_number, print_tails
         from corral.launcher.logs.lines import end_of_lines
@@ -69,7 +67,8 @@ def logs(
             ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
             print_tails(found, count, print, ends=ends, chosen=chosen, prefix=not no_prefix, files=files)
             if follow:
-                _follow(facts, finder, ends, chosen, prefix=not no_prefix)
+                with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
+                    follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
         except NoLogsError as error:
             fail(str(error), CommandExit.NOT_FOUND)
 
@@ -86,22 +85,6 @@ def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
     except ValueError as error:
         fail(str(error), CommandExit.BAD_CONFIGURATION)
     return LineFilter(since=moment, pattern=pattern)
-
-
-def _follow(
-    facts: "TrialFacts",
-    finder: "LogFinder",
-    read_before: dict[Path, int],
-    chosen: "LineFilter",
-    *,
-    prefix: bool,
-) -> None:
-    from corral.launcher.follow import follow_trial
-
-    try:
-        follow_trial(facts, finder, read_before=read_before, chosen=chosen, prefix=prefix)
-    except KeyboardInterrupt:
-        print(f"\n(the trial keeps running; rl-stop {facts.name} ends it)")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import Fileroot, fail, run, terminal_width, user_errors, wait_for_trial
+from corral.launcher.commands.common import Fileroot, fail, leaving, run, terminal_width, user_errors, wait_for_trial
 from corral.scheduling.layout_kind import AskedLayout
 
 if TYPE_CHECKING:
@@ -285,11 +285,8 @@ def _follow(facts: "TrialFacts", name: str) -> None:
 
     attempt = last_attempt(facts.directory)
     read_before = logs_before(facts.directory, attempt.attempt if attempt else 0)
-    try:
+    with leaving(f"the trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it"):
         follow_trial(facts, LogFinder(facts.directory, []), read_before=read_before)
-    except KeyboardInterrupt:
-        print(f"\nthe trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it")
-        raise typer.Exit(0) from None
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
