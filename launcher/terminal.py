@@ -19,8 +19,6 @@ def format_duration(seconds: float | None) -> str:
 
 # Colours and the like are taken out; whatever else is not printable is shown as what it is.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
-_LAST_BYTE = 0xFF
-_LAST_SHORT = 0xFFFF
 
 
 def printable(text: str) -> str:
@@ -35,5 +33,4 @@ def _shown(character: str) -> str:
         return character
     if character.isspace():
         return " "
-    code = ord(character)
-    return f"\\x{code:02x}" if code <= _LAST_BYTE else f"\\u{code:04x}" if code <= _LAST_SHORT else f"\\U{code:08x}"
+    return character.encode("unicode_escape").decode()

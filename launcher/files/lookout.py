@@ -64,9 +64,7 @@ class Lookout(Generic[K]):
             if look.waiting and num_threads < self._max_at_once:
                 look.add_thread()
                 num_threads += 1
-            for key in look.overdue(patience_s):
-                answers[key] = silent
-                look.give_up(key)
+            answers |= dict.fromkeys(look.give_up(patience_s), silent)
             for key, answer in look.answered(patience_s):
                 if isinstance(answer, BaseException):
                     raise answer
@@ -92,10 +90,17 @@ class _Look(Generic[K, T]):
     def add_thread(self) -> None:
         threading.Thread(target=self._work, name="lookout", daemon=True).start()
 
-    def overdue(self, patience_s: float) -> list[K]:
+    def give_up(self, patience_s: float) -> list[K]:
+        """What takes too long; other threads go on in place of those that do it."""
         with self._lock:
             now = time.monotonic()
-            return [key for key, started in self._started.items() if now - started >= patience_s]
+            overdue = [key for key, started in self._started.items() if now - started >= patience_s]
+            for key in overdue:
+                del self._started[key]
+            self._stuck.update(overdue)
+        for _ in overdue if self.waiting else ():
+            self.add_thread()
+        return overdue
 
     def answered(self, patience_s: float) -> Iterator[tuple[K, T | Unanswered | BaseException]]:
         """What comes back, until nothing has for a moment, or something is overdue, or all has."""
@@ -109,14 +114,6 @@ class _Look(Generic[K, T]):
                 yield self._answers.get(timeout=max(0.0, left_s))
             except queue.Empty:
                 return
-
-    def give_up(self, key: K) -> None:
-        with self._lock:
-            if self._started.pop(key, None) is None:
-                return  # it has just come back
-            self._stuck.add(key)
-        if self.waiting:
-            self.add_thread()
 
     def _work(self) -> None:
         while True:
