@@ -257,7 +257,7 @@ def check_sbatch_argument(argument: str, *, field_by_option: Mapping[str, str]) 
     match = _OPTION.fullmatch(argument)
     if match is None:
         raise ValueError(
-            f"extra sbatch argument {argument!r} must be one long option with its value; give it as --licenses=m:1"
+            f"extra sbatch argument {argument!r} must be one long option with its value; write --name=value"
         )
     name = match["name"].lower()
     # getopt accepts any unambiguous beginning: --job-n is --job-name too.

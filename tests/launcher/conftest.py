@@ -1,5 +1,6 @@
 """Stub trials that leave nothing behind."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,3 +23,11 @@ def make_trial(tmp_path: Path) -> Iterator[MakeTrial]:
     yield make
     for trial in trials:
         trial.close()
+
+
+@pytest.fixture
+def obeys_ctrl_c() -> Iterator[None]:
+    """What is started in the background of a shell, as these tests may be, ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +146,6 @@ def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
     assert trial_of_job(_job_7(FakeSlurm(other)), tmp_path) is None
     assert not is_orphan(_job_7(FakeSlurm(rewritten)), now=True)
-
-
-@pytest.fixture
-def obeys_ctrl_c() -> Iterator[None]:
-    """What is started in the background of a shell, as these tests may be, ignores it, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("obeys_ctrl_c")

@@ -81,7 +81,7 @@ def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
         (["--sbatch-arg=--nodes=3"], "--sbatch-arg=--nodes=3"),
         (["--sbatch-arg=--gres=gpu:2"], "hint: leave it out: use the fields gpu and gpu_type"),
         (["--sbatch-arg=--comment=x"], "hint: leave it out"),
-        (["--sbatch-arg=-J x"], "give it as --sbatch-arg=--name=value"),
+        (["--sbatch-arg=-J x"], "hint: write --name=value"),
         (["--no-checks", "--local"], "with --local there is none"),
         (["--sbatch-arg=a\nb"], "control character"),
         (["--layout", "heap"], "heap"),

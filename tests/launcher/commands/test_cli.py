@@ -380,6 +380,7 @@ def test_a_supervisor_that_cannot_start_leaves_no_trial(
     assert list((tmp_path / "trials" / "small-grpo").iterdir()) == []
 
 
+@pytest.mark.usefixtures("obeys_ctrl_c")
 def test_a_start_that_is_interrupted_ends_the_supervisor_before_its_folder_goes(
     experiment: Path, tmp_path: Path
 ) -> None:
