@@ -2,15 +2,14 @@
 
 Scalars follow YAML 1.2's core schema: 24:00:00, yes, no, on, off and 2024-01-01 are strings, 1e-5 is a float, and only
 true and false are booleans. What could mean something else than what is read is refused: duplicate keys, aliases and
-anchors, tags, several documents, control characters, numbers that no field can hold. Values are built from events, not
-by a recursive constructor, so that a hostile file costs neither stack nor memory.
+anchors, tags, several documents, control characters, numbers that no field can hold. Values are built from events, and
+no deeper than `MAX_DEPTH`, so that a hostile file costs neither stack nor memory.
 """
 
 import math
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -82,7 +81,7 @@ def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tu
         raise ConfigError.of(
             f"the {what} is not UTF-8 text: {error.reason}", place=f"{name}:{line}", hint="save it as UTF-8"
         ) from error
-    builder = _Builder(name=name)
+    builder = _Builder(name)
     value = builder.build(text)
     if not isinstance(value, dict):
         raise ConfigError.of(
@@ -95,7 +94,7 @@ def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tu
 
 def parse_value(text: str, *, place: str) -> Any:
     """One value as it would stand in the file: `1e-5`, `null`, `[a, b]`; `place` names it in errors."""
-    return _Builder(name=place).build(text)
+    return _Builder(place).build(text)
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
@@ -125,54 +124,35 @@ def _integer(text: str) -> int:
     return number
 
 
-@dataclass(slots=True)
-class _Container:
-    """A mapping or list that is still open; `key` is the mapping's key whose value comes next."""
-
-    value: dict[str, Any] | list[Any]
-    path: KeyPath
-    line_by_key: dict[str, int] = field(default_factory=dict)
-    key: str | None = None
-
-    def expects_key(self) -> bool:
-        return isinstance(self.value, dict) and self.key is None
-
-    def next_path(self) -> KeyPath:
-        return (*self.path, self.key if isinstance(self.value, dict) and self.key is not None else len(self.value))
-
-    def put(self, item: Any) -> None:
-        if isinstance(self.value, list):
-            self.value.append(item)
-        elif self.key is not None:
-            self.value[self.key] = item
-            self.key = None
-
-
-@dataclass(slots=True)
 class _Builder:
     """Events -> values; collects what is wrong in `problems` as far as reading can go on."""
 
-    name: str
-    line_by_path: dict[KeyPath, int] = field(default_factory=dict)
-    problems: list[ConfigProblem] = field(default_factory=list)
-    open: list[_Container] = field(default_factory=list)
-    documents: int = 0
-    root: Any = None
+    def __init__(self, name: str) -> None:
+        self.line_by_path: dict[KeyPath, int] = {}
+        self._name = name
+        self._problems: list[ConfigProblem] = []
 
     def build(self, text: str) -> Any:
         """The value of the one document in `text`; ConfigError if anything was wrong."""
         if match := _CONTROL.search(text):
             line = text.count("\n", 0, match.start()) + 1
             self._stop(f"control character {match[0]!r} is not allowed", line=line, hint="remove it")
-        for event in self._events(text):
-            self._take(event)
-        if self.problems:
-            raise ConfigError(self.problems)
-        return self.root
+        events = self._events(text)
+        documents = [
+            self._value(next(events), (), events) for event in events if isinstance(event, yaml.DocumentStartEvent)
+        ]
+        if self._problems:
+            raise ConfigError(self._problems)
+        return documents[0] if documents else None
 
     def _events(self, text: str) -> Iterator[yaml.Event]:
+        has_begun = False
         try:
-            yield from yaml.parse(text, Loader=_Parser)
+            for event in yaml.parse(text, Loader=_Parser):
+                if has_begun and isinstance(event, yaml.DocumentStartEvent):
+                    self._stop("only one YAML document is allowed", line=_line(event), hint="remove what follows '---'")
+                has_begun |= isinstance(event, yaml.DocumentStartEvent)
+                yield event
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             reason = error.problem or error.context or "syntax error"
@@ -182,67 +162,51 @@ class _Builder:
         except yaml.YAMLError as error:
             self._stop(f"not valid YAML: {shorten(str(error))}", line=1, hint="save it as plain text", cause=error)
 
-    def _take(self, event: yaml.Event) -> None:
-        line = event.start_mark.line + 1 if event.start_mark is not None else 1
-        if isinstance(event, yaml.DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                self._stop("only one YAML document is allowed", line=line, hint="remove what follows '---'")
-        elif isinstance(event, yaml.AliasEvent):
-            self._stop(
-                f"YAML aliases are not allowed: *{event.anchor}", line=line, hint="write the value out, or quote it"
-            )
-        elif isinstance(event, yaml.ScalarEvent):
-            self._refuse_decorations(event, line)
-            self._take_scalar(event, line)
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._refuse_decorations(event, line)
-            self._open_container(event, line)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            self._put(self.open.pop().value)
-
-    def _refuse_decorations(self, event: yaml.NodeEvent, line: int) -> None:
-        if event.anchor is not None:
-            self._stop(
-                f"YAML anchors are not allowed: &{event.anchor}", line=line, hint="write the value out, or quote it"
-            )
-        tag = getattr(event, "tag", None)
-        if tag is not None:
-            self._stop(
-                f"YAML tags are not allowed: {shorten(str(tag))}", line=line, hint="remove it, or quote the value"
-            )
-
-    def _open_container(self, event: yaml.Event, line: int) -> None:
-        parent = self.open[-1] if self.open else None
-        if parent is not None and parent.expects_key():
-            self._stop("a key must be plain text, not a list or a mapping", line=line, hint="put text before the colon")
-        if len(self.open) >= MAX_DEPTH:
+    def _value(self, event: yaml.Event, path: KeyPath, events: Iterator[yaml.Event]) -> Any:
+        """What begins with `event`; takes from `events` what belongs to it, and goes no deeper than `MAX_DEPTH`."""
+        line = _line(event)
+        self._refuse_decorations(event, line)
+        self.line_by_path.setdefault(path, line)
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(event, path, line)
+        if len(path) >= MAX_DEPTH:
             self._stop(f"more than {MAX_DEPTH} levels inside each other", line=line, hint="no key is that deep")
-        path = parent.next_path() if parent is not None else ()
-        self.line_by_path.setdefault(path, line)
-        self.open.append(_Container(value={} if isinstance(event, yaml.MappingStartEvent) else [], path=path))
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path, events)
+        items: list[Any] = []
+        while not isinstance(item := next(events), yaml.SequenceEndEvent):
+            items.append(self._value(item, (*path, len(items)), events))
+        return items
 
-    def _take_scalar(self, event: yaml.ScalarEvent, line: int) -> None:
-        container = self.open[-1] if self.open else None
-        if container is not None and container.expects_key():
-            self._take_key(container, event.value, line)
-            return
-        path = container.next_path() if container is not None else ()
-        self.line_by_path.setdefault(path, line)
-        self._put(self._scalar(event, path, line))
+    def _mapping(self, above: KeyPath, events: Iterator[yaml.Event]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        line_by_key: dict[str, int] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            line = _line(event)
+            self._refuse_decorations(event, line)
+            if not isinstance(event, yaml.ScalarEvent):
+                hint = "put text before the colon"
+                self._stop("a key must be plain text, not a list or a mapping", line=line, hint=hint)
+            key, path = event.value, (*above, event.value)
+            if key in values:
+                message = f"key {shorten(key)!r} is given twice, on lines {line_by_key[key]} and {line}"
+                self._note(message, "keep one of them", path, line)
+            if not key or not key.isprintable():
+                self._note("a key must be printable text", "name a key before the colon", above, line)
+            line_by_key.setdefault(key, line)
+            self.line_by_path.setdefault(path, line)
+            values[key] = self._value(next(events), path, events)
+        return values
 
-    def _take_key(self, container: _Container, key: str, line: int) -> None:
-        path = (*container.path, key)
-        first_line = container.line_by_key.get(key)
-        container.line_by_key.setdefault(key, line)
-        if first_line is not None:
-            self._note(
-                f"key {shorten(key)!r} is given twice, on lines {first_line} and {line}", "keep one of them", path, line
-            )
-        if not key or not key.isprintable():
-            self._note("a key must be printable text", "name a key before the colon", container.path, line)
-        container.key = key
-        self.line_by_path.setdefault(path, line)
+    def _refuse_decorations(self, event: yaml.Event, line: int) -> None:
+        if (anchor := getattr(event, "anchor", None)) is not None:
+            what = f"aliases are not allowed: *{anchor}"
+            if not isinstance(event, yaml.AliasEvent):
+                what = f"anchors are not allowed: &{anchor}"
+            self._stop(f"YAML {what}", line=line, hint="write the value out, or quote it")
+        if (tag := getattr(event, "tag", None)) is not None:
+            hint = "remove it, or quote the value"
+            self._stop(f"YAML tags are not allowed: {shorten(str(tag))}", line=line, hint=hint)
 
     def _scalar(self, event: yaml.ScalarEvent, path: KeyPath, line: int) -> Any:
         if event.implicit[0]:  # written without quotes
@@ -259,16 +223,15 @@ class _Builder:
                 break
         return event.value
 
-    def _put(self, value: Any) -> None:
-        if self.open:
-            self.open[-1].put(value)
-        else:
-            self.root = value
-
     def _note(self, message: str, hint: str, path: KeyPath, line: int) -> None:
-        place = f"{self.name}:{line}"
-        self.problems.append(ConfigProblem(message=message, hint=hint, path=path, place=place))
+        place = f"{self._name}:{line}"
+        self._problems.append(ConfigProblem(message=message, hint=hint, path=path, place=place))
 
     def _stop(self, message: str, *, line: int, hint: str, cause: BaseException | None = None) -> NoReturn:
-        problem = ConfigProblem(message=message, hint=hint, place=f"{self.name}:{line}")
-        raise ConfigError([*self.problems, problem]) from cause
+        problem = ConfigProblem(message=message, hint=hint, place=f"{self._name}:{line}")
+        raise ConfigError([*self._problems, problem]) from cause
+
+
+def _line(event: yaml.Event) -> int:
+    """Of a file, from 1."""
+    return event.start_mark.line + 1 if event.start_mark is not None else 1
