@@ -13,15 +13,13 @@ from typing import ClassVar
 from corral.experiments.checks.algorithm import check_concurrency
 from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
-    check_cache,
+    check_backend_settings,
     check_embedded_model,
     check_heads,
     check_mixture,
     check_parallel_flags,
-    check_quantization,
     check_server_gpus,
     check_sglang,
-    check_update_mode,
 )
 from corral.experiments.config.rollout import (
     EngineConfig,
@@ -179,10 +177,9 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(
-                message="weights.transport: lora sends adapters, and the actor has none",
-                hint="give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
+                "weights.transport: lora sends adapters, and the actor has none",
+                "give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
                 path=("weights", "transport"),
-                shown="lora",
             )
         allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
         if allocation is not None and allocation.generation is not None:
@@ -196,9 +193,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             is_used=uses_sglang,
             is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
         )
-        yield from check_quantization(self.engine, backend=engine.backend)
-        yield from check_cache(self.engine, backend=engine.backend)
-        yield from check_update_mode(self.weights, backend=engine.backend)
+        yield from check_backend_settings(self.engine, self.weights, backend=engine.backend)
         yield from check_server_gpus(group, gpus_per_server=gpus)
         if uses_sglang:
             has_gpus = group.scheduling is None or group.scheduling.gpu > 0

@@ -9,7 +9,7 @@ error: trial can never start: it needs 5 nodes, partition 'h100' has 4
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,14 +21,14 @@ KeyPath = tuple[str | int, ...]
 _MAX_SHOWN_VALUE = 100  # characters; an error fits on one screen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ConfigProblem:
     """One mistake.
 
     message: what is wrong and by which rule.
     hint: the way out.
     path: the key that has to change; empty where no key is to blame.
-    shown: the offending value, as it is printed after the key.
+    shown: the offending value, as it is printed after the key; see `showing`.
     note: what follows from the value, in a few words beside it.
     place: where that stands: "math.yaml:31", "-s ppo.kl.coef=1".
     evidence: the command that shows what the value was compared with.
@@ -37,12 +37,21 @@ class ConfigProblem:
 
     message: str
     hint: str = ""
+    _: KW_ONLY
     path: KeyPath = ()
     shown: str = ""
     note: str = ""
     place: str = ""
     evidence: str = ""
     is_of_running: bool = False
+
+    def showing(self, config: object) -> "ConfigProblem":
+        """The same beside the value that stands at its key in a configuration, unless that holds further keys."""
+        value = config
+        for part in self.path:
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
+        is_shown = self.shown or not isinstance(value, str | int | float | Path | list | tuple)
+        return self if is_shown else replace(self, shown=show_value(value))
 
     def render(self) -> str:
         """The problem on two to four lines."""
@@ -161,7 +170,7 @@ def show_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Path):
-        return shorten(str(value))
+        return shorten(display_path(value))
     if isinstance(value, str) and value.isprintable() and value == value.strip() and value:
         return shorten(value)
     if isinstance(value, Mapping):

@@ -270,10 +270,9 @@ class PolicyExperiment(Experiment):
         ):
             if missing := [key for key in self._names(import_path, "inputs", call_type) if key not in made]:
                 yield ConfigProblem(
-                    message=f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
-                    hint="let a reward_model.interface or a call of your own make it: see docs/customize.md",
+                    f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
+                    "let a reward_model.interface or a call of your own make it: see docs/customize.md",
                     path=path,
-                    shown=import_path,
                 )
 
     def length_bounds(self) -> list[tuple[str, int]]:

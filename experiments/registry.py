@@ -127,9 +127,9 @@ def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[Ke
 def check_experiment(experiment: Experiment, source: ConfigSource, *, is_to_run: bool = True) -> None:
     """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
     with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        problems = [problem for problem in experiment.find_problems() if is_to_run or not problem.is_of_running]
-        if problems:
-            raise ConfigError(problems)
+        found = [problem for problem in experiment.find_problems() if is_to_run or not problem.is_of_running]
+        if found:
+            raise ConfigError(problem.showing(experiment) for problem in found)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[Override]:

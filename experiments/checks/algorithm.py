@@ -17,36 +17,30 @@ def check_ppo(
     """
     if ppo.kl.coef > 0.0 and not has_ref:
         yield ConfigProblem(
-            message=f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
-            hint="give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
+            f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
+            "give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
             path=("ppo", "kl", "coef"),
-            shown=str(ppo.kl.coef),
         )
     if ppo.needs_critic and not has_critic:
         yield ConfigProblem(
-            message=f"ppo.advantage {ppo.advantage} needs a critic, and there is none",
-            hint="give a critic, or set ppo.advantage: group_relative",
+            f"ppo.advantage {ppo.advantage} needs a critic, and there is none",
+            "give a critic, or set ppo.advantage: group_relative",
             path=("ppo", "advantage"),
-            shown=ppo.advantage,
         )
     if ppo.compares_answers and ppo.group_size < 2:
         yield ConfigProblem(
-            message=f"{ppo.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
-            hint="ppo.group_size: 8 is usual, 2 the least",
+            f"{ppo.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
+            "ppo.group_size: 8 is usual, 2 the least",
             path=("ppo", "group_size"),
-            shown=str(ppo.group_size),
         )
     answers = train_batch_size * ppo.group_size // dp
     if ppo.n_minibatches > answers >= 1:
         prompts = -(-ppo.n_minibatches * dp // ppo.group_size)
         yield ConfigProblem(
-            message=(
-                f"ppo.n_minibatches {ppo.n_minibatches} is more than the answers of a data-parallel rank: "
-                f"{train_batch_size} prompts x {ppo.group_size} answers / {dp} ranks = {answers}"
-            ),
-            hint=f"at most {answers}, or raise train_batch_size to at least {prompts}",
+            f"ppo.n_minibatches {ppo.n_minibatches} is more than the answers of a data-parallel rank: "
+            f"{train_batch_size} prompts x {ppo.group_size} answers / {dp} ranks = {answers}",
+            f"at most {answers}, or raise train_batch_size to at least {prompts}",
             path=("ppo", "n_minibatches"),
-            shown=str(ppo.n_minibatches),
         )
 
 
@@ -55,12 +49,9 @@ def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Itera
     most = (rollout.max_head_offpolicyness + 1) * train_batch_size
     if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts > most:
         yield ConfigProblem(
-            message=(
-                f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
-                f"the staleness bound admits (max_head_offpolicyness {rollout.max_head_offpolicyness} + 1) "
-                f"x train_batch_size {train_batch_size} = {most}"
-            ),
-            hint=f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
+            f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
+            f"the staleness bound admits (max_head_offpolicyness {rollout.max_head_offpolicyness} + 1) "
+            f"x train_batch_size {train_batch_size} = {most}",
+            f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
             path=("rollout", "max_concurrent_rollouts"),
-            shown=str(rollout.max_concurrent_rollouts),
         )

@@ -20,9 +20,9 @@ def check_allocation(
     except ValueError as error:
         message, hint = split_remedy(str(error))
         hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
-        return None, [ConfigProblem(message=message, hint=hint, path=_ALLOCATION, shown=text)]
+        return None, [ConfigProblem(message, hint, path=_ALLOCATION)]
     problems = [
         *check_generation_side(allocation, generates=generates),
         *check_training_side(allocation, roles=tuple(roles)),
     ]
-    return allocation, [replace(problem, path=_ALLOCATION, shown=text) for problem in problems]
+    return allocation, [replace(problem, path=_ALLOCATION) for problem in problems]

@@ -41,13 +41,13 @@ def check_dataset(config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits
                 too_long.append(row.line)
     except ValueError as error:
         message, hint = split_remedy(str(error))
-        problems.append(ConfigProblem(message=message, hint=hint))
+        problems.append(ConfigProblem(message, hint))
     num_rows = reader.num_rows - len(too_long)
     if too_long and not num_rows:
         hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
-        problems.append(ConfigProblem(message=f"every row is too long; the first: {first}", hint=hint))
+        problems.append(ConfigProblem(f"every row is too long; the first: {first}", hint))
     where = (*path, "path")
-    problems = [replace(one, path=where, shown=display_path(config.path)) for one in (*reader.problems, *problems)]
+    problems = [replace(one, path=where) for one in (*reader.problems, *problems)]
     return CheckedDataset(
         num_rows=None if problems else num_rows, problems=problems, too_long=tuple(too_long), excess=first
     )
@@ -61,29 +61,27 @@ def check_batch(
     Args:
         meshes: the ranks of each role; none if the allocation is broken.
     """
-    path, shown = ("train_batch_size",), str(train_batch_size)
+    path = ("train_batch_size",)
     if train_batch_size > num_rows * epochs:
         yield ConfigProblem(
-            message=f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
-            hint=f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
+            f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
+            f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
             path=path,
-            shown=shown,
         )
     too_wide = {role: mesh.dims.dp for role, mesh in meshes.items() if mesh.dims.dp > train_batch_size}
     if too_wide:
         ranks = ", ".join(f"{dp} of {role}" for role, dp in too_wide.items())
         yield ConfigProblem(
-            message=f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
-            hint=f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
+            f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
+            f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
             path=path,
-            shown=shown,
         )
 
 
 def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, list[ConfigProblem]]:
     """What is known of a model on disk, and what is wrong with it."""
     facts, problems = inspect_model(config.path)
-    of_path = [replace(problem, path=(*path, "path"), shown=display_path(config.path)) for problem in problems]
+    of_path = [replace(problem, path=(*path, "path")) for problem in problems]
     of_lora = [replace(problem, path=(*path, *problem.path)) for problem in check_lora(config)]
     return facts, [*of_path, *of_lora]
 
@@ -94,10 +92,9 @@ def check_vocabulary(
     """A model beside the actor whose tokens are not the actor's."""
     if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
         yield ConfigProblem(
-            message=f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
-            hint="use the model that the actor starts from, or one with the same tokenizer",
+            f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+            "use the model that the actor starts from, or one with the same tokenizer",
             path=(key, "path"),
-            shown=str(model.path),
         )
 
 
@@ -109,11 +106,9 @@ def check_length(
     remedy = "use a model with a longer context" if limit_name == MODEL_CONTEXT else f"raise {limit_name}"
     if limit is not None and needed > limit:
         yield ConfigProblem(
-            message=(
-                f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
-                f"{limit_name} = {limit}"
-            ),
-            hint=f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
+            f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
+            f"{limit_name} = {limit}",
+            f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
             path=path,
         )
 
@@ -134,10 +129,9 @@ def check_evaluation(
     if found.too_long and not found.problems:
         # An accuracy is one of all problems, or cannot be compared with that of somebody else.
         yield ConfigProblem(
-            message=f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
-            hint="shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
+            f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
+            "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
             path=(*path, "path"),
-            shown=display_path(evaluation.dataset.path),
         )
     if facts is not None and answers:
         yield from check_length(

@@ -42,20 +42,18 @@ def check_generation_side(allocation: Allocation, *, generates: bool) -> Iterato
     if engine is None:
         if generates:
             hint = "add it before the training side: hf:d1+fsdp:d1"
-            yield ConfigProblem(
-                message="the allocation has no generation side, but this experiment generates", hint=hint
-            )
+            yield ConfigProblem("the allocation has no generation side, but this experiment generates", hint)
         return
     if not generates:
         message = "the allocation has a generation side, but this experiment generates nothing"
-        yield ConfigProblem(message=message, hint="leave the training side only: fsdp:d1")
+        yield ConfigProblem(message, "leave the training side only: fsdp:d1")
     if engine.backend not in BUILT_GENERATION_BACKENDS:
         message = f"generation backend {engine.backend!r} is not built yet in this version"
-        yield ConfigProblem(message=message, hint=f"use the embedded engine: hf:d{engine.dims.dp}")
+        yield ConfigProblem(message, f"use the embedded engine: hf:d{engine.dims.dp}")
     if engine.backend == "hf" and engine.dims.tp > 1:
         yield ConfigProblem(
-            message=f"a server of the embedded engine (hf) takes one GPU, got t{engine.dims.tp}",
-            hint=f"use hf:d{engine.dims.world_size} for as many GPUs, or sglang:d{engine.dims.dp}t{engine.dims.tp}",
+            f"a server of the embedded engine (hf) takes one GPU, got t{engine.dims.tp}",
+            f"use hf:d{engine.dims.world_size} for as many GPUs, or sglang:d{engine.dims.dp}t{engine.dims.tp}",
         )
 
 
@@ -66,11 +64,9 @@ def check_server_gpus(group: GroupConfig, *, gpus_per_server: int) -> Iterator[C
     for scheduling, where in ((group.scheduling, path), (elastic, (*path, "elastic"))):
         if scheduling is not None and scheduling.gpu not in (0, gpus_per_server):
             yield ConfigProblem(
-                message=f"a generation server asks for {scheduling.gpu} GPUs, and the allocation gives it "
-                f"{gpus_per_server}",
-                hint=f"remove gpu; or write t{scheduling.gpu} in the allocation, or gpu: 0 to run on CPUs",
+                f"a generation server asks for {scheduling.gpu} GPUs, and the allocation gives it {gpus_per_server}",
+                f"remove gpu; or write t{scheduling.gpu} in the allocation, or gpu: 0 to run on CPUs",
                 path=(*where, "scheduling", "gpu"),
-                shown=str(scheduling.gpu),
             )
 
 
@@ -84,16 +80,16 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
     if not is_used:
         if sglang != SglangConfig():
             yield ConfigProblem(
-                message="`sglang` has no effect: the allocation's servers are the embedded engine",
-                hint="remove it, or write sglang:d1 in place of hf:d1 in the allocation",
+                "`sglang` has no effect: the allocation's servers are the embedded engine",
+                "remove it, or write sglang:d1 in place of hf:d1 in the allocation",
                 path=("sglang",),
             )
         return
     if is_in_container:
         if sglang.python is None:
             yield ConfigProblem(
-                message="sglang.python is not set, and the servers start in a container",
-                hint="give the path of the Python with SGLang in that image",
+                "sglang.python is not set, and the servers start in a container",
+                "give the path of the Python with SGLang in that image",
                 path=("sglang",),
             )
         return
@@ -102,41 +98,32 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
     except ValueError as error:
         message, hint = split_remedy(str(error))
         key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
-        yield ConfigProblem(message=message, hint=hint, path=key, is_of_running=True)
+        yield ConfigProblem(message, hint, path=key, is_of_running=True)
 
 
-def check_cache(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
-    """A cache whose size is left to an engine that finds none out by itself."""
+def check_backend_settings(engine: EngineConfig, weights: WeightsConfig, *, backend: str) -> Iterator[ConfigProblem]:
+    """Settings that only the other backend has, or that this one cannot do without."""
     if engine.max_total_tokens is None and backend == "hf":
         yield ConfigProblem(
-            message="engine.max_total_tokens: null leaves the size of the KV cache to SGLang, and the servers are hf",
-            hint="give the tokens that it holds, such as 65536",
+            "engine.max_total_tokens: null leaves the size of the KV cache to SGLang, and the servers are hf",
+            "give the tokens that it holds, such as 65536",
             path=("engine", "max_total_tokens"),
             shown="null",
         )
-
-
-def check_quantization(engine: EngineConfig, *, backend: str) -> Iterator[ConfigProblem]:
-    """Rounding that is the embedded engine's, asked of another."""
     if engine.quantization is not None and backend != "hf":
         yield ConfigProblem(
-            message=f"engine.quantization is of the embedded engine, and the allocation's servers are {backend}",
-            hint="remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
+            f"engine.quantization is of the embedded engine, and the allocation's servers are {backend}",
+            "remove it; SGLang has flags of its own, such as sglang.flags: {quantization: fp8}",
             path=("engine", "quantization"),
-            shown=engine.quantization,
         )
-
-
-def check_update_mode(weights: WeightsConfig, *, backend: str) -> Iterator[ConfigProblem]:
-    """A mode in which SGLang cannot say which weights have made a token."""
+    # SGLang then cannot say which weights have made a token.
     if weights.update_mode == "in_place" and backend == "sglang":
         yield ConfigProblem(
-            message="weights.update_mode: in_place is of the embedded engine; SGLang has begun the next token of each "
+            "weights.update_mode: in_place is of the embedded engine; SGLang has begun the next token of each "
             "answer when it pauses, and says of it that the new weights have made it; and its cache of prompts, which "
             "it cannot flush then, would serve keys and values of any older weights",
-            hint="set it to retract, which reads the answers under way again",
+            "set it to retract, which reads the answers under way again",
             path=("weights", "update_mode"),
-            shown="in_place",
         )
 
 
@@ -183,7 +170,7 @@ class _Size:
 
     def problem(self, message: str, *, hint: str) -> ConfigProblem:
         path = ("sglang", "flags", self.typed)
-        return ConfigProblem(message=message, hint=hint, path=path, shown=show_value(self.value))
+        return ConfigProblem(message, hint, path=path)
 
     def __str__(self) -> str:
         return f"--{self.typed} {show_value(self.value)}"
@@ -212,9 +199,9 @@ def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server:
         queries, keys = heads
         fitting = [size for size in range(1, queries + 1) if _can_share(queries, keys, size)]
         yield ConfigProblem(
-            message=f"{gpus_per_server} GPUs cannot share the {queries} attention heads ({keys} of keys and values) of "
+            f"{gpus_per_server} GPUs cannot share the {queries} attention heads ({keys} of keys and values) of "
             f"{display_path(model)} equally",
-            hint=f"{' or '.join(f't{size}' for size in fitting)} works",
+            f"{' or '.join(f't{size}' for size in fitting)} works",
             path=("allocation",),
         )
 
@@ -224,9 +211,8 @@ def check_embedded_model(model: Path, *, remedy: str) -> Iterator[ConfigProblem]
     kind = model_type(model)
     if kind is not None and kind not in EMBEDDED_ENGINE_MODELS:
         yield ConfigProblem(
-            message=f"{display_path(model)} is a {kind}, and the embedded engine runs "
-            f"{', '.join(EMBEDDED_ENGINE_MODELS)}",
-            hint=remedy,
+            f"{display_path(model)} is a {kind}, and the embedded engine runs {', '.join(EMBEDDED_ENGINE_MODELS)}",
+            remedy,
             path=("actor", "path"),
         )
 
@@ -245,16 +231,16 @@ def check_mixture(model: Path) -> Iterator[ConfigProblem]:
     dense = sorted(set(range(sizes.num_layers)) - sizes.sparse_layers)
     if dense:
         yield ConfigProblem(
-            message=f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of {name} have no "
+            f"layers {', '.join(map(str, dense[:3]))}{' ...' if len(dense) > 3 else ''} of {name} have no "
             f"experts, and SGLang computes every layer of a {kind} with experts",
-            hint=hint,
+            hint,
             path=("allocation",),
         )
     if sizes.is_tied:
         yield ConfigProblem(
-            message=f"the output of {name} is its embedding (tie_word_embeddings), and SGLang gives a {kind} an output "
+            f"the output of {name} is its embedding (tie_word_embeddings), and SGLang gives a {kind} an output "
             "of its own, which no file would fill",
-            hint=hint,
+            hint,
             path=("allocation",),
         )
 

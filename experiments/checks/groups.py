@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, show_value
+from corral.experiments.errors import ConfigProblem, KeyPath
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
 from corral.scheduling.worker_information import WorkerKind
@@ -27,7 +27,7 @@ def check_groups(
         if kind not in expected_count:
             if group.model_fields_set:
                 hint = f"remove it; there are {', '.join(expected_count)}"
-                yield ConfigProblem(message=f"this experiment has no {kind}", hint=hint, path=path)
+                yield ConfigProblem(f"this experiment has no {kind}", hint, path=path)
             continue
         expected = expected_count[kind]
         if group.count is not None and expected is not None and group.count != expected:
@@ -35,17 +35,15 @@ def check_groups(
                 "a trial has one" if kind in ("master_worker", "gserver_manager") else f"the allocation says {expected}"
             )
             yield ConfigProblem(
-                message=f"groups.{kind}.count is {group.count}, but {reason}",
-                hint=f"remove the count, or {'write 1' if reason.endswith('one') else 'change the allocation'}",
+                f"groups.{kind}.count is {group.count}, but {reason}",
+                f"remove the count, or {'write 1' if reason.endswith('one') else 'change the allocation'}",
                 path=(*path, "count"),
-                shown=str(group.count),
             )
         if kind != "generation_server" and group.scheduling is not None and group.scheduling.gpu > 1:
             yield ConfigProblem(
-                message=f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",
-                hint="raise d in the allocation instead",
+                f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",
+                "raise d in the allocation instead",
                 path=(*path, "scheduling", "gpu"),
-                shown=str(group.scheduling.gpu),
             )
 
 
@@ -60,17 +58,15 @@ def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterC
                 continue
             if scheduling.container_image is not None and cluster.container_runtime is None:
                 yield ConfigProblem(
-                    message="container_image needs cluster.container_runtime, which is not set",
-                    hint="set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
+                    "container_image needs cluster.container_runtime, which is not set",
+                    "set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
                     path=(*path, "container_image"),
-                    shown=scheduling.container_image,
                 )
             if scheduling.container_mounts and scheduling.container_image is None:
                 yield ConfigProblem(
-                    message="container_mounts has no effect without container_image",
-                    hint="set container_image, or remove it",
+                    "container_mounts has no effect without container_image",
+                    "set container_image, or remove it",
                     path=(*path, "container_mounts"),
-                    shown=show_value(scheduling.container_mounts),
                 )
 
 
@@ -85,8 +81,8 @@ def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) ->
         nearest = "; ".join(_what_fits(scheduling, shape, max_nodes=cluster.max_nodes))
         otherwise = "change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description"
         yield ConfigProblem(
-            message=f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
-            hint=f"{nearest}; or {otherwise}" if nearest else otherwise,
+            f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
+            f"{nearest}; or {otherwise}" if nearest else otherwise,
             path=("cluster",),
         )
 

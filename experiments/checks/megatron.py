@@ -32,9 +32,8 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     config = read_config(model.path)
     for refused in () if config is None else megatron_refusals(config):
         yield ConfigProblem(
-            message=f"the megatron backend does not compute a model with {refused} as transformers does "
-            f"({role}, {name})",
-            hint="use the fsdp backend",
+            f"the megatron backend does not compute a model with {refused} as transformers does ({role}, {name})",
+            "use the fsdp backend",
         )
     if isinstance(model, TrainedModelConfig):
         yield from _of_training(role, model)
@@ -43,8 +42,8 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     missing = [package for package in _PACKAGES if not _is_installed(package)]
     if missing:
         yield ConfigProblem(
-            message=f"the allocation has a megatron backend, and {missing[0]} is not installed",
-            hint="run make megatron, or pip install 'corral-rl[megatron]'",
+            f"the allocation has a megatron backend, and {missing[0]} is not installed",
+            "run make megatron, or pip install 'corral-rl[megatron]'",
             is_of_running=True,
         )
 
@@ -52,8 +51,8 @@ def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
 def _of_training(role: str, model: TrainedModelConfig) -> Iterator[ConfigProblem]:
     if model.optimizer.type != "adamw":
         yield ConfigProblem(
-            message=f"the megatron backend trains with adamw, not with {model.optimizer.type}",
-            hint="set adamw, or use fsdp in the allocation",
+            f"the megatron backend trains with adamw, not with {model.optimizer.type}",
+            "set adamw, or use fsdp in the allocation",
             path=(role, "optimizer", "type"),
         )
 
@@ -64,8 +63,8 @@ def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> It
         return
     if sizes.num_experts:
         yield ConfigProblem(
-            message="adapters beside a mixture of experts are trained by the fsdp backend only",
-            hint="use fsdp in the allocation, or leave lora out",
+            "adapters beside a mixture of experts are trained by the fsdp backend only",
+            "use fsdp in the allocation, or leave lora out",
             path=(role, "lora"),
         )
         return
@@ -74,9 +73,9 @@ def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> It
     stages = [layers for layers in stage_layers(sizes.num_layers, dims.pp) if layers]
     if with_adapter and (idle := [layers for layers in stages if with_adapter.isdisjoint(layers)]):
         yield ConfigProblem(
-            message=f"p{dims.pp} has a stage with the layers {idle[0][0]} to {idle[0][-1]}, none of which has an "
+            f"p{dims.pp} has a stage with the layers {idle[0][0]} to {idle[0][-1]}, none of which has an "
             "adapter: it would train nothing",
-            hint="name a layer of each stage in lora.targets, or lower p",
+            "name a layer of each stage in lora.targets, or lower p",
             path=(role, "lora", "targets"),
         )
 
@@ -88,9 +87,7 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
     name = display_path(model.path)
     if dims.ep > 1 and not sizes.num_experts:
-        yield ConfigProblem(
-            message=f"e{dims.ep} spreads experts over ranks, and {name} has none ({role})", hint="leave e out"
-        )
+        yield ConfigProblem(f"e{dims.ep} spreads experts over ranks, and {name} has none ({role})", "leave e out")
         return
     divided = (
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
@@ -103,14 +100,14 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
         if number % size:
             nearest = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 2 * size]
             yield ConfigProblem(
-                message=f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
-                hint=f"{letter} may be {', '.join(nearest)}",
+                f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
+                f"{letter} may be {', '.join(nearest)}",
             )
     if not all(stage_layers(sizes.num_layers, dims.pp)):
         able = [str(p) for p in range(1, 2 * dims.pp + 1) if all(stage_layers(sizes.num_layers, p))]
         yield ConfigProblem(
-            message=f"p{dims.pp} leaves a stage without one of the {sizes.num_layers} layers of {name} ({role})",
-            hint=f"p may be {', '.join(able)}",
+            f"p{dims.pp} leaves a stage without one of the {sizes.num_layers} layers of {name} ({role})",
+            f"p may be {', '.join(able)}",
         )
 
 

@@ -23,29 +23,27 @@ _ALLOCATION = ("allocation",)
 def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
     """Roles that there are not, and what this version cannot do of who trains."""
     if not allocation.training:
-        yield ConfigProblem(message="the allocation has no training side", hint="add one: fsdp:d1")
+        yield ConfigProblem("the allocation has no training side", "add one: fsdp:d1")
         return
     named = ", ".join(roles)
     for share in allocation.training:
         engine = share.engine
         for role in share.roles:
             if role != EVERY_ROLE and role not in roles:
-                yield ConfigProblem(
-                    message=f"the allocation names role {role!r}; this experiment has {named}", hint="remove it"
-                )
+                yield ConfigProblem(f"the allocation names role {role!r}; this experiment has {named}", "remove it")
         if engine.dims.pp > 1 and engine.backend != "megatron":
             message = f"the {engine.backend} backend has no pipeline parallel training ({engine.dims})"
-            yield ConfigProblem(message=message, hint=f"use d, t and c, or megatron:{engine.dims.short}")
+            yield ConfigProblem(message, f"use d, t and c, or megatron:{engine.dims.short}")
         if engine.dims.ep > 1 and engine.backend != "megatron":
             message = f"the {engine.backend} backend does not spread experts over ranks ({engine.dims})"
             yield ConfigProblem(
-                message=message, hint=f"leave e out: d cuts experts as all else; or use megatron:{engine.dims.short}"
+                message, f"leave e out: d cuts experts as all else; or use megatron:{engine.dims.short}"
             )
     try:
         allocation.meshes(roles)
     except ValueError as error:
         message, hint = split_remedy(str(error))
-        yield ConfigProblem(message=message, hint=hint)
+        yield ConfigProblem(message, hint)
 
 
 def check_layouts(
@@ -74,14 +72,14 @@ def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[Conf
         return
     if not isinstance(model, TrainedModelConfig):
         yield ConfigProblem(
-            message=f"{role} is not trained, and has no optimizer whose state could lie in host memory",
-            hint="set none or between_calls",
+            f"{role} is not trained, and has no optimizer whose state could lie in host memory",
+            "set none or between_calls",
             path=("reward_model" if role == "reward" else role, "offload"),
         )
     elif backend != "fsdp":
         yield ConfigProblem(
-            message=f"the {backend} backend keeps the state of its optimizer on the device while it trains",
-            hint="use fsdp in the allocation, or set none or between_calls",
+            f"the {backend} backend keeps the state of its optimizer on the device while it trains",
+            "use fsdp in the allocation, or set none or between_calls",
             path=(role, "offload"),
         )
 
@@ -97,16 +95,15 @@ def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]
     if shared_by_t % dims.tp:
         inner = "" if shape is None else f", and an inner size of {shape.intermediate_size},"
         yield ConfigProblem(
-            message=f"{dims.tp} tensor-parallel ranks cannot share the {queries} attention heads ({keys} of keys and "
+            f"{dims.tp} tensor-parallel ranks cannot share the {queries} attention heads ({keys} of keys and "
             f"values){inner} of {name} equally",
-            hint=_which_divide("t", shared_by_t),
+            _which_divide("t", shared_by_t),
         )
     elif queries // dims.tp % dims.cp:
         left = f"the {queries // dims.tp} that t{dims.tp} leaves of " if dims.tp > 1 else ""
         yield ConfigProblem(
-            message=f"{dims.cp} context-parallel ranks cannot share {left}the {queries} attention heads of {name} "
-            "equally",
-            hint=_which_divide("c", queries // dims.tp),
+            f"{dims.cp} context-parallel ranks cannot share {left}the {queries} attention heads of {name} equally",
+            _which_divide("c", queries // dims.tp),
         )
 
 
@@ -117,8 +114,8 @@ def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
     kind = model_type(model.path)
     if kind is not None and kind not in TENSOR_PARALLEL_MODELS:
         yield ConfigProblem(
-            message=f"model {display_path(model.path)} is a {kind}, whose layers tensor-parallel ranks cannot share",
-            hint=f"use d and c alone; t works with {', '.join(TENSOR_PARALLEL_MODELS)}",
+            f"model {display_path(model.path)} is a {kind}, whose layers tensor-parallel ranks cannot share",
+            f"use d and c alone; t works with {', '.join(TENSOR_PARALLEL_MODELS)}",
         )
 
 

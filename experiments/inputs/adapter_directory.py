@@ -38,10 +38,10 @@ def check_adapter(directory: Path, lora: LoraConfig, adapted: Shapes) -> Iterato
         config = json.loads(read_regular(directory / _CONFIG))
     except (OSError, ValueError, RecursionError) as error:
         message = f"cannot read {_CONFIG} of adapter {name}: {error}"
-        yield ConfigProblem(message=message, hint="give a directory that peft's save_pretrained has written")
+        yield ConfigProblem(message, "give a directory that peft's save_pretrained has written")
         return
     if not isinstance(config, dict):
-        yield ConfigProblem(message=f"{_CONFIG} of adapter {name} is no JSON object", hint="save it with peft again")
+        yield ConfigProblem(f"{_CONFIG} of adapter {name} is no JSON object", "save it with peft again")
         return
     yield from _setting_problems(name, config, lora)
     yield from _tensor_problems(name, weight_shapes(directory), lora, adapted)
@@ -51,12 +51,12 @@ def _setting_problems(name: str, config: Mapping[str, Any], lora: LoraConfig) ->
     for key, stored_key, own in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if (stored := config.get(stored_key)) != own:
             message = f"adapter {name} has {stored_key}: {show_value(stored)}, and lora.{key} is {own:g}"
-            yield ConfigProblem(message=message, hint=f"set lora.{key} to what the adapter has")
+            yield ConfigProblem(message, f"set lora.{key} to what the adapter has")
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             yield ConfigProblem(
-                message=f"adapter {name} has {key}: {show_value(config.get(key))}, which is not built in this version",
-                hint="merge it into its model with peft's merge_and_unload, and start from that with a new adapter",
+                f"adapter {name} has {key}: {show_value(config.get(key))}, which is not built in this version",
+                "merge it into its model with peft's merge_and_unload, and start from that with a new adapter",
             )
 
 
@@ -64,7 +64,7 @@ def _tensor_problems(name: str, shapes: Shapes, lora: LoraConfig, adapted: Shape
     """The first tensor that is missing, unknown or of another shape."""
     if not shapes:
         message = f"adapter {name} has no adapter_model.safetensors that can be read"
-        yield ConfigProblem(message=message, hint="save it with safetensors, or copy it again")
+        yield ConfigProblem(message, "save it with safetensors, or copy it again")
         return
     wanted = {
         f"{_PREFIX}{layer}.{part}.weight": shape
@@ -76,7 +76,7 @@ def _tensor_problems(name: str, shapes: Shapes, lora: LoraConfig, adapted: Shape
         if wanted.get(key) != stored.get(key):
             expected, got = (list(shape) if shape else "no such tensor" for shape in (wanted.get(key), stored.get(key)))
             yield ConfigProblem(
-                message=f"adapter {name} does not fit: {key} is expected as {expected}, and there is {got}",
-                hint="let lora.targets name the layers that it adapts, beside the model that it was trained beside",
+                f"adapter {name} does not fit: {key} is expected as {expected}, and there is {got}",
+                "let lora.targets name the layers that it adapts, beside the model that it was trained beside",
             )
             return

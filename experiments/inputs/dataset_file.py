@@ -30,6 +30,10 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive",
 }
 """By their first bytes."""
+_CONVERSION = (
+    "convert it once: datasets.load_dataset(...) or pandas.read_...(...), then .to_json(FILE, "
+    'orient="records", lines=True)'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +77,13 @@ class DatasetReader:
         return str(self._digest.hexdigest())
 
     def __iter__(self) -> Iterator[DatasetRow]:
+        name = display_path(self.config.path)
         try:
             with open_regular(self.config.path) as stream:
                 for number, line in enumerate(stream, start=1):
                     if number == 1 and (named := _other_format(line)):
-                        self._note_format(named)
+                        message = f"dataset {name} is {named}; rows are read from JSON lines, one object a line"
+                        self.problems.append(ConfigProblem(message, _CONVERSION))
                         return
                     self._digest.update(line)
                     row = self._row(line, number) if line.strip() else None
@@ -87,13 +93,12 @@ class DatasetReader:
                         self.num_rows += 1
                         yield row
         except OSError as error:
-            self._note_unreadable(error)
+            hint = "check the path; in an experiment file it is relative to that file's folder"
+            message = f"cannot read dataset {name}: {(error.strerror or str(error)).lower()}"
+            self.problems.append(ConfigProblem(message, hint))
             return
         if self.num_rows == 0 and not self.problems:
-            name = display_path(self.config.path)
-            self.problems.append(
-                ConfigProblem(message=f"dataset {name} has no rows", hint="write one JSON object a line")
-            )
+            self.problems.append(ConfigProblem(f"dataset {name} has no rows", "write one JSON object a line"))
 
     def read_to_end(self) -> None:
         """For its facts alone."""
@@ -105,24 +110,39 @@ class DatasetReader:
             raise ConfigError(self.problems)
 
     def _row(self, line: bytes, number: int) -> DatasetRow | None:
+        """The row; None, and a problem more, if something is wrong with it."""
+        try:
+            fields = self._fields(line)
+            return DatasetRow(
+                prompt=self._prompt(fields),
+                answers=self._answers(fields),
+                row_id=self._row_id(fields, number),
+                fields=fields,
+                line=number,
+            )
+        except _RowError as error:
+            message, hint = error.args
+            self.problems.append(ConfigProblem(f"{display_path(self.config.path)}:{number}: {message}", hint))
+            return None
+
+    def _fields(self, line: bytes) -> dict[str, Any]:
         try:
             fields = _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._note(number, f"row is not JSON: {error}", "write one JSON object a line, without line breaks inside")
-            return None
+            hint = "write one JSON object a line, without line breaks inside"
+            raise _RowError(f"row is not JSON: {error}", hint) from error
         if not isinstance(fields, dict):
             hint = "write {" + ", ".join(f'"{what}": ...' for what in ("prompt", *self._answer_keys)) + "}"
-            self._note(number, f"row is no JSON object but {show_value(fields)}", hint)
-            return None
+            raise _RowError(f"row is no JSON object but {show_value(fields)}", hint)
+        return fields
+
+    def _prompt(self, fields: dict[str, Any]) -> str:
         prompt = fields.get(self.config.prompt_key)
         if not isinstance(prompt, str) or not prompt:
-            self._note_missing(number, fields, self.config.prompt_key, "prompt", prompt)
-            return None
-        answers = self._answers(fields, number)
-        row_id = self._row_id(fields, number) if answers is not None else None
-        if answers is None or row_id is None:
-            return None
-        return DatasetRow(row_id=row_id, prompt=prompt, answers=answers, fields=fields, line=number)
+            raise _missing(
+                fields, self.config.prompt_key, "prompt", "the prompt must be text with at least one character"
+            )
+        return prompt
 
     @property
     def _answer_keys(self) -> dict[str, str]:
@@ -131,76 +151,52 @@ class DatasetReader:
             return {"chosen": self.config.chosen_key, "rejected": self.config.rejected_key}
         return {"answer": self.config.answer_key}
 
-    def _answers(self, fields: dict[str, Any], number: int) -> tuple[str, ...] | None:
-        """The row's answers; None if something is wrong with them."""
-        answers: list[str] = []
-        for what, key in self._answer_keys.items():
-            answer = fields.get(key)
-            if answer is None and self.kind == "prompts":
-                continue
+    def _answers(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        given = {what: fields.get(key) for what, key in self._answer_keys.items()}
+        if self.kind == "prompts" and given["answer"] is None:
+            return ()
+        for what, answer in given.items():
+            key = self._answer_keys[what]
             if answer is None:
-                self._note_missing(number, fields, key, what, answer)
-                return None
+                raise _missing(fields, key, what, "write it as text")
             if isinstance(answer, bool) or not isinstance(answer, str | int | float):
                 hint = f'write it as text: "{show_value(answer)}"'
-                self._note(number, f"{key!r} must be text or a number, got {show_value(answer)}", hint)
-                return None
-            answers.append(str(answer))
+                raise _RowError(f"{key!r} must be text or a number, got {show_value(answer)}", hint)
+        answers = tuple(map(str, given.values()))
         if self.kind == "preferences" and answers[0] == answers[1]:
             hint = "remove the row: it says of no answer that it is the better one"
-            self._note(number, f"the chosen answer is the rejected one: {show_value(answers[0])}", hint)
-            return None
-        return tuple(answers)
+            raise _RowError(f"the chosen answer is the rejected one: {show_value(answers[0])}", hint)
+        return answers
 
-    def _row_id(self, fields: dict[str, Any], number: int) -> str | None:
+    def _row_id(self, fields: dict[str, Any], number: int) -> str:
         key = self.config.id_key
         given = fields.get(key, number - 1)
         if isinstance(given, bool) or not isinstance(given, str | int):
-            self._note(
-                number, f"{key!r} must be text or a whole number, got {show_value(given)}", "give each row its own"
-            )
-            return None
+            rule = f"{key!r} must be text or a whole number, got {show_value(given)}"
+            raise _RowError(rule, "give each row its own")
         row_id = str(given)
         if not 0 < len(row_id) <= _MAX_ID_LENGTH or not row_id.isprintable():
             rule = f"{key!r} must have 1 to {_MAX_ID_LENGTH} printable characters, got {show_value(row_id)}"
-            self._note(number, rule, "shorten it")
-            return None
+            raise _RowError(rule, "shorten it")
         first = self._line_by_id.setdefault(row_id, number)
         if first != number:
             hint = f"every {key!r} must be unique; a row without it is known by its line number, from 0"
-            self._note(number, f"{key!r} {row_id!r} is also that of line {first}", hint)
-            return None
+            raise _RowError(f"{key!r} {row_id!r} is also that of line {first}", hint)
         return row_id
 
-    def _note_missing(self, number: int, fields: dict[str, Any], key: str, what: str, value: Any) -> None:
-        if key in fields:
-            hint = f"the {what} must be text with at least one character" if what == "prompt" else "write it as text"
-            self._note(number, f"{key!r} is no {what}: {show_value(value)}", hint)
-            return
-        near = closest(key, list(fields))
-        known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"
-        hint = f"did you mean {what}_key: {near}?" if near else f"name the row's field with {what}_key; {known}"
-        self._note(number, f"row has no {what} (no field {key!r})", hint)
 
-    def _note(self, number: int, message: str, hint: str) -> None:
-        place = f"{display_path(self.config.path)}:{number}"
-        self.problems.append(ConfigProblem(message=f"{place}: {message}", hint=hint))
+class _RowError(ValueError):
+    """What is wrong with a row, and the way out."""
 
-    def _note_format(self, named: str) -> None:
-        name = display_path(self.config.path)
-        self.problems.append(
-            ConfigProblem(
-                message=f"dataset {name} is {named}; rows are read from JSON lines, one object a line",
-                hint="convert it once: datasets.load_dataset(...) or pandas.read_...(...), then .to_json(FILE, "
-                'orient="records", lines=True)',
-            )
-        )
 
-    def _note_unreadable(self, error: OSError) -> None:
-        reason = (error.strerror or str(error)).lower()
-        message = f"cannot read dataset {display_path(self.config.path)}: {reason}"
-        hint = "check the path; in an experiment file it is relative to that file's folder"
-        self.problems.append(ConfigProblem(message=message, hint=hint))
+def _missing(fields: dict[str, Any], key: str, what: str, hint: str) -> _RowError:
+    """Of a row without something at a key, or, with the hint, with something of another form."""
+    if key in fields:
+        return _RowError(f"{key!r} is no {what}: {show_value(fields[key])}", hint)
+    near = closest(key, list(fields))
+    known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"
+    hint = f"did you mean {what}_key: {near}?" if near else f"name the row's field with {what}_key; {known}"
+    return _RowError(f"row has no {what} (no field {key!r})", hint)
 
 
 def dataset_spec(config: DatasetConfig, *, kind: RowKind, too_long: Iterable[int] = ()) -> DatasetSpec:

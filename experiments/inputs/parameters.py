@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedModelConfig
-from corral.experiments.errors import ConfigProblem, closest, display_path, show_value
+from corral.experiments.errors import ConfigProblem, closest, display_path
 from corral.experiments.inputs.adapter_directory import check_adapter
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import Shapes, has_tied_output, weight_shapes
@@ -60,15 +60,14 @@ def check_lora(model: ModelConfig) -> Iterator[ConfigProblem]:
             known = sorted({layer.rpartition(".")[2] for layer in layers})
             near = closest(target, known)
             yield ConfigProblem(
-                message=f"no linear layer of model {display_path(model.path)} has a name that ends in {target!r}",
-                hint=f"did you mean {near!r}?" if near else f"its layers have {', '.join(known)}",
+                f"no linear layer of model {display_path(model.path)} has a name that ends in {target!r}",
+                f"did you mean {near!r}?" if near else f"its layers have {', '.join(known)}",
                 path=("lora", "targets"),
-                shown=show_value(list(lora.targets or ())),
             )
     if lora.adapter is not None:
         adapted = dict(adapted_layers(lora, shapes))
         for problem in check_adapter(lora.adapter, lora, adapted):
-            yield replace(problem, path=("lora", "adapter"), shown=display_path(lora.adapter))
+            yield replace(problem, path=("lora", "adapter"))
 
 
 def served_bytes(model: ModelConfig) -> int:

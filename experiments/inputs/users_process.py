@@ -111,7 +111,7 @@ def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
     hint = problem.hint or "mend it there and submit again; --no-checks imports it and tries no function of it"
     if problem.kind == "missing_module":
         hint = "install it into this environment, or run rl-submit in the folder that holds the module"
-    return ConfigProblem(message=f"{what}: {problem.message}", hint=hint, path=path, shown=problem.import_path)
+    return ConfigProblem(f"{what}: {problem.message}", hint, path=path, shown=problem.import_path)
 
 
 def _keys_with(content: Any, value: str, path: KeyPath = ()) -> Iterator[KeyPath]:

@@ -60,8 +60,8 @@ def _apply(data: dict[str, Any], override: Override) -> ConfigProblem | None:
         if not isinstance(below, dict):
             above = dotted(override.path[:depth])
             return ConfigProblem(
-                message=f"{above} has no key {override.path[depth]!r}: it is {show_value(below)}",
-                hint=f"set the whole value: -s {above}=...",
+                f"{above} has no key {override.path[depth]!r}: it is {show_value(below)}",
+                f"set the whole value: -s {above}=...",
                 path=override.path,
                 place=f"-s {shorten(override.typed)}",
             )

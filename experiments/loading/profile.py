@@ -75,8 +75,8 @@ def read_profile(file: Path) -> Layer:
     if wrong:
         raise ConfigError(
             ConfigProblem(
-                message=f"a profile may not set {key!r}: it is for all experiments",
-                hint="move it to the experiment file",
+                f"a profile may not set {key!r}: it is for all experiments",
+                "move it to the experiment file",
                 path=(key,),
                 shown=show_value(data[key]),
                 place=f"{display_path(file)}:{line_by_path.get((key,), 1)}",

@@ -71,16 +71,14 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
     if kind == "missing":
         meaning = purpose(field_at(model, path))
         hint = f"add {path[-1]}" + (f": {meaning}" if meaning else "")
-        return ConfigProblem(message=f"{dotted(path)} is missing", hint=hint, path=path, place=source.place(path))
+        return ConfigProblem(f"{dotted(path)} is missing", hint, path=path, place=source.place(path))
     rule, remedy = _rule(details)
     if not remedy and (meaning := purpose(field_at(model, path))):
         remedy = f"{path[-1]}: {meaning}"
     # The rules here are predicates; those of the classes' own validators may be whole sentences.
     separator = " " if rule.startswith(("must ", "is ")) else ": "
     message = f"{dotted(path)}{separator}{rule}" if path else rule
-    return ConfigProblem(
-        message=message, hint=remedy, path=path, shown=show_value(details["input"]), place=source.place(path)
-    )
+    return ConfigProblem(message, remedy, path=path, shown=show_value(details["input"]), place=source.place(path))
 
 
 def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
@@ -95,7 +93,7 @@ def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: Conf
     else:
         hint = f"known keys{where}: {', '.join(known)}"
     return ConfigProblem(
-        message=f"unknown key {key!r}{where}", hint=hint, path=path, shown=show_value(value), place=source.place(path)
+        f"unknown key {key!r}{where}", hint, path=path, shown=show_value(value), place=source.place(path)
     )
 
 

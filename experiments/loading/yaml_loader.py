@@ -225,10 +225,10 @@ class _Builder:
 
     def _note(self, message: str, hint: str, path: KeyPath, line: int) -> None:
         place = f"{self._name}:{line}"
-        self._problems.append(ConfigProblem(message=message, hint=hint, path=path, place=place))
+        self._problems.append(ConfigProblem(message, hint, path=path, place=place))
 
     def _stop(self, message: str, *, line: int, hint: str, cause: BaseException | None = None) -> NoReturn:
-        problem = ConfigProblem(message=message, hint=hint, place=f"{self._name}:{line}")
+        problem = ConfigProblem(message, hint, place=f"{self._name}:{line}")
         raise ConfigError([*self._problems, problem]) from cause
 
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from corral.experiments.checks.generation import check_update_mode
-from corral.experiments.config.rollout import SamplingConfig, UpdateMode, WeightsConfig
+from corral.experiments.checks.generation import check_backend_settings
+from corral.experiments.config.rollout import EngineConfig, SamplingConfig, UpdateMode, WeightsConfig
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
@@ -511,7 +511,7 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
 ) -> None:
     """More answers than the server decodes at a time, so that some of them wait in its queue."""
     if mode == "in_place" and isinstance(served.backend, SglangBackend):
-        [problem] = check_update_mode(WeightsConfig(update_mode=mode), backend="sglang")
+        [problem] = check_backend_settings(EngineConfig(), WeightsConfig(update_mode=mode), backend="sglang")
         assert "set it to retract" in problem.hint
         return
     tried = list[Setback | None]()
