@@ -101,37 +101,31 @@ def without(layer: Layer, unwanted: Sequence[KeyPath]) -> Layer:
 
 def merge(layers: Sequence[Layer]) -> Merged:
     """All layers as one, later ones on top."""
-    merged = Merged(data={}, line_by_path={}, file_by_path={})
+    data: Any = {}
+    line_by_path: dict[KeyPath, int] = {}
+    file_by_path: dict[KeyPath, Path] = {}
     for layer in layers:
-        _put(merged, merged.data, layer, layer.data, ())
-    return merged
+        data = _on_top(data, layer.data)
+        line_by_path |= layer.line_by_path
+        file_by_path |= dict.fromkeys(layer.line_by_path, layer.file)
+    # Items of a list and keys of a mapping that was replaced as a whole came from nowhere.
+    lines = {path: line for path, line in line_by_path.items() if _has(data, path)}
+    return Merged(data=data, line_by_path=lines, file_by_path={path: file_by_path[path] for path in lines})
 
 
-def _put(merged: Merged, target: dict[str, Any], layer: Layer, values: Mapping[str, Any], above: KeyPath) -> None:
-    for key, value in values.items():
-        path = (*above, key)
-        if not (isinstance(value, Mapping) and isinstance(target.get(key), dict)):
-            _forget(merged, path)
-            target[key] = {} if isinstance(value, Mapping) else value
-        if isinstance(value, Mapping):
-            _note(merged, layer, path)
-            _put(merged, target[key], layer, value, path)
-            continue
-        for given in layer.line_by_path:
-            if given[: len(path)] == path:
-                _note(merged, layer, given)
+def _on_top(weak: Any, strong: Any) -> Any:
+    if not isinstance(strong, Mapping):
+        return strong
+    below = weak if isinstance(weak, Mapping) else {}
+    return {**below, **{key: _on_top(below.get(key), value) for key, value in strong.items()}}
 
 
-def _note(merged: Merged, layer: Layer, path: KeyPath) -> None:
-    if path in layer.line_by_path:
-        merged.line_by_path[path] = layer.line_by_path[path]
-        merged.file_by_path[path] = layer.file
-
-
-def _forget(merged: Merged, path: KeyPath) -> None:
-    """Items of a list and keys of a mapping that is replaced as a whole came from nowhere."""
-    for old in [old for old in merged.line_by_path if old[: len(path)] == path]:
-        del merged.line_by_path[old], merged.file_by_path[old]
+def _has(data: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not (part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))):
+            return False
+        data = data[part]
+    return True
 
 
 def _pruned(data: Mapping[str, Any], unwanted: Sequence[KeyPath]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional import advantages
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
-from corral.workers.user_code.loading import load_callable
+from corral.workers.user_code.loading import built_in_or_loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,5 @@ def advantage_named(name: str) -> AdvantageEstimator:
         ValueError: if there is none.
         ImportError: if its module cannot be imported.
     """
-    if ":" not in name:
-        if name not in ADVANTAGES:
-            raise ValueError(f"there is no advantage {name!r}; there are {', '.join(ADVANTAGES)} and import paths")
-        return ADVANTAGES[name]
-    found: Any = load_callable(name)
+    found: Any = built_in_or_loaded(name, ADVANTAGES, what="advantage")
     return found if isinstance(found, AdvantageEstimator) else AdvantageEstimator(found)

@@ -6,6 +6,8 @@ train_step   pairs, ref_logprobs ─► margins ─► one optimizer step
 evaluate     pairs, ref_logprobs ─► loss, accuracy, margin
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from corral.experiments.config.algorithm import DPOConfig
 from corral.scheduling.keys import built_in
 from corral.scheduling.model_function_call import CallType
-from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, response_mask
+from corral.workers.algorithms.base import ModelInterface, compute_logprobs, response_mask
 from corral.workers.algorithms.functional.losses import dpo_loss, dpo_margins
 from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.mini_batches import merge_stats
@@ -23,7 +25,6 @@ from corral.workers.algorithms.pairs import (
     mark_pairs,
     mean_over_pairs,
     num_right,
-    split_all_pairs,
     split_pairs,
 )
 from corral.workers.backends.base import LossOutput, TrainEngine
@@ -35,21 +36,14 @@ from corral.workers.data.sequence_sample import SequenceSample
 class DPOInterface(ModelInterface):
     """Policy and reference alike; see `DPOConfig` for the settings."""
 
+    inputs = {
+        CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
+        **dict.fromkeys((CallType.TRAIN_STEP, CallType.EVALUATE), built_in("input_ids", "prompt_mask", "ref_logprobs")),
+    }
+    outputs = {CallType.INFERENCE: built_in("logprobs")}
+
     def __init__(self, config: DPOConfig) -> None:
         self._config = config
-
-    @property
-    def inputs(self) -> CallKeys:
-        pairs = built_in("input_ids", "prompt_mask", "ref_logprobs")
-        return {
-            CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
-            CallType.TRAIN_STEP: pairs,
-            CallType.EVALUATE: pairs,
-        }
-
-    @property
-    def outputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("logprobs")}
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the responses under the engine's weights, per token."""
@@ -63,36 +57,44 @@ class DPOInterface(ModelInterface):
 
     def evaluate(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, float]:
         """Loss, accuracy and margin of the ranks' pairs together."""
-        pairs, mask = mark_pairs(sample), torch.from_numpy(response_mask(sample))
-        lengths = [length - 1 for length in pairs.answer_lengths()]
-        policy, reference = (
-            sum_per_answer(torch.where(mask, torch.as_tensor(logprobs).double(), 0.0), lengths).numpy()
-            for logprobs in (compute_logprobs(engine, pairs), pairs.data["ref_logprobs"])
+        pairs = mark_pairs(sample)
+        logprobs, reference = (
+            torch.as_tensor(values).double() for values in (compute_logprobs(engine, pairs), pairs.data["ref_logprobs"])
         )
-        margins = self._margins(
-            *(torch.from_numpy(half) for half in split_all_pairs(policy)),
-            *(torch.from_numpy(half) for half in split_all_pairs(reference)),
+        losses, margins = self._of_pairs(
+            logprobs,
+            reference,
+            mask=torch.from_numpy(response_mask(sample)),
+            lengths=[length - 1 for length in pairs.answer_lengths()],
+            is_chosen=torch.as_tensor(pairs.data[IS_CHOSEN]),
         )
-        losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
         return mean_over_pairs(engine.context, losses, margins)
 
-    def _margins(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
-        return dpo_margins(
+    def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
+        keys = micro_batch.tensors
+        losses, margins = self._of_pairs(
+            scores.logprobs,
+            keys["ref_logprobs"],
+            mask=keys["loss_mask"],
+            lengths=[length - 1 for length in micro_batch.segment_lengths],
+            is_chosen=keys[IS_CHOSEN],
+        )
+        seen = margins.detach()
+        return LossOutput(losses.sum(), {"dpo/accuracy": num_right(seen), "dpo/margin": seen.sum()})
+
+    def _of_pairs(
+        self, logprobs: Tensor, reference: Tensor, *, mask: Tensor, lengths: Sequence[int], is_chosen: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(losses, margins), each [pairs], from what policy and reference say of each token."""
+        (chosen, rejected), (ref_chosen, ref_rejected) = (
+            split_pairs(sum_per_answer(torch.where(mask, values, 0.0), lengths), is_chosen)
+            for values in (logprobs, reference)
+        )
+        margins = dpo_margins(
             chosen,
             rejected,
             ref_chosen_logprobs=ref_chosen,
             ref_rejected_logprobs=ref_rejected,
             beta=self._config.beta,
         )
-
-    def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
-        keys = micro_batch.tensors
-        lengths = [length - 1 for length in micro_batch.segment_lengths]
-        policy, reference = (
-            split_pairs(sum_per_answer(torch.where(keys["loss_mask"], logprobs, 0.0), lengths), keys[IS_CHOSEN])
-            for logprobs in (scores.logprobs, keys["ref_logprobs"])
-        )
-        margins = self._margins(*policy, *reference)
-        losses = dpo_loss(margins, label_smoothing=self._config.label_smoothing)
-        seen = margins.detach()
-        return LossOutput(losses.sum(), {"dpo/accuracy": num_right(seen), "dpo/margin": seen.sum()})
+        return dpo_loss(margins, label_smoothing=self._config.label_smoothing), margins

@@ -72,16 +72,19 @@ class FirstPass:
 
     def scores_of(self, sample: SequenceSample) -> tuple[Floats, Floats]:
         """Log-probabilities and entropies, packed as the sample that the engine was given."""
-        logprobs: list[tuple[MicroBatch, Tensor]] = []
-        entropy: list[tuple[MicroBatch, Tensor]] = []
+        pieces: Sequence[Tensor] = ()
         if self._kept:
             on_host = torch.cat([values for _, values in self._kept], dim=1).cpu()
             pieces = torch.split(on_host, [values.shape[1] for _, values in self._kept], dim=1)
-            for (micro_batch, _), piece in zip(self._kept, pieces, strict=True):
-                logprobs.append((micro_batch, piece[0]))
-                entropy.append((micro_batch, piece[1]))
-        layout = KeyLayout.PER_SHIFTED_TOKEN
-        return scatter_to_answers(sample, logprobs, layout), scatter_to_answers(sample, entropy, layout)
+        logprobs, entropy = (
+            scatter_to_answers(
+                sample,
+                [(micro_batch, piece[row]) for (micro_batch, _), piece in zip(self._kept, pieces, strict=True)],
+                KeyLayout.PER_SHIFTED_TOKEN,
+            )
+            for row in (0, 1)
+        )
+        return logprobs, entropy
 
 
 class GapWatch:
@@ -160,7 +163,7 @@ class GapWatch:
                 "gap/mean": present.gap.mean,
                 "gap/kl": present.gap.kl,
                 "gap/unequal_fraction": present.gap.num_unequal / present.gap.num_tokens,
-                "gap/position": float(present.place.position),
+                "gap/position": float(present.position),
             }
         return stats
 
@@ -210,7 +213,7 @@ class GapWatch:
         if self._alarm.is_raised != before.is_raised:
             is_older = not is_one.is_beyond if is_alarm else not is_one.num_tokens
             told = older if is_older else present
-            where = context.text_from(told.place.dp_rank, told.place.uid)
+            where = context.text_from(told.dp_rank, told.uid)
             causes = likely_causes(
                 told.gap, self._sides, version=version, agreed_until=None if is_older else self._agreed_until
             )
@@ -228,22 +231,16 @@ class GapWatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where the largest difference is."""
-
-    dp_rank: int
-    position: int
-    """Response tokens of its answer before it."""
-    uid: str
-    """Its answer; known on that rank only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
     """What some of the tokens of all ranks show, beside what they may differ by."""
 
     gap: LogprobGap
-    place: _Place
+    dp_rank: int
+    """Where the largest difference is."""
+    position: int
+    """Response tokens of its answer before it."""
+    uid: str
+    """Its answer; known on that rank only."""
     allowed: float
     """Nats: of the one that differs most, or the mean of what each of them may."""
 
@@ -260,11 +257,9 @@ class _Look:
         sums = tokens.sums(threshold=allowed) | {"allowed": float(np.broadcast_to(allowed, chosen.shape).sum())}
         total = context.sum_over_ranks(sums)
         gap = LogprobGap.of(total, context.max_over_ranks(tokens.maxima(threshold=allowed)))
-        return cls(
-            gap=gap,
-            place=_place_of_largest(sample, tokens, chosen, gap, context),
-            allowed=total["allowed"] / max(gap.num_tokens, 1),
-        )
+        dp_rank, position, uid = _place_of_largest(sample, tokens, chosen, gap, context)
+        allowed_mean = total["allowed"] / max(gap.num_tokens, 1)
+        return cls(gap=gap, dp_rank=dp_rank, position=position, uid=uid, allowed=allowed_mean)
 
     def comparison(self, *, is_one: bool) -> Comparison:
         """
@@ -298,7 +293,7 @@ class _Look:
     def details(self, where: str, *, coverage: float, is_older: bool) -> str:
         """The numbers that it rests on."""
         gap = self.gap
-        place = f", the largest at token {self.place.position} of {where}" if gap.num_unequal else ""
+        place = f", the largest at token {self.position} of {where}" if gap.num_unequal else ""
         bound = (
             f"and what was learned since explains {self.allowed:.2g}"
             if is_older
@@ -330,8 +325,8 @@ def _place_of_largest(
     chosen: npt.NDArray[np.int64],
     gap: LogprobGap,
     context: ParallelContext,
-) -> _Place:
-    """One maximum over ranks; of several ranks that have the largest, the first one's counts."""
+) -> tuple[int, int, str]:
+    """(rank, position, answer); one maximum over ranks; of several ranks that have the largest, the first one's counts."""
     index = tokens.place_of_largest
     is_here = index is not None and bool(np.abs(tokens.difference[index]) == gap.largest)
     first = context.max_over_ranks({"minus_rank": -float(context.dp_rank) if is_here else -float(context.dp_size)})
@@ -343,21 +338,15 @@ def _place_of_largest(
         position = int(np.count_nonzero(response_mask(sample)[start : chosen[index]]))
         uid = sample.answer_names()[answer]
     position = int(context.max_over_ranks({"position": float(position)})["position"])
-    return _Place(dp_rank=dp_rank, position=position, uid=uid)
+    return dp_rank, position, uid
 
 
 def _drift(older: ComparedTokens, context: ParallelContext) -> dict[str, float]:
     """What was learned since the tokens were made, as far as they show it; nothing where all are of this version."""
-    total = context.sum_over_ranks(
-        {
-            "tokens": float(len(older.answer)),
-            "size": float(np.abs(older.difference).sum()),
-            "kl": float(older.kl().sum()),
-        }
-    )
+    total = context.sum_over_ranks(older.sums(threshold=np.inf))
     if not total["tokens"]:
         return {}
-    return {"drift/mean": total["size"] / total["tokens"], "drift/kl": total["kl"] / total["tokens"]}
+    return {"drift/mean": total["difference"] / total["tokens"], "drift/kl": total["kl"] / total["tokens"]}
 
 
 def _some_answers(sample: SequenceSample, logprobs: Floats) -> tuple[SequenceSample, Floats]:

@@ -18,7 +18,7 @@ from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface
 from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.user_code.loading import load_callable
+from corral.workers.user_code.loading import built_in_or_loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +54,11 @@ class InterfaceSettings:
 InterfaceFactory = Callable[[InterfaceSettings], ModelInterface]
 
 
-def _ppo_actor(settings: InterfaceSettings) -> ModelInterface:
-    return PPOActorInterface(
-        settings.require_ppo(), behaviour=settings.behaviour, dtype=settings.dtype, seed=settings.seed
-    )
-
-
-def _ppo_critic(settings: InterfaceSettings) -> ModelInterface:
-    return PPOCriticInterface(settings.require_ppo(), settings.critic, seed=settings.seed)
-
-
 INTERFACES: Mapping[str, InterfaceFactory] = {
-    "ppo_actor": _ppo_actor,
-    "ppo_critic": _ppo_critic,
+    "ppo_actor": lambda settings: PPOActorInterface(
+        settings.require_ppo(), behaviour=settings.behaviour, dtype=settings.dtype, seed=settings.seed
+    ),
+    "ppo_critic": lambda settings: PPOCriticInterface(settings.require_ppo(), settings.critic, seed=settings.seed),
     "reward": lambda settings: RewardInterface(),
     "paired_reward": lambda settings: PairedRewardInterface(),
     "dpo": lambda settings: DPOInterface(settings.dpo),
@@ -81,16 +73,7 @@ def make_interface(implementation: str, settings: InterfaceSettings) -> ModelInt
         ValueError: if there is none, or the settings are not enough for it.
         ImportError: if its module cannot be imported.
     """
-    factory: InterfaceFactory
-    if ":" in implementation:
-        factory = load_callable(implementation)
-    elif implementation in INTERFACES:
-        factory = INTERFACES[implementation]
-    else:
-        raise ValueError(
-            f"there is no interface {implementation!r}; there are {', '.join(INTERFACES)} and import paths"
-        )
-    interface = factory(settings)
+    interface = built_in_or_loaded(implementation, INTERFACES, what="interface")(settings)
     if not isinstance(interface, ModelInterface):
         raise ValueError(f"{implementation!r} made a {type(interface).__name__}, not a ModelInterface; let it be one")
     return interface

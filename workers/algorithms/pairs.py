@@ -7,7 +7,6 @@ A loss over pairs needs both in one micro-batch, so the engine keeps the answers
 """
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from corral.workers.backends.parallel_context import ParallelContext
@@ -32,7 +31,7 @@ def mark_pairs(sample: SequenceSample) -> SequenceSample:
 
 
 def split_pairs(per_answer: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """(chosen, rejected), each [pairs], of something per answer of a micro-batch; padding has no pairs."""
+    """(chosen, rejected), each [pairs], of something per answer; the padding of a micro-batch has no pairs."""
     chosen = is_chosen.nonzero().squeeze(1)
     return per_answer[chosen], per_answer[chosen + 1]
 
@@ -54,8 +53,3 @@ def mean_over_pairs(context: ParallelContext, losses: Tensor, margins: Tensor) -
     )
     count = total.pop("count")
     return {name: value / max(count, 1.0) for name, value in total.items()} | {"count": count}
-
-
-def split_all_pairs(per_answer: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The same for all answers of a sample of pairs."""
-    return per_answer[0::2], per_answer[1::2]

@@ -19,7 +19,7 @@ from corral.workers.algorithms.functional import policy_losses
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.user_code.loading import load_callable
+from corral.workers.user_code.loading import built_in_or_loaded
 
 LossFunction = Callable[[TokenScores, MicroBatch, PPOConfig], TokenLosses]
 """Log-probabilities are 0 outside the loss mask, so that no gradient comes from there."""
@@ -78,9 +78,5 @@ def loss_named(name: str) -> PolicyLoss:
         ValueError: if there is none.
         ImportError: if its module cannot be imported.
     """
-    if ":" not in name:
-        if name not in LOSSES:
-            raise ValueError(f"there is no loss {name!r}; there are {', '.join(LOSSES)} and import paths")
-        return LOSSES[name]
-    found: Any = load_callable(name)
+    found: Any = built_in_or_loaded(name, LOSSES, what="loss")
     return found if isinstance(found, PolicyLoss) else PolicyLoss(found)

@@ -61,6 +61,8 @@ class PPOActorInterface(ModelInterface):
         ImportError: if one of the user's own cannot be imported.
     """
 
+    outputs = {CallType.INFERENCE: built_in("logprobs")}
+
     def __init__(
         self, config: PPOConfig, *, behaviour: BehaviourSpec | None = None, dtype: str = "float32", seed: int = 0
     ) -> None:
@@ -93,10 +95,6 @@ class PPOActorInterface(ModelInterface):
             CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
             CallType.TRAIN_STEP: join_keys(built_in(*needed), self._estimator.inputs, of_loss),
         }
-
-    @property
-    def outputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("logprobs")}
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the answers under the engine's weights."""
@@ -145,8 +143,7 @@ class PPOActorInterface(ModelInterface):
             merged["ppo/capped_fraction"] = 1.0 - merged["train/tokens"] / max(num_tokens, 1.0)
         if config.kl.coef > 0.0:
             merged |= {"ppo/kl_coef": self._kl.coefficient, "ppo/ref_kl_per_answer": facts.kl_per_answer}
-        if facts.is_finite:
-            self._kl = self._kl.after(observed_kl=facts.kl_per_answer, num_answers=facts.num_answers)
+        self._kl = self._kl.after(facts)
         return merged
 
     def take_notices(self) -> list[TrainNotice]:

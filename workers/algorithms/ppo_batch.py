@@ -169,16 +169,16 @@ class KLController:
     def at_start(cls, config: KLConfig) -> "KLController":
         return cls(config, config.coef)
 
-    def after(self, *, observed_kl: float, num_answers: float) -> "KLController":
-        """For the next step, having seen a batch; see `adapt_kl_coefficient`."""
-        if self.config.target is None:
+    def after(self, facts: BatchFacts) -> "KLController":
+        """For the next step, having seen a batch that trained something; see `adapt_kl_coefficient`."""
+        if self.config.target is None or not facts.is_finite:
             return self
         adapted = adapt_kl_coefficient(
             self.coefficient,
-            observed_kl=observed_kl,
+            observed_kl=facts.kl_per_answer,
             target=self.config.target,
             horizon=self.config.horizon,
-            num_answers=num_answers,
+            num_answers=facts.num_answers,
         )
         return replace(self, coefficient=adapted)
 

@@ -10,7 +10,7 @@ else has to know. The old values go back with the moments that they came with, t
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import GAE
 from corral.workers.algorithms.base import CallKeys, ModelInterface, sum_over_mask
 from corral.workers.algorithms.functional.losses import value_loss
-from corral.workers.algorithms.functional.normalization import RunningMoments, SumOverRanks
+from corral.workers.algorithms.functional.normalization import RunningMoments
 from corral.workers.algorithms.mini_batches import deal_mini_batches, merge_stats
 from corral.workers.algorithms.ppo_batch import KLController, advantage_batch, measure_batch, with_loss_weights
 from corral.workers.backends.base import LossOutput, TrainEngine
@@ -36,6 +36,8 @@ class PPOCriticInterface(ModelInterface):
 
     See `CriticConfig` for the settings, and `PPOConfig` for those of rewards and mini-batches.
     """
+
+    outputs = {CallType.INFERENCE: built_in("values")}
 
     def __init__(self, config: PPOConfig, critic: CriticConfig, *, seed: int = 0) -> None:
         """
@@ -56,10 +58,6 @@ class PPOCriticInterface(ModelInterface):
         return {CallType.INFERENCE: built_in("input_ids"), CallType.TRAIN_STEP: built_in(*needed)}
 
     @property
-    def outputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("values")}
-
-    @property
     def _charges_kl(self) -> bool:
         return self._config.kl.coef > 0.0 and self._config.kl.place == "reward"
 
@@ -76,9 +74,11 @@ class PPOCriticInterface(ModelInterface):
         responses = batch.response_mask.numpy()
         returns = GAE(batch, config)["returns"].numpy()
         values = np.asarray(sample.data["values"], dtype=np.float32)
-        totals = _ReturnTotals.over_ranks(returns[responses], context.sum_over_ranks)
+        wide = returns[responses].astype(np.float64)
+        local = {"count": wide.size, "total": wide.sum(), "square_total": np.square(wide).sum()}
+        totals = context.sum_over_ranks({name: float(value) for name, value in local.items()})
         if self._moments is not None and facts.is_finite:
-            before, self._moments = self._moments, totals.added_to(self._moments)
+            before, self._moments = self._moments, self._moments.updated(**totals)
             values, returns = before.normalize(values), self._moments.normalize(returns)
         prepared = with_loss_weights(
             sample.with_key("values", values).with_key("returns", returns).with_key("loss_mask", responses),
@@ -90,9 +90,8 @@ class PPOCriticInterface(ModelInterface):
                 config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
             )
         ]
-        if facts.is_finite:
-            self._kl = self._kl.after(observed_kl=facts.kl_per_answer, num_answers=facts.num_answers)
-        return merge_stats(stats, loss_name="critic/loss") | totals.stats()
+        self._kl = self._kl.after(facts)
+        return merge_stats(stats, loss_name="critic/loss") | _stats(totals)
 
     def state_dict(self) -> Numbers:
         return self._kl.state_dict() | ({} if self._moments is None else self._moments.state_dict())
@@ -115,29 +114,12 @@ class PPOCriticInterface(ModelInterface):
         return sum_over_mask(losses, keys["loss_mask"], weights=keys["loss_weights"])
 
 
-@dataclass(frozen=True, slots=True)
-class _ReturnTotals:
-    """Sums over the response tokens of all ranks."""
-
-    count: float
-    total: float
-    square_total: float
-
-    @classmethod
-    def over_ranks(cls, returns: npt.NDArray[np.float32], sum_over_ranks: SumOverRanks) -> "_ReturnTotals":
-        wide = returns.astype(np.float64)
-        local = {"count": float(wide.size), "total": float(wide.sum()), "squares": float(np.square(wide).sum())}
-        sums = sum_over_ranks(local)
-        return cls(sums["count"], sums["total"], sums["squares"])
-
-    def added_to(self, moments: RunningMoments) -> RunningMoments:
-        return moments.updated(count=self.count, total=self.total, square_total=self.square_total)
-
-    def stats(self) -> dict[str, float]:
-        """Mean and deviation of the batch's returns, in units of reward."""
-        mean = self.total / max(self.count, 1.0)
-        variance = self.square_total / max(self.count, 1.0) - mean**2
-        return {"returns/mean": mean, "returns/std": math.sqrt(variance) if variance > 0.0 else 0.0}
+def _stats(totals: Mapping[str, float]) -> dict[str, float]:
+    """Mean and deviation of the batch's returns, in units of reward."""
+    count = max(totals["count"], 1.0)
+    mean = totals["total"] / count
+    variance = totals["square_total"] / count - mean**2
+    return {"returns/mean": mean, "returns/std": math.sqrt(variance) if variance > 0.0 else 0.0}
 
 
 def _moments(critic: CriticConfig) -> RunningMoments | None:

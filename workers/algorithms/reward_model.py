@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corral.scheduling.keys import built_in
 from corral.scheduling.model_function_call import CallType
-from corral.workers.algorithms.base import CallKeys, ModelInterface
+from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.functional.losses import bradley_terry_loss
 from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.algorithms.pairs import (
@@ -24,7 +24,6 @@ from corral.workers.algorithms.pairs import (
     mark_pairs,
     mean_over_pairs,
     num_right,
-    split_all_pairs,
     split_pairs,
 )
 from corral.workers.backends.base import LossOutput, TrainEngine
@@ -35,13 +34,8 @@ from corral.workers.data.sequence_sample import SequenceSample
 class RewardInterface(ModelInterface):
     """A reward model as a call of the graph."""
 
-    @property
-    def inputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("input_ids")}
-
-    @property
-    def outputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("rewards")}
+    inputs = {CallType.INFERENCE: built_in("input_ids")}
+    outputs = {CallType.INFERENCE: built_in("rewards")}
 
     def inference(self, engine: TrainEngine[Tensor], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`rewards`, the score of each answer."""
@@ -51,9 +45,7 @@ class RewardInterface(ModelInterface):
 class PairedRewardInterface(ModelInterface):
     """Training of a reward model on preferences."""
 
-    @property
-    def inputs(self) -> CallKeys:
-        return {CallType.TRAIN_STEP: built_in("input_ids"), CallType.EVALUATE: built_in("input_ids")}
+    inputs = dict.fromkeys((CallType.TRAIN_STEP, CallType.EVALUATE), built_in("input_ids"))
 
     def train_step(self, engine: TrainEngine[Tensor], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One optimizer step on the mean over all ranks' pairs; `version` decides nothing, nothing is drawn."""
@@ -64,8 +56,8 @@ class PairedRewardInterface(ModelInterface):
     def evaluate(self, engine: TrainEngine[Tensor], sample: SequenceSample) -> dict[str, float]:
         """Loss, accuracy and margin of the ranks' pairs together."""
         pairs = mark_pairs(sample.select_keys(["input_ids"]))
-        scores = engine.forward(pairs)["scores"].astype(np.float64)
-        chosen, rejected = (torch.from_numpy(half) for half in split_all_pairs(scores))
+        scores = torch.as_tensor(engine.forward(pairs)["scores"]).double()
+        chosen, rejected = split_pairs(scores, torch.as_tensor(pairs.data[IS_CHOSEN]))
         return mean_over_pairs(engine.context, bradley_terry_loss(chosen, rejected), chosen - rejected)
 
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from corral.scheduling.keys import built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import (
-    CallKeys,
     ModelInterface,
     compute_logprobs,
     response_mask,
@@ -30,14 +29,10 @@ from corral.workers.data.sequence_sample import SequenceSample
 class SFTInterface(ModelInterface):
     """Maximum likelihood of the responses."""
 
-    @property
-    def inputs(self) -> CallKeys:
-        rows = built_in("input_ids", "prompt_mask")
-        return {CallType.INFERENCE: rows, CallType.TRAIN_STEP: rows, CallType.EVALUATE: rows}
-
-    @property
-    def outputs(self) -> CallKeys:
-        return {CallType.INFERENCE: built_in("logprobs")}
+    inputs = dict.fromkeys(
+        (CallType.INFERENCE, CallType.TRAIN_STEP, CallType.EVALUATE), built_in("input_ids", "prompt_mask")
+    )
+    outputs = {CallType.INFERENCE: built_in("logprobs")}
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the responses under the engine's weights."""

@@ -65,3 +65,16 @@ def load_callable(import_path: str) -> Callable[..., Any]:
         )
     loaded: Callable[..., Any] = found
     return loaded
+
+
+def built_in_or_loaded(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
+    """What has this name, or what this import path names; raises as `load_callable` does, too.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    if ":" in name:
+        return load_callable(name)
+    if name not in built_in:
+        raise ValueError(f"there is no {what} {name!r}; there are {', '.join(built_in)} and import paths")
+    return built_in[name]
