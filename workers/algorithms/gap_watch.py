@@ -326,7 +326,7 @@ def _place_of_largest(
     gap: LogprobGap,
     context: ParallelContext,
 ) -> tuple[int, int, str]:
-    """(rank, position, answer); one maximum over ranks; of several ranks that have the largest, the first one's counts."""
+    """(rank, position, answer); of several ranks that have the largest, the first one counts."""
     index = tokens.place_of_largest
     is_here = index is not None and bool(np.abs(tokens.difference[index]) == gap.largest)
     first = context.max_over_ranks({"minus_rank": -float(context.dp_rank) if is_here else -float(context.dp_size)})
