@@ -6,12 +6,13 @@ control/failed-nodes/n3     an empty file for each node that failed under the tr
 The journal tells the same to people; it may lack a line after a crash or on a full disk, and nothing follows from it.
 """
 
+import contextlib
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, fsync_directory, list_names
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, mark, read_record
 
 
 class EndState(StrEnum):
@@ -63,18 +64,14 @@ def write_end(directory: TrialDirectory, end: AttemptEndRecord) -> None:
 
 def read_end(directory: TrialDirectory, attempt: int) -> AttemptEndRecord | None:
     """How an attempt ended; None if it goes on, or nobody could say so, or what was said cannot be read."""
-    try:
-        return msgspec.json.decode((directory.control_path / f"end-{attempt}.json").read_bytes(), type=AttemptEndRecord)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
+    with contextlib.suppress(ValueError):
+        return read_record(directory.control_path / f"end-{attempt}.json", AttemptEndRecord, way_out="")
+    return None
 
 
 def add_failed_node(directory: TrialDirectory, node: str) -> None:
     """Notes a node that has failed under the trial."""
-    folder = directory.failed_nodes_path
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / node).touch(mode=0o600)
-    fsync_directory(folder)
+    mark(directory.failed_nodes_path, node)
 
 
 def failed_nodes(directory: TrialDirectory) -> list[str]:

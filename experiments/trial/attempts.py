@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from corral.experiments.trial.attempt_end_record import EndState, read_end
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, write_if_absent
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, read_record, write_if_absent
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, Stop
 
@@ -121,7 +121,7 @@ def begin_attempt(
     while True:
         numbers = _numbers(directory, _FILE_NAME)
         own = _claimed_by(directory, numbers, claim)
-        if own is not None and (record := _read_if_whole(directory, own)) is not None and not record.damage:
+        if own is not None and (record := _read_with_damage(directory, own)) is not None and not record.damage:
             return record
         newest = numbers[-1] if numbers else -1
         if own is None and newest >= 0 and read_claim(directory, newest) is None:
@@ -190,36 +190,32 @@ def read_attempt(directory: TrialDirectory, attempt: int) -> AttemptRecord:
     """The record of one attempt.
 
     Raises:
-        FileNotFoundError: if there is no such attempt.
-        ValueError: if the file is no attempt record.
+        ValueError: if there is no such attempt, or the file is no attempt record.
     """
     path = _record_path(directory, attempt)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=AttemptRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
+    if (record := read_record(path, AttemptRecord, way_out=_WAY_OUT)) is None:
+        raise ValueError(f"there is no {path}; {_WAY_OUT}")
+    return record
 
 
 def read_claim(directory: TrialDirectory, attempt: int) -> AttemptClaim | None:
     """Who runs or ran an attempt; None while it waits for its job to start."""
     try:
-        return msgspec.json.decode(_claim_path(directory, attempt).read_bytes(), type=AttemptClaim)
-    except FileNotFoundError:
-        return None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return read_record(_claim_path(directory, attempt), AttemptClaim, way_out="")
+    except ValueError:
         return AttemptClaim(job_id="", restart_count=0)
 
 
 def read_attempts(directory: TrialDirectory) -> list[AttemptRecord]:
     """All attempts whose records can be read, the oldest first."""
-    records = (_read_if_whole(directory, number) for number in _numbers(directory, _RECORD_NAME))
+    records = (_read_with_damage(directory, number) for number in _numbers(directory, _RECORD_NAME))
     return [record for record in records if record is not None and not record.damage]
 
 
 def last_attempt(directory: TrialDirectory) -> AttemptRecord | None:
     """The newest attempt, with its `damage` if its record cannot be read; None before the first."""
     numbers = _numbers(directory, _RECORD_NAME)
-    return _read_if_whole(directory, numbers[-1]) if numbers else None
+    return _read_with_damage(directory, numbers[-1]) if numbers else None
 
 
 def may_resume(directory: TrialDirectory, attempt: int, log: TrialLog) -> bool:
@@ -246,14 +242,13 @@ def _claimed_by(directory: TrialDirectory, numbers: Sequence[int], claim: Attemp
     return None
 
 
-def _read_if_whole(directory: TrialDirectory, attempt: int) -> AttemptRecord | None:
+def _read_with_damage(directory: TrialDirectory, attempt: int) -> AttemptRecord | None:
     """A record, with its damage if it has any; None if there is none."""
+    path = _record_path(directory, attempt)
     try:
-        return read_attempt(directory, attempt)
-    except FileNotFoundError:
-        return None
+        return read_record(path, AttemptRecord, way_out=_WAY_OUT)
     except ValueError as error:
-        written_at = _record_path(directory, attempt).stat().st_mtime
+        written_at = path.stat().st_mtime
         return AttemptRecord(
             attempt=attempt,
             resume=False,

@@ -16,14 +16,17 @@ import os
 import re
 import secrets as random_tokens
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
 from corral.experiments.trial.removal import remove_file
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
@@ -189,16 +192,7 @@ class TrialDirectory:
         Raises:
             ValueError: if the file is not a stop request (written by hand).
         """
-        try:
-            data = self.stop_request_path.read_bytes()
-        except FileNotFoundError:
-            return None
-        try:
-            return msgspec.json.decode(data, type=StopRequest)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{self.stop_request_path} is not a stop request ({error}); delete it and use `rl-stop` instead"
-            ) from error
+        return read_record(self.stop_request_path, StopRequest, way_out="delete it and use `rl-stop` instead")
 
     def clear_stop_request(self) -> None:
         """Forgets the stop request: a resumed trial must not stop again for an old one."""
@@ -207,12 +201,7 @@ class TrialDirectory:
 
     def keep_group_down(self, kind: str, *, undo: bool = False) -> None:
         """Asks the supervisor to keep the workers of a kind down, or up again. A file each: nobody undoes another's."""
-        self.kept_down_path.mkdir(mode=0o700, exist_ok=True)
-        if undo:
-            (self.kept_down_path / kind).unlink(missing_ok=True)
-        else:
-            (self.kept_down_path / kind).touch(mode=0o600)
-        fsync_directory(self.kept_down_path)
+        mark(self.kept_down_path, kind, undo=undo)
 
     def read_groups_kept_down(self) -> frozenset[str]:
         """Kinds of worker that `rl-stop --group` keeps down."""
@@ -253,29 +242,32 @@ def atomic_write(path: Path, data: bytes, *, mode: int = 0o600, is_durable: bool
 
     Where it need not be durable nothing is forced to disk: a crash may leave neither, and a reader sees either.
     """
-    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
-    try:
-        write_new_file(temporary, data, mode=mode, is_durable=is_durable)
+    with _written_beside(path, data, mode=mode, is_durable=is_durable) as temporary:
         os.rename(temporary, path)
-    except OSError:
-        remove_file(temporary)
-        raise
     if is_durable:
         fsync_directory(path.parent)
 
 
 def write_if_absent(path: Path, data: bytes) -> bool:
     """Puts a file where none is; of two that try, one gets True. link(2) is atomic on network file systems too."""
-    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
-    try:
-        write_new_file(temporary, data)
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        remove_file(temporary)
+    with _written_beside(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
     fsync_directory(path.parent)
     return True
+
+
+@contextmanager
+def _written_beside(path: Path, data: bytes, *, mode: int = 0o600, is_durable: bool = True) -> Iterator[Path]:
+    """A new file with `data`, whose name is gone afterwards."""
+    temporary = path.with_name(f".{path.name}.{random_tokens.token_hex(4)}.tmp")
+    try:
+        write_new_file(temporary, data, mode=mode, is_durable=is_durable)
+        yield temporary
+    finally:
+        remove_file(temporary)
 
 
 def write_new_file(path: Path, data: bytes, *, mode: int = 0o600, is_durable: bool = True) -> None:
@@ -311,6 +303,30 @@ def link_files(source: Path, target: Path, *, wants: Callable[[str], bool] = lam
         elif path.is_dir() and not path.is_symlink():
             link_files(path, target / path.name, wants=wants)
     fsync_directory(target)
+
+
+def mark(folder: Path, name: str, *, undo: bool = False) -> None:
+    """Puts an empty file into a folder, which is made if need be, or takes it out."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if undo:
+        (folder / name).unlink(missing_ok=True)
+    else:
+        (folder / name).touch(mode=0o600)
+    fsync_directory(folder)
+
+
+def read_record(path: Path, kind: type[T], *, way_out: str) -> T | None:
+    """A record of JSON; None if there is no file.
+
+    Raises:
+        ValueError: if the file holds no such record, with the way out.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged, no {kind.__name__} ({error}); {way_out}") from error
 
 
 def list_names(folder: Path) -> list[str]:

@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
 from corral.experiments.trial.removal import remove_file
@@ -31,19 +33,26 @@ LEFTOVERS_VARIABLE: Final = "CORRAL_LEFTOVERS"
 MEMORY: Final = Path("/dev/shm")
 
 
-@dataclass(slots=True, kw_only=True)
-class Record:
-    """A record that this process holds the lock of."""
+class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a record."""
 
-    path: Path
-    descriptor: int
-    trial_uuid: str
+    trial: str
+    """Its UUID."""
     session: int
     """Process id of the leader of the session that all of it runs in; 0 if there is none to end."""
     start_ticks: int
     """Of that leader."""
     begun: float
     """Seconds since 1970."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A record that this process holds the lock of."""
+
+    path: Path
+    descriptor: int
+    head: "RecordHead"
 
     def note(self, path: Path) -> None:
         """Has this go when the owner does."""
@@ -59,7 +68,7 @@ class Record:
         """All that is noted, names that nobody uses, and the record; what cannot be removed only takes space."""
         for path, mtime_ns in self.paths():
             _remove(path, mtime_ns)
-        remove_unused_names(since=self.begun)
+        remove_unused_names(since=self.head.begun)
         self.drop()
 
     def drop(self) -> None:
@@ -93,23 +102,15 @@ def begin(trial_uuid: str, *, session: int = 0, start_ticks: int = 0) -> Record:
     """
     path = records_folder() / random_tokens.token_hex(8)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    begun = time.time()
-    head = {"trial": trial_uuid, "session": session, "start_ticks": start_ticks, "begun": begun}
+    head = RecordHead(trial=trial_uuid, session=session, start_ticks=start_ticks, begun=time.time())
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, (json.dumps(head) + "\n").encode())
+        os.write(descriptor, msgspec.json.encode(head) + b"\n")
     except OSError:
         path.unlink()
         os.close(descriptor)
         raise
-    return Record(
-        path=path,
-        descriptor=descriptor,
-        trial_uuid=trial_uuid,
-        session=session,
-        start_ticks=start_ticks,
-        begun=begun,
-    )
+    return Record(path=path, descriptor=descriptor, head=head)
 
 
 def take(path: Path) -> Record | None:
@@ -120,7 +121,7 @@ def take(path: Path) -> Record | None:
         return None
     with contextlib.suppress(OSError):  # without locks nobody knows who lives
         if try_lock(descriptor, fcntl.LOCK_EX) and (head := _head(descriptor)) is not None:
-            return Record(path=path, descriptor=descriptor, **head)
+            return Record(path=path, descriptor=descriptor, head=head)
     os.close(descriptor)
     return None
 
@@ -179,17 +180,10 @@ def _is_ours(path: Path, *, since: float = 0.0) -> bool:
     return status.st_uid == os.geteuid() and status.st_mtime >= since
 
 
-def _head(descriptor: int) -> dict[str, Any] | None:
-    try:
-        head = json.loads(os.pread(descriptor, 4096, 0).decode().splitlines()[0])
-        return {
-            "trial_uuid": head["trial"],
-            "session": head["session"],
-            "start_ticks": head["start_ticks"],
-            "begun": head["begun"],
-        }
-    except (IndexError, ValueError, KeyError):
-        return None
+def _head(descriptor: int) -> RecordHead | None:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(os.pread(descriptor, 4096, 0).partition(b"\n")[0], type=RecordHead)
+    return None
 
 
 def _remove(path: Path, mtime_ns: int | None) -> None:

@@ -23,7 +23,7 @@ import secrets as random_tokens
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -56,29 +56,17 @@ _STOP_PATIENCE_S: Final = 5.0  # a supervisor that ends a trial has little time
 _HIDDEN_SLOT_PAUSE_S: Final = 0.05
 
 
-class SlotStorage(Protocol):
-    """Where slots live. Each method is atomic as seen by all writers."""
-
-    def read(self, slot: int) -> bytes | None:
-        """The entry, or None if there is none yet (which a cache may still say shortly after it was written)."""
-
-    def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
-        """Stores `data` durably and returns None, or returns what the slot holds already."""
-
-    def highest_slot(self) -> int:
-        """The highest slot that a listing shows, or 0; it may be out of date, and decides nothing."""
-
-    def remove_leftovers(self, below_slot: int) -> None:
-        """Removes what writers that died left behind for slots that are taken."""
-
-
 class DirectoryStorage:
-    """Slots as files `00000001`, ... of one directory on a shared file system with hard links."""
+    """Slots as files `00000001`, ... of one directory on a shared file system with hard links.
+
+    Each method is atomic as seen by all writers.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, slot: int) -> bytes | None:
+        """The entry, or None if there is none yet (which a cache may still say shortly after it was written)."""
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 with open(self._slot_path(slot), "rb") as file:
@@ -91,6 +79,7 @@ class DirectoryStorage:
         return None
 
     def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
+        """Stores `data` durably and returns None, or returns what the slot holds already."""
         temporary = self._path / f".{slot:08d}.{random_tokens.token_hex(8)}.tmp"
         try:
             occupant = self._link(slot, data, temporary)
@@ -127,9 +116,11 @@ class DirectoryStorage:
         ) from last_error
 
     def highest_slot(self) -> int:
+        """The highest slot that a listing shows, or 0; it may be out of date, and decides nothing."""
         return max((int(name) for name in os.listdir(self._path) if name.isdecimal()), default=0)
 
     def remove_leftovers(self, below_slot: int) -> None:
+        """Removes what writers that died left behind for slots that are taken."""
         for temporary in self._path.glob(".*.tmp"):
             slot = temporary.name.split(".")[1]
             # The slot is taken, so a writer that still holds this file can only learn that it lost.
@@ -163,9 +154,9 @@ class DirectoryStorage:
 class TrialLog:
     """Reads the log incrementally, and appends to it. One object per thread."""
 
-    def __init__(self, path: Path, *, storage: SlotStorage | None = None) -> None:
+    def __init__(self, path: Path, *, storage: DirectoryStorage | None = None) -> None:
         self._path = path
-        self._storage: SlotStorage = storage if storage is not None else DirectoryStorage(path)
+        self._storage = storage or DirectoryStorage(path)
         self._state = LogState()
 
     @property
@@ -256,10 +247,20 @@ class TrialLog:
             DoneError: the trial is complete, there is nothing to stop.
         """
         nonce = _new_nonce()
+
+        def entry(state: LogState) -> Stop:
+            if state.done:
+                raise DoneError(
+                    f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop"
+                )
+            if state.stop and (then or not state.is_handed_over):
+                raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
+            return Stop(epoch=None, by=by, reason=reason, then=then, nonce=nonce)
+
         self.read()
         self.require_no_hole(patience_s=_STOP_PATIENCE_S)
         try:
-            return self.append(lambda state: self._outside_stop(state, by=by, reason=reason, then=then, nonce=nonce))
+            return self.append(entry)
         except DoneError:
             raise
         except StoppedError:
@@ -280,13 +281,6 @@ class TrialLog:
             # Equal nonces: the link succeeded, and only its reply was lost.
             if occupant.nonce == entry.nonce:
                 return slot
-
-    def _outside_stop(self, state: LogState, *, by: str, reason: str, then: Literal["", "requeue"], nonce: str) -> Stop:
-        if state.done:
-            raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop")
-        if state.stop and (then or not state.is_handed_over):
-            raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
-        return Stop(epoch=None, by=by, reason=reason, then=then, nonce=nonce)
 
     def _encode(self, entry: Entry) -> bytes:
         data = msgspec.json.encode(entry)

@@ -19,9 +19,9 @@ def sweep() -> list[str]:
         if record is None:
             continue
         if record.session:
-            kill_session(record.session, start_ticks=record.start_ticks, trial_uuid=record.trial_uuid)
+            kill_session(record.head.session, start_ticks=record.head.start_ticks, trial_uuid=record.head.trial)
         record.remove()
-        swept.append(record.trial_uuid)
+        swept.append(record.head.trial)
     return swept
 
 

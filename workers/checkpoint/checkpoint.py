@@ -204,28 +204,26 @@ def last_valid_commit(
     """
     lineage = log_state.lineage()
     rejected: list[RejectedCommit] = []
-    num_honoured = len(lineage)
-    while num_honoured:
-        logged = lineage[num_honoured - 1]
+    for logged in reversed(lineage):
         try:
             verify_checkpoint(trial_directory, logged.commit, on_progress=on_progress)
             break
         except CorruptCheckpointError as error:
             rejected.append(RejectedCommit(logged, str(error)))
-        num_honoured -= 1
+    honoured = lineage[: len(lineage) - len(rejected)]
     for bad in rejected:
         logger.error(
             "commit of step %d (slot %08d) is rejected: %s", bad.logged.commit.step, bad.logged.slot, bad.reason
         )
-    if lineage and not num_honoured:
+    if lineage and not honoured:
         reasons = "".join(f"\n  step {bad.logged.commit.step}: {bad.reason}" for bad in rejected)
         raise NoValidCheckpointError(
             f"none of the {len(lineage)} commits of {trial_directory.path} can be loaded; restore one of these from a "
             f"backup, or start a new trial:{reasons}"
         )
     if rejected:
-        logger.error("continuing from step %d instead", lineage[num_honoured - 1].commit.step)
-    return RecoveryPoint(honoured=lineage[:num_honoured], rejected=tuple(rejected))
+        logger.error("continuing from step %d instead", honoured[-1].commit.step)
+    return RecoveryPoint(honoured=honoured, rejected=tuple(rejected))
 
 
 def collect_garbage(

@@ -98,15 +98,10 @@ class CommittedLedger:
 
     def _commits_up_to(self, head: LoggedCommit) -> list[Commit]:
         """The ancestors of `head` after the commit that is known, and itself, oldest first; [] if that is none."""
-        chain: list[Commit] = []
-        slot = head.slot
-        for logged in reversed(self._log.state.commits):
-            if slot == self._slot:
-                break
-            if logged.slot == slot:
-                chain.append(logged.commit)
-                slot = logged.commit.parent
-        return chain[::-1] if slot == self._slot else []
+        lineage = self._log.state.lineage(head.slot)
+        slots = [0, *(logged.slot for logged in lineage)]
+        known = slots.index(self._slot) if self._slot in slots else len(lineage)
+        return [logged.commit for logged in lineage[known:]]
 
     def _start_over(self, head: LoggedCommit) -> LedgerNews:
         try:

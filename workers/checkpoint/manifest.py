@@ -139,7 +139,7 @@ def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callabl
     """
     manifest = read_manifest(directory, digest)
     try:
-        present = {path.relative_to(directory).as_posix() for path in _content(directory)}
+        present = {path.relative_to(directory).as_posix() for path in _files_below(directory)} - {MANIFEST_NAME}
     except (OSError, ValueError) as error:
         raise CorruptCheckpointError(f"{directory}: expected the files of its manifest, got {error}") from error
     for name in sorted(present - manifest.files.keys()):
@@ -156,14 +156,9 @@ def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callabl
     return manifest
 
 
-def _content(directory: Path) -> Iterator[Path]:
-    """All files below `directory`, in a fixed order, without its manifest and hidden ones."""
-    manifest = directory / MANIFEST_NAME
-    yield from (path for path in _files_below(directory) if path != manifest)
-
-
 def _files_below(directory: Path) -> Iterator[Path]:
-    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+    """All but hidden ones."""
+    for entry in os.scandir(directory):
         path = Path(entry.path)
         if entry.name.startswith("."):
             continue
