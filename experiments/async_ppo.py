@@ -23,7 +23,6 @@ from corral.experiments.checks.generation import (
 )
 from corral.experiments.config.rollout import (
     EngineConfig,
-    GenerationConfig,
     RolloutConfig,
     SglangConfig,
     WeightsConfig,
@@ -70,10 +69,6 @@ class AsyncPPOExperiment(PolicyExperiment):
     @property
     def writes_deltas(self) -> bool:
         return self.weights.encoding == "delta"
-
-    @property
-    def generation(self) -> GenerationConfig:
-        return self.rollout
 
     @property
     def rounding_settings(self) -> tuple[str, ...]:

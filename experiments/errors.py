@@ -163,6 +163,15 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
+def leaves(content: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value of nested mappings that is none itself, with the keys that lead to it."""
+    if not isinstance(content, Mapping):
+        yield path, content
+        return
+    for key, below in content.items():
+        yield from leaves(below, (*path, key))
+
+
 def show_value(value: Any) -> str:
     """A value as one would write it in the file, short enough for a line."""
     if value is None:

@@ -10,7 +10,6 @@
 Without a critic, advantages compare the answers to one prompt: GRPO and its kin.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -62,11 +61,8 @@ class PolicyExperiment(Experiment):
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
     ppo: PPOConfig = PPOConfig()
     """The algorithm."""
-
-    @property
-    @abstractmethod
-    def generation(self) -> GenerationConfig:
-        """How answers are made and judged."""
+    rollout: GenerationConfig = GenerationConfig()
+    """How answers are made and judged."""
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -76,7 +72,7 @@ class PolicyExperiment(Experiment):
     @property
     def row_kind(self) -> RowKind:
         # A reward of one's own may judge without a reference.
-        return "answers" if self.generation.reward == EXACT_MATCH else "prompts"
+        return "answers" if self.rollout.reward == EXACT_MATCH else "prompts"
 
     @property
     def routed_experts(self) -> RoutedExpertsSpec | None:
@@ -226,9 +222,9 @@ class PolicyExperiment(Experiment):
     def reward_spec(self) -> RewardSpec:
         """Who judges answers."""
         return RewardSpec(
-            function=self.generation.reward,
-            timeout_s=self.generation.reward_timeout_s,
-            retries=self.generation.reward_retries,
+            function=self.rollout.reward,
+            timeout_s=self.rollout.reward_timeout_s,
+            retries=self.rollout.reward_retries,
         )
 
     def length_limits(self) -> LengthLimits:
@@ -290,7 +286,7 @@ class PolicyExperiment(Experiment):
         for limit_name, limit in limits:
             yield from check_length(
                 max_prompt_tokens=self.dataset.max_prompt_tokens,
-                max_new_tokens=self.generation.sampling.max_new_tokens,
+                max_new_tokens=self.rollout.sampling.max_new_tokens,
                 limit=limit,
                 limit_name=limit_name,
                 path=("rollout", "sampling", "max_new_tokens"),

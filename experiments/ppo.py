@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from corral.experiments.checks.generation import check_embedded_model
-from corral.experiments.config.rollout import EngineConfig, GenerationConfig
+from corral.experiments.config.rollout import EngineConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.parameters import count_parameters
@@ -35,16 +35,10 @@ class PPOExperiment(PolicyExperiment):
     """Synchronous PPO and GRPO."""
     allocation: str = "fsdp:d1"
     """Who holds which model, on how many GPUs or processes: actor,ref=fsdp:d2,critic,reward=fsdp:d2."""
-    rollout: GenerationConfig = GenerationConfig()
-    """How answers are made and judged."""
     engine: EngineConfig = EngineConfig()
     """The generation engine of each data-parallel rank."""
 
     generates: ClassVar[bool] = False
-
-    @property
-    def generation(self) -> GenerationConfig:
-        return self.rollout
 
     @property
     def source(self) -> Literal["prompts"]:

@@ -173,13 +173,13 @@ def _with_group_defaults(data: dict[str, Any], experiment_class: type[Experiment
     groups = data.get("groups")
     if not isinstance(groups, dict):
         return data
-    filled = dict(groups)
     allocation = data.get("allocation", experiment_class.model_fields["allocation"].get_default())
-    for kind, default in default_scheduling(gpus_per_server=_gpus_per_server(allocation)).items():
-        group = groups.get(kind)
-        if isinstance(group, dict):
-            filled[kind] = _with_defaults(group, default.model_dump(mode="json", exclude_defaults=True))
-    return {**data, "groups": filled}
+    filled = {
+        kind: _with_defaults(groups[kind], default.model_dump(mode="json", exclude_defaults=True))
+        for kind, default in default_scheduling(gpus_per_server=_gpus_per_server(allocation)).items()
+        if isinstance(groups.get(kind), dict)
+    }
+    return {**data, "groups": {**groups, **filled}}
 
 
 def _gpus_per_server(allocation: Any) -> int:

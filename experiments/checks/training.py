@@ -97,13 +97,13 @@ def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]
         yield ConfigProblem(
             f"{dims.tp} tensor-parallel ranks cannot share the {queries} attention heads ({keys} of keys and "
             f"values){inner} of {name} equally",
-            _which_divide("t", shared_by_t),
+            which_divide("t", shared_by_t),
         )
     elif queries // dims.tp % dims.cp:
         left = f"the {queries // dims.tp} that t{dims.tp} leaves of " if dims.tp > 1 else ""
         yield ConfigProblem(
             f"{dims.cp} context-parallel ranks cannot share {left}the {queries} attention heads of {name} equally",
-            _which_divide("c", queries // dims.tp),
+            which_divide("c", queries // dims.tp),
         )
 
 
@@ -119,7 +119,7 @@ def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
         )
 
 
-def _which_divide(letter: str, number: int) -> str:
+def which_divide(letter: str, number: int) -> str:
     fitting = [f"{letter}{size}" for size in range(1, number + 1) if number % size == 0]
     return f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them"
 

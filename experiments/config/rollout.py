@@ -139,6 +139,18 @@ _SGLANG_FLAGS_THAT_CANNOT_WORK = {
     "delete-ckpt-after-loading": "removes weights that the trial needs again",
 }
 """Flags of SGLang, or beginnings of several, that end here in a server that never serves, or harms; and why."""
+_WHY_NOT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(SGLANG_FLAGS_SET_HERE, "is set by the trial or by another key of `engine`; remove it from flags"),
+    **dict.fromkeys(
+        SGLANG_FLAGS_OF_PLACES,
+        "contradicts the allocation, which says where servers run and on how many GPUs; write sglang:d4t2 there for 4 "
+        "servers of 2 GPUs on one node each",
+    ),
+    **{
+        flag: f"cannot work here: it {reason}; remove it from flags"
+        for flag, reason in _SGLANG_FLAGS_THAT_CANNOT_WORK.items()
+    },
+}
 _FLAG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 FlagValue = bool | int | float | str | list[int | float | str]
@@ -168,17 +180,10 @@ class SglangConfig(FrozenConfig):
         for name in value:
             if not _FLAG.fullmatch(name):
                 raise ValueError(f"{name!r} is no flag of SGLang; write it as mem-fraction-static")
-            # SGLang completes flags that are written in part.
-            if any(flag.startswith(name) for flag in SGLANG_FLAGS_SET_HERE):
-                raise ValueError(f"--{name} is set by the trial or by another key of `engine`; remove it from flags")
-            if any(flag.startswith(name) for flag in SGLANG_FLAGS_OF_PLACES):
-                raise ValueError(
-                    f"--{name} contradicts the allocation, which says where servers run and on how many GPUs; "
-                    "write sglang:d4t2 there for 4 servers of 2 GPUs on one node each"
-                )
-            for flag, reason in _SGLANG_FLAGS_THAT_CANNOT_WORK.items():
+            for flag, reason in _WHY_NOT.items():
+                # SGLang completes flags that are written in part.
                 if flag.startswith(name) or (flag.endswith("-") and name.startswith(flag)):
-                    raise ValueError(f"--{name} cannot work here: it {reason}; remove it from flags")
+                    raise ValueError(f"--{name} {reason}")
         return value
 
 

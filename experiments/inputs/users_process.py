@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted
+from corral.experiments.errors import ConfigError, ConfigProblem, dotted, leaves
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
 
 _GRACE_S = 10.0
@@ -106,20 +106,12 @@ def ask_keys(
 
 def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
     """What is wrong with a user's code, under the key that names it."""
-    path = next(_keys_with(config, problem.import_path), ())
+    path = next((path for path, value in leaves(config) if value == problem.import_path), ())
     what = dotted(path) or "a call of the graph"
     hint = problem.hint or "mend it there and submit again; --no-checks imports it and tries no function of it"
     if problem.kind == "missing_module":
         hint = "install it into this environment, or run rl-submit in the folder that holds the module"
     return ConfigProblem(f"{what}: {problem.message}", hint, path=path, shown=problem.import_path)
-
-
-def _keys_with(content: Any, value: str, path: KeyPath = ()) -> Iterator[KeyPath]:
-    if content == value:
-        yield path
-    elif isinstance(content, Mapping):
-        for key, below in content.items():
-            yield from _keys_with(below, value, (*path, key))
 
 
 def _wait(process: "subprocess.Popen[bytes]", question: Question) -> None:

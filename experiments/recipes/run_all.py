@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
 
 EXAMPLES = "demo/"
@@ -75,15 +75,11 @@ def kind_of(recipe: Path) -> str:
 
 def example_paths(recipe: Path) -> dict[str, str]:
     """The example behind each key that names one: {"actor.path": "sft", "dataset.path": "train_grpo.jsonl"}."""
-    return dict(_examples_below(read_yaml(recipe)[0], ""))
-
-
-def _examples_below(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for name, below in value.items():
-            yield from _examples_below(below, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, str) and value.startswith(EXAMPLES):
-        yield key, value.removeprefix(EXAMPLES)
+    return {
+        dotted(path): value.removeprefix(EXAMPLES)
+        for path, value in leaves(read_yaml(recipe)[0])
+        if isinstance(value, str) and value.startswith(EXAMPLES)
+    }
 
 
 def gpu_settings(recipe: Path) -> list[str]:

@@ -31,6 +31,7 @@ from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimat
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
+from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
@@ -206,42 +207,30 @@ class KLController:
 def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContext) -> dict[str, float]:
     """Statistics of the global batch that do not depend on the current weights; one sum and one maximum over ranks."""
     rewards = np.asarray(sample.data["rewards"], dtype=np.float64)
-    trained = np.asarray(sample.data["loss_mask"])
     responses = response_mask(sample)
-    sums = {
-        "answers": float(rewards.size),
-        "rewards": float(rewards.sum()),
-        "squared_rewards": float(np.square(rewards).sum()),
-        "response_tokens": float(responses.sum()),
-        "trained_tokens": float(trained.sum()),
+    lengths = sum_per_answer(torch.from_numpy(responses).long(), [length - 1 for length in sample.answer_lengths()])
+    per_answer = {
+        "rewards/mean": rewards.sum(),
+        "rewards/std": np.square(rewards).sum(),
+        "response_length/mean": responses.sum(),
     }
-    maxima = {"response_tokens": float(max(_response_lengths(sample, responses), default=0))}
+    per_token = {"ppo/capped_fraction": responses.sum() - np.asarray(sample.data["loss_mask"]).sum()}
+    largest = {"response_length/max": max(lengths.tolist(), default=0)}
     if "seq_no_eos_mask" in sample.data:
-        sums["no_eos"] = float(np.asarray(sample.data["seq_no_eos_mask"]).sum())
+        per_answer["no_eos_fraction"] = np.asarray(sample.data["seq_no_eos_mask"]).sum()
     if "versions" in sample.data:
         staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
-        sums["staleness"] = float(staleness.sum())
-        maxima["staleness"] = float(staleness.max(initial=0))
+        per_token["staleness/mean"] = staleness.sum()
+        largest["staleness/max"] = staleness.max(initial=0)
     if ROUTED_EXPERTS in sample.data:
-        sums["replayed"] = float(_is_told(sample)[responses].sum())
-    total, largest = context.sum_over_ranks(sums), context.max_over_ranks(maxima)
-    num_answers, num_tokens = max(total["answers"], 1.0), max(total["response_tokens"], 1.0)
-    mean = total["rewards"] / num_answers
-    stats = {
-        "rewards/mean": mean,
-        "rewards/std": max(0.0, total["squared_rewards"] / num_answers - mean**2) ** 0.5,
-        "response_length/mean": total["response_tokens"] / num_answers,
-        "response_length/max": largest["response_tokens"],
-        "ppo/capped_fraction": 1.0 - total["trained_tokens"] / num_tokens,
-        "ppo/num_answers": total["answers"],
-    }
-    if "no_eos" in total:
-        stats["no_eos_fraction"] = total["no_eos"] / num_answers
-    if "staleness" in total:
-        stats |= {"staleness/mean": total["staleness"] / num_tokens, "staleness/max": largest["staleness"]}
-    if "replayed" in total:
-        stats["ppo/replayed_fraction"] = total["replayed"] / num_tokens
-    return stats
+        per_token["ppo/replayed_fraction"] = _is_told(sample)[responses].sum()
+    counts = {"answers": rewards.size, "tokens": responses.sum()}
+    total = context.sum_over_ranks({name: float(n) for name, n in (per_answer | per_token | counts).items()})
+    stats = {name: total[name] / max(total["answers"], 1.0) for name in per_answer}
+    stats |= {name: total[name] / max(total["tokens"], 1.0) for name in per_token}
+    stats["rewards/std"] = max(0.0, stats["rewards/std"] - stats["rewards/mean"] ** 2) ** 0.5
+    stats["ppo/num_answers"] = total["answers"]
+    return stats | context.max_over_ranks({name: float(n) for name, n in largest.items()})
 
 
 def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
@@ -251,9 +240,3 @@ def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
     has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
     is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
     return is_told[has_next]
-
-
-def _response_lengths(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> list[int]:
-    ends = np.cumsum([length - 1 for length in sample.answer_lengths()], dtype=np.int64)
-    counts = np.concatenate([[0], np.cumsum(responses)])
-    return [int(n) for n in np.diff(np.concatenate([[0], counts[ends]]))]
