@@ -279,13 +279,7 @@ class Experiment(FrozenConfig):
                 meshes=self.known_meshes(),
             )
         if self.evaluation is not None:
-            yield from check_evaluation(
-                self.evaluation,
-                facts,
-                kind=self.row_kind,
-                limits=self.length_limits(),
-                answers=self.row_kind != "preferences",
-            )
+            yield from check_evaluation(self.evaluation, facts, kind=self.row_kind, limits=self.length_limits())
 
     @property
     def source(self) -> Literal["dataset", "prompts", "trajectories"]:

@@ -114,13 +114,12 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, facts: ModelFacts | None, *, kind: RowKind, limits: LengthLimits, answers: bool
+    evaluation: EvaluationConfig, facts: ModelFacts | None, *, kind: RowKind, limits: LengthLimits
 ) -> Iterator[ConfigProblem]:
     """Held-out rows that are broken or too long for the model.
 
     Args:
         limits: of the rows; those of the training data, but for the prompts.
-        answers: whether the model answers the prompts.
     """
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
     path = ("evaluation", "dataset")
@@ -133,7 +132,7 @@ def check_evaluation(
             "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
             path=(*path, "path"),
         )
-    if facts is not None and answers:
+    if facts is not None and kind != "preferences":
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
             max_new_tokens=evaluation.max_new_tokens,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from corral.experiments.checks.training import which_divide
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
@@ -151,12 +152,10 @@ def check_parallel_flags(
         given = [sizes[name] for name in group if name in sizes]
         if not given or _divide(gpus_per_server, [size.value for size in given]):
             continue
-        fitting = [str(size) for size in range(1, gpus_per_server + 1) if gpus_per_server % size == 0]
         yield given[-1].problem(
             f"{' x '.join(map(str, given))} does not divide the {gpus_per_server} GPUs of a server "
             f"(t{gpus_per_server})",
-            hint=f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them; "
-            "or change t in the allocation",
+            hint=f"{which_divide('', gpus_per_server)}; or change t in the allocation",
         )
 
 

@@ -254,9 +254,9 @@ class _Look:
         context: ParallelContext,
     ) -> "_Look":
         """A sum and a maximum over the ranks."""
-        sums = tokens.sums(threshold=allowed) | {"allowed": float(np.broadcast_to(allowed, chosen.shape).sum())}
-        total = context.sum_over_ranks(sums)
-        gap = LogprobGap.of(total, context.max_over_ranks(tokens.maxima(threshold=allowed)))
+        sums, maxima = tokens.totals(threshold=allowed)
+        total = context.sum_over_ranks(sums | {"allowed": float(np.broadcast_to(allowed, chosen.shape).sum())})
+        gap = LogprobGap.of(total, context.max_over_ranks(maxima))
         dp_rank, position, uid = _place_of_largest(sample, tokens, chosen, gap, context)
         allowed_mean = total["allowed"] / max(gap.num_tokens, 1)
         return cls(gap=gap, dp_rank=dp_rank, position=position, uid=uid, allowed=allowed_mean)
@@ -343,7 +343,7 @@ def _place_of_largest(
 
 def _drift(older: ComparedTokens, context: ParallelContext) -> dict[str, float]:
     """What was learned since the tokens were made, as far as they show it; nothing where all are of this version."""
-    total = context.sum_over_ranks(older.sums(threshold=np.inf))
+    total = context.sum_over_ranks(older.totals(threshold=np.inf)[0])
     if not total["tokens"]:
         return {}
     return {"drift/mean": total["difference"] / total["tokens"], "drift/kl": total["kl"] / total["tokens"]}

@@ -34,8 +34,7 @@ def compared(answers: list[list[Token]]) -> ComparedTokens:
 
 def gap_over_ranks(*ranks: list[list[Token]], threshold: float = THRESHOLD) -> LogprobGap:
     parts = [compared(answers) for answers in ranks]
-    sums = [part.sums(threshold=threshold) for part in parts]
-    maxima = [part.maxima(threshold=threshold) for part in parts]
+    sums, maxima = zip(*(part.totals(threshold=threshold) for part in parts), strict=True)
     return LogprobGap.of(
         {name: sum(one[name] for one in sums) for name in sums[0]},
         {name: max(one[name] for one in maxima) for name in maxima[0]},

@@ -68,48 +68,37 @@ class ComparedTokens:
         recorded, recomputed = torch.from_numpy(self.recorded), torch.from_numpy(self.recomputed)
         return np.asarray(approximate_kl(recorded, recomputed, estimator="k3").numpy(), dtype=np.float64)
 
-    def sums(self, *, threshold: float | Floats) -> dict[str, float]:
-        """What adds up over ranks.
+    def totals(self, *, threshold: float | Floats) -> tuple[dict[str, float], dict[str, float]]:
+        """What adds up over ranks, and what the largest over ranks is of interest of; a minimum is that of negatives.
 
         Args:
             threshold: nats that tokens may differ by, all alike or [n] each by its own.
         """
         difference = self.difference
         size, effect = np.abs(difference), self.recomputed + self.entropy
-        is_beyond = size > threshold
-        answers, first = self._first_beyond(is_beyond)
-        ends = np.searchsorted(self.answer, answers, side="right")
-        return {
-            "tokens": float(len(size)),
-            "unequal": float(np.count_nonzero(size)),
-            "difference": float(size.sum()),
-            "kl": float(self.kl().sum()),
-            "answers": float(np.count_nonzero(np.diff(self.answer, prepend=-1))),
-            "answers_beyond": float(len(answers)),
-            "beyond": float(np.count_nonzero(is_beyond)),
-            "from_onset": float((ends - first).sum()),
-            "squares": float(np.square(difference).sum()),
-            "effect_squares": float(np.square(effect).sum()),
-            "effect_products": float((effect * difference).sum()),
-        }
-
-    def maxima(self, *, threshold: float | Floats) -> dict[str, float]:
-        """What the largest over ranks is of interest of; a minimum is the largest of its negative."""
-        difference = self.difference
-        size = np.abs(difference)
-        answers, first = self._first_beyond(size > threshold)
+        beyond = np.flatnonzero(size > threshold)
+        answers, first = np.unique(self.answer[beyond], return_index=True)  # those with such a token, the first of each
+        first = beyond[first]
         onsets = first - np.searchsorted(self.answer, answers)
-        return {
-            _DIFFERENCE: float(size.max(initial=0.0)),
-            _NEGATIVE: float((-difference).max(initial=0.0)),
-            _ONSET: -float(onsets.min(initial=np.iinfo(np.int32).max)),
+        sums = {
+            "tokens": len(size),
+            "unequal": np.count_nonzero(size),
+            "difference": size.sum(),
+            "kl": self.kl().sum(),
+            "answers": np.count_nonzero(np.diff(self.answer, prepend=-1)),
+            "answers_beyond": len(answers),
+            "beyond": len(beyond),
+            "from_onset": (np.searchsorted(self.answer, answers, side="right") - first).sum(),
+            "squares": np.square(difference).sum(),
+            "effect_squares": np.square(effect).sum(),
+            "effect_products": (effect * difference).sum(),
         }
-
-    def _first_beyond(self, is_beyond: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """The answers with such a token, and the place of the first one of each."""
-        places = np.flatnonzero(is_beyond)
-        answers, first = np.unique(self.answer[places], return_index=True)
-        return answers, places[first]
+        maxima = {
+            _DIFFERENCE: size.max(initial=0.0),
+            _NEGATIVE: (-difference).max(initial=0.0),
+            _ONSET: -onsets.min(initial=np.iinfo(np.int32).max),
+        }
+        return {key: float(n) for key, n in sums.items()}, {key: float(n) for key, n in maxima.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
