@@ -105,8 +105,7 @@ class ConfigSource:
 
     file: the experiment file.
     line_by_path: line of each key that a file gives.
-    override_by_path: what was typed for each key that the command line gives.
-    argument_by_path: the option of the command line that gave a key, where it has one of its own.
+    override_by_path: the option of the command line that gave a key: "-s launch.qos=q", "--sbatch-arg=--nice".
     profile_by_path: the profile of each key whose line is not of the experiment file but of that profile.
     profiles: the profiles that were read, the weakest first.
     """
@@ -114,7 +113,6 @@ class ConfigSource:
     file: Path | None = None
     line_by_path: Mapping[KeyPath, int]
     override_by_path: Mapping[KeyPath, str]
-    argument_by_path: Mapping[KeyPath, str] = field(default_factory=dict)
     profile_by_path: Mapping[KeyPath, Path] = field(default_factory=dict)
     profiles: tuple[Path, ...] = ()
 
@@ -122,10 +120,8 @@ class ConfigSource:
         """Where `path` was written, or else the nearest thing that encloses it."""
         for length in range(len(path), 0, -1):
             prefix = path[:length]
-            if prefix in self.argument_by_path:
-                return shorten(self.argument_by_path[prefix])
             if prefix in self.override_by_path:
-                return f"-s {shorten(self.override_by_path[prefix])}"
+                return shorten(self.override_by_path[prefix])
             if self.file is not None and prefix in self.line_by_path:
                 return f"{display_path(self.profile_by_path.get(prefix, self.file))}:{self.line_by_path[prefix]}"
         return display_path(self.file) if self.file is not None else ""

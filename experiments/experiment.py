@@ -64,7 +64,7 @@ from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
-from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
+from corral.scheduling.worker_information import WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]
 
@@ -181,11 +181,6 @@ class Experiment(FrozenConfig):
             counts["rollout_worker"] = None
         return counts
 
-    @property
-    def group_by_kind(self) -> Mapping[WorkerKind, GroupConfig]:
-        """What the experiment says about each group."""
-        return {kind: getattr(self.groups, kind) for kind in WORKER_KINDS}
-
     def num_workers(self, kind: WorkerKind) -> int:
         """Workers of one kind, elastic ones included."""
         group = self.scheduling_setup().get(kind)
@@ -211,7 +206,7 @@ class Experiment(FrozenConfig):
 
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
-        group = self.group_by_kind[kind]
+        group: GroupConfig = getattr(self.groups, kind)
         scheduling = group.scheduling or self.default_scheduling(kind)
         elastic = group.elastic
         return TasksGroup(
@@ -227,8 +222,8 @@ class Experiment(FrozenConfig):
         if allocation is not None and not problems:
             yield from check_layouts(self.parsed_allocation, self.meshes, self.models)
             group_problems = [
-                *check_groups(self.group_by_kind, self.expected_counts),
-                *check_containers(self.group_by_kind, self.cluster),
+                *check_groups(dict(self.groups), self.expected_counts),
+                *check_containers(dict(self.groups), self.cluster),
             ]
             yield from group_problems
             if not group_problems:

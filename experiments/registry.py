@@ -91,7 +91,8 @@ def load_with_source(
     data, line_by_path = read_yaml(file)
     layers = [read_profile(profile) for profile in profiles]
     changes = _parse_overrides(overrides)
-    source = ConfigSource(file=file, line_by_path=line_by_path, override_by_path={c.path: c.typed for c in changes})
+    typed = {change.path: change.option for change in changes}
+    source = ConfigSource(file=file, line_by_path=line_by_path, override_by_path=typed)
     experiment_class = _experiment_class(apply_overrides(data, changes), source)
     merged = merge(
         [
@@ -212,7 +213,7 @@ def _with_sbatch_arguments(
         for number, argument in enumerate(added)
     }
     changed = {**data, "launch": {**launch, "extra_sbatch_arguments": [*given, *added]}}
-    return changed, replace(source, argument_by_path=typed)
+    return changed, replace(source, override_by_path={**source.override_by_path, **typed})
 
 
 def _with_absolute_paths(

@@ -40,30 +40,18 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+def _biases(config: Mapping[str, Any]) -> dict[str, Any]:
     has_biases = config.get("attention_bias") is True
-    return {
-        "has_query_biases": has_biases,
-        "has_attention_output_bias": has_biases,
-        "has_mlp_biases": config.get("mlp_bias") is True,
-    }
+    return {"has_query_biases": has_biases, "has_attention_output_bias": has_biases}
 
 
-def _mistral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"has_query_biases": True}
+def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _biases(config) | {"has_mlp_biases": config.get("mlp_bias") is True}
 
 
 def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return _with_head_norms(config) | {"head_dim": _positive(config.get("head_dim") or _QWEN3_HEAD_DIM)}
-
-
-def _with_head_norms(config: Mapping[str, Any]) -> dict[str, Any]:
-    has_biases = config.get("attention_bias") is True
-    return {"has_query_biases": has_biases, "has_attention_output_bias": has_biases, "has_head_norms": True}
+    head_dim = _positive(config.get("head_dim") or _QWEN3_HEAD_DIM)
+    return _biases(config) | {"has_head_norms": True, "head_dim": head_dim}
 
 
 def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,11 +62,8 @@ def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    return _with_head_norms(config) | _mixture(config, expert_size=config["moe_intermediate_size"])
-
-
-def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return _mixture(config, expert_size=config["intermediate_size"])
+    mixture = _mixture(config, expert_size=config["moe_intermediate_size"])
+    return _biases(config) | {"has_head_norms": True} | mixture
 
 
 def _mixture(config: Mapping[str, Any], *, expert_size: Any) -> dict[str, Any]:
@@ -104,9 +89,9 @@ def sparse_layers(config: Mapping[str, Any]) -> frozenset[int]:
 _TRAITS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
     {
         "llama": _llama,
-        "mistral": _mistral,
-        "mixtral": _mixtral,
-        "qwen2": _qwen2,
+        "mistral": lambda config: {},
+        "mixtral": lambda config: _mixture(config, expert_size=config["intermediate_size"]),
+        "qwen2": lambda config: {"has_query_biases": True},
         "qwen2_moe": _qwen2_moe,
         "qwen3": _qwen3,
         "qwen3_moe": _qwen3_moe,

@@ -9,7 +9,7 @@ Workers never import it: what it says is in the plan.
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -55,7 +55,7 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
         )
     if undefined := sorted(getattr(found, "__abstractmethods__", ())):
         raise _refusal(
-            f"{where}:{_line_of(found)}: {name} does not define {', '.join(undefined)}; define what is missing, or "
+            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what is missing, or "
             "derive it from a class that has it",
             import_path,
             path,
@@ -73,6 +73,7 @@ def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[N
         path: the key that names it.
     """
     module = sys.modules.get(made_by.__module__)
+    file = getattr(module, "__file__", None)
     is_users = made_by.__module__.partition(".")[0] != __name__.partition(".")[0]
     try:
         yield
@@ -80,7 +81,7 @@ def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[N
         raise
     except Exception as error:
         if is_users:
-            raise _refusal(f"{_place(error, module)}{_message(error)}", shown, path) from error
+            raise _refusal(f"{_place(error, lambda name: name == file)}{_message(error)}", shown, path) from error
         if isinstance(error, ValueError):
             raise _refusal(_message(error), "", ()) from error
         raise
@@ -108,7 +109,7 @@ def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
 
 
 def _no_import(module_name: str, error: BaseException, import_path: str, path: KeyPath) -> ConfigError:
-    return _refusal(f"cannot import {module_name}: {_last_place(error)}{_message(error)}", import_path, path)
+    return _refusal(f"cannot import {module_name}: {_place(error, _is_imported)}{_message(error)}", import_path, path)
 
 
 def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:
@@ -123,19 +124,12 @@ def _message(error: BaseException) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
-def _place(error: BaseException, module: ModuleType | None) -> str:
-    """The innermost line of the module that an error came through."""
-    file = getattr(module, "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{display_path(Path(file))}:{lines[-1]}: " if file is not None and lines else ""
+def _place(error: BaseException, is_users: Callable[[str], bool]) -> str:
+    """The innermost line in a file of the user's that an error came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{display_path(Path(frames[-1].filename))}:{frames[-1].lineno}: " if frames else ""
 
 
-def _last_place(error: BaseException) -> str:
-    """The innermost line that is no part of Python's own import."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    users = [frame for frame in frames if frame.filename != __file__ and "importlib" not in Path(frame.filename).parts]
-    return f"{display_path(Path(users[-1].filename))}:{users[-1].lineno}: " if users else ""
-
-
-def _line_of(found: type) -> int:
-    return inspect.getsourcelines(found)[1]
+def _is_imported(file: str) -> bool:
+    """Whether it is a file, and none of those that import others."""
+    return Path(file).is_file() and file != __file__ and "importlib" not in Path(file).parts

@@ -20,6 +20,11 @@ class Override:
     value: Any
     typed: str
 
+    @property
+    def option(self) -> str:
+        """As it stands on the command line, on one line."""
+        return f"-s {shorten(self.typed)}"
+
 
 def parse_override(typed: str) -> Override:
     """Read `actor.optimizer.lr=1e-4`; the value follows the rules of the file, so `null`, `[a, b]` and `"3"` work.
@@ -63,7 +68,7 @@ def _apply(data: dict[str, Any], override: Override) -> ConfigProblem | None:
                 f"{above} has no key {override.path[depth]!r}: it is {show_value(below)}",
                 f"set the whole value: -s {above}=...",
                 path=override.path,
-                place=f"-s {shorten(override.typed)}",
+                place=override.option,
             )
         current = below
     current[str(override.path[-1])] = override.value

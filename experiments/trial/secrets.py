@@ -216,44 +216,30 @@ def _secret_of(kind: type, text: Any) -> Secret:
 
 
 def _read_private_file(path: Path) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if path.is_symlink():
-            raise UnsafeSecretsError(
-                f"{path} is a symbolic link; secrets must be a regular file, start a new trial"
-            ) from (error)
-        raise
-    try:
-        status = os.fstat(descriptor)
+    if path.is_symlink():
+        raise UnsafeSecretsError(f"{path} is a symbolic link; secrets must be a regular file, start a new trial")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise UnsafeSecretsError(f"{path} is not a regular file; remove it and start a new trial")
-        _require_own(path, status)
-        if status.st_mode & 0o077:
-            raise UnsafeSecretsError(
-                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may have read it; "
-                f"start a new trial (or `chmod 600` it if you know that nobody has)"
-            )
-        return os.read(descriptor, _MAX_BYTES)
-    finally:
-        os.close(descriptor)
+        remedy = "have read it; start a new trial (or `chmod 600` it if you know that nobody has)"
+        _require_own(path, status, shared_bits=0o077, others_may=remedy)
+        return file.read(_MAX_BYTES)
 
 
 def _require_private_directory(directory: Path) -> None:
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafeSecretsError(f"{directory} is not a directory (or a symbolic link to one); remove it")
-    _require_own(directory, status)
-    if status.st_mode & 0o022:
-        raise UnsafeSecretsError(
-            f"{directory} has mode {stat.S_IMODE(status.st_mode):04o}, so others may replace what is in it; "
-            f"`chmod 700` it and start a new trial"
-        )
+    remedy = "replace what is in it; `chmod 700` it and start a new trial"
+    _require_own(directory, status, shared_bits=0o022, others_may=remedy)
 
 
-def _require_own(path: Path, status: os.stat_result) -> None:
+def _require_own(path: Path, status: os.stat_result, *, shared_bits: int, others_may: str) -> None:
     if status.st_uid != os.geteuid():
         raise UnsafeSecretsError(
             f"{path} belongs to user id {status.st_uid}, not to {os.geteuid()} who reads it; "
             f"use the trial as the user who submitted it"
         )
+    if status.st_mode & shared_bits:
+        raise UnsafeSecretsError(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may {others_may}")
