@@ -54,12 +54,11 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
             path,
         )
     if undefined := sorted(getattr(found, "__abstractmethods__", ())):
-        raise _refusal(
-            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what is missing, or "
-            "derive it from a class that has it",
-            import_path,
-            path,
+        text = (
+            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what is "
+            "missing, or derive it from a class that has it"
         )
+        raise _refusal(text, import_path, path)
     return found
 
 
