@@ -55,8 +55,8 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
         )
     if undefined := sorted(getattr(found, "__abstractmethods__", ())):
         text = (
-            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what is "
-            "missing, or derive it from a class that has it"
+            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what "
+            "is missing, or derive it from a class that has it"
         )
         raise _refusal(text, import_path, path)
     return found
