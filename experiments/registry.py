@@ -30,7 +30,7 @@ from corral.experiments.inputs.users_class import import_class, naming_users_lin
 from corral.experiments.loading.field_words import EXPERIMENT_BY_WORD
 from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
 from corral.experiments.loading.profile import Layer, merge, read_profile, without
-from corral.experiments.loading.schema import path_keys
+from corral.experiments.loading.schema import accepts, key_paths
 from corral.experiments.loading.validation import validate
 from corral.experiments.loading.yaml_loader import read_yaml
 from corral.experiments.ppo import PPOExperiment
@@ -219,8 +219,9 @@ def _with_sbatch_arguments(
 def _with_absolute_paths(
     data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource
 ) -> dict[str, Any]:
-    for path in path_keys(experiment_class):
-        data = _map_at(data, path, base=source.folder(path))
+    for path, field in key_paths(experiment_class):
+        if accepts(field, Path):
+            data = _map_at(data, path, base=source.folder(path))
     return data
 
 

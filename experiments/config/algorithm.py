@@ -15,14 +15,6 @@ ADVANTAGE_NAMES = ("group_relative", "rloo", "rewards_to_go", "gae")
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
 
 
-def _check_loss(text: str) -> str:
-    return named_or_imported(text, LOSS_NAMES)
-
-
-def _check_advantage(text: str) -> str:
-    return named_or_imported(text, ADVANTAGE_NAMES)
-
-
 def named_or_imported(text: str, names: tuple[str, ...]) -> str:
     """The text; ValueError if it is neither of the names nor `package.module:name`."""
     if ":" in text:
@@ -71,7 +63,7 @@ class PPOConfig(FrozenConfig):
     """Optimizer steps that one pass over the batch is cut into; the policy version rises once per train step."""
     sample_reuse: int = Field(default=1, ge=1)
     """Passes over the batch in one train step."""
-    loss: Annotated[str, AfterValidator(_check_loss)] = "ppo"
+    loss: Annotated[str, AfterValidator(lambda text: named_or_imported(text, LOSS_NAMES))] = "ppo"
     """ppo (clip per token), gspo (clip per answer), cispo (clipped weight), or the import path of one of your own."""
     eps_clip: float = Field(default=0.2, gt=0.0)
     """The importance ratio to the proximal policy is clipped to [1 - eps_clip, 1 + eps_clip]."""
@@ -96,7 +88,7 @@ class PPOConfig(FrozenConfig):
     are trained on with the experts of each (`router_replay` above `rollout.max_head_offpolicyness: 0`)."""
     router_replay: bool = True
     """With a mixture of experts, whether the trainer computes each token by the experts that made it (R3, https://arxiv.org/abs/2510.11370), and does not choose anew, by other roundings than the generator's; samples carry 2 bytes per token, mixture layer and expert. Other models have nothing to replay."""  # noqa: E501
-    advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_relative"
+    advantage: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ADVANTAGE_NAMES))] = "group_relative"
     """group_relative and rloo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a critic; or
     the import path of an estimator of your own."""
     group_std_normalization: bool = True
@@ -149,11 +141,6 @@ class PPOConfig(FrozenConfig):
     def updates_per_step(self) -> int:
         """Optimizer steps in one train step, if none is left out."""
         return self.n_minibatches * self.sample_reuse
-
-    @property
-    def compares_answers(self) -> bool:
-        """Whether an advantage is what sets an answer apart from the others to its prompt."""
-        return self.advantage in ("group_relative", "rloo")
 
     @property
     def needs_critic(self) -> bool:

@@ -7,7 +7,6 @@ description of the schema.
 import re
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -69,11 +68,6 @@ def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[Ke
 def accepts(field: FieldInfo | None, kind: Any) -> bool:
     """Whether `kind` is one of the field's alternatives."""
     return field is not None and kind in alternatives(field.annotation)
-
-
-def path_keys(model: type[BaseModel]) -> Iterator[KeyPath]:
-    """The keys whose values are paths of files."""
-    return (path for path, field in key_paths(model) if accepts(field, Path))
 
 
 def purpose(field: FieldInfo | None) -> str:

@@ -55,13 +55,10 @@ def _known_path(location: tuple[int | str, ...], model: type[BaseModel]) -> KeyP
     for length in range(len(location), 0, -1):
         path = location[:length]
         parent = field_at(model, path[:-1])
-        if model_at(model, path[:-1]) is not None or (parent is not None and _holds_items(path[-1], parent.annotation)):
+        holds_items = parent is not None and (isinstance(path[-1], int) or "dict[" in str(parent.annotation))
+        if holds_items or model_at(model, path[:-1]) is not None:
             return path
     return location
-
-
-def _holds_items(part: int | str, annotation: Any) -> bool:
-    return isinstance(part, int) or "dict[" in str(annotation)
 
 
 def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:

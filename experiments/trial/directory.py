@@ -299,7 +299,8 @@ def link_files(source: Path, target: Path, *, wants: Callable[[str], bool] = lam
                 os.link(path, target / path.name)
             except OSError:
                 shutil.copy2(path, target / path.name)
-                _fsync_file(target / path.name)
+                with open(target / path.name, "rb") as file:
+                    os.fsync(file.fileno())
         elif path.is_dir() and not path.is_symlink():
             link_files(path, target / path.name, wants=wants)
     fsync_directory(target)
@@ -352,11 +353,6 @@ def write_all(descriptor: int, data: bytes) -> None:
     remaining = memoryview(data)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
-
-
-def _fsync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def fsync_directory(path: Path) -> None:

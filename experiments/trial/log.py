@@ -320,11 +320,6 @@ class LogWriter:
     def state(self) -> LogState:
         return self._log.state
 
-    @property
-    def parent_slot(self) -> int:
-        """Slot of the commit that the next one continues; 0 for the initial weights."""
-        return self.state.head
-
     def check(self) -> None:
         """Reads what is new; call it after every long wait.
 
@@ -369,7 +364,7 @@ class LogWriter:
         commit = Commit(
             epoch=self.epoch,
             step=step,
-            parent=self.parent_slot,
+            parent=self.state.head,
             directory=directory,
             manifest_digest=manifest_digest,
             ledger_file=ledger_file,

@@ -18,7 +18,7 @@ def sweep() -> list[str]:
         record = take(path)
         if record is None:
             continue
-        if record.session:
+        if record.head.session:
             kill_session(record.head.session, start_ticks=record.head.start_ticks, trial_uuid=record.head.trial)
         record.remove()
         swept.append(record.head.trial)

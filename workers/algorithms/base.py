@@ -10,7 +10,7 @@
 Everything larger that a checkpoint must keep lives in the engine.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -127,11 +127,6 @@ def check_call(interface: ModelInterface, call: ModelFunctionCall) -> None:
 
 def _served(interface: ModelInterface) -> str:
     return f"it serves {', '.join(kind.value for kind in interface.inputs) or 'nothing'}"
-
-
-def join_keys(*groups: Iterable[Key]) -> tuple[Key, ...]:
-    """The keys of all groups, each once."""
-    return tuple(dict.fromkeys(key for group in groups for key in group))
 
 
 def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:

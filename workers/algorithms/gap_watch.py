@@ -327,7 +327,7 @@ def _place_of_largest(
     context: ParallelContext,
 ) -> tuple[int, int, str]:
     """(rank, position, answer); of several ranks that have the largest, the first one counts."""
-    index = tokens.place_of_largest
+    index = int(np.abs(tokens.difference).argmax()) if len(tokens.answer) else None
     is_here = index is not None and bool(np.abs(tokens.difference[index]) == gap.largest)
     first = context.max_over_ranks({"minus_rank": -float(context.dp_rank) if is_here else -float(context.dp_size)})
     dp_rank = int(-first["minus_rank"])

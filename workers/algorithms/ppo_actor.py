@@ -26,7 +26,6 @@ from corral.workers.algorithms.base import (
     CallKeys,
     ModelInterface,
     compute_logprobs,
-    join_keys,
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl
@@ -93,7 +92,7 @@ class PPOActorInterface(ModelInterface):
         of_loss = [key for key in self._policy_loss.inputs if key not in made]
         return {
             CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
-            CallType.TRAIN_STEP: join_keys(built_in(*needed), self._estimator.inputs, of_loss),
+            CallType.TRAIN_STEP: tuple(dict.fromkeys([*built_in(*needed), *self._estimator.inputs, *of_loss])),
         }
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:

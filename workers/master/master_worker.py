@@ -189,11 +189,11 @@ class MasterWorker(Worker):
             except NotFiniteError as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
                 self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
-                if taken_back_to == writer.parent_slot:
+                if taken_back_to == writer.state.head:
                     raise TrainingNotFiniteError(
                         f"{error}, and so it was before training went back to its last commit"
                     ) from error
-                taken_back_to = writer.parent_slot
+                taken_back_to = writer.state.head
                 continue
             logger.info("the trial is %s", outcome.value)
             self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)

@@ -48,10 +48,10 @@ def _commit(writer: LogWriter, step: int) -> LoggedCommit:
 
 def test_a_trial_is_claims_commits_and_done_in_numbered_files(path: Path) -> None:
     writer = TrialLog(path).claim("job 1")
-    assert (writer.epoch, writer.parent_slot) == (1, 0)
+    assert (writer.epoch, writer.state.head) == (1, 0)
     _commit(writer, 10)
     second = TrialLog(path).claim("job 2")
-    assert (second.epoch, second.parent_slot) == (2, 2)
+    assert (second.epoch, second.state.head) == (2, 2)
     assert second.state.last_commit is not None and second.state.last_commit.step == 10
     _commit(second, 20)
     second.done()
@@ -179,7 +179,7 @@ def test_falling_back_leaves_the_corrupt_commit_out_of_the_lineage(path: Path) -
     with pytest.raises(ValueError, match="no ancestor"):
         third.fall_back_to(3, reason="")
     with pytest.raises(ValueError, match="no ancestor"):
-        third.fall_back_to(third.parent_slot, reason="")
+        third.fall_back_to(third.state.head, reason="")
     _commit(third, 26)
     with pytest.raises(ValueError, match="committed already"):
         third.fall_back_to(2, reason="")

@@ -58,11 +58,6 @@ class ComparedTokens:
         """[n] nats, above 0 where the generator thought the token likelier."""
         return self.recorded - self.recomputed
 
-    @property
-    def place_of_largest(self) -> int | None:
-        """Which of the n tokens differs most; None without any."""
-        return int(np.abs(self.difference).argmax()) if len(self.answer) else None
-
     def kl(self) -> Floats:
         """[n] k3 estimates of the divergence of the trainer from the generator, which sampled."""
         recorded, recomputed = torch.from_numpy(self.recorded), torch.from_numpy(self.recomputed)
