@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from corral.experiments.checks.algorithm import check_concurrency
-from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.generation import (
+    check_allocation,
     check_backend_settings,
     check_embedded_model,
     check_heads,

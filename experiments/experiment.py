@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from corral.experiments.checks.allocation import check_allocation
 from corral.experiments.checks.data import (
     CheckedDataset,
     check_batch,
@@ -22,6 +21,7 @@ from corral.experiments.checks.data import (
     check_evaluation,
     dataset_warnings,
 )
+from corral.experiments.checks.generation import check_allocation
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts, dtype_warnings
 from corral.experiments.config.base import FrozenConfig
@@ -222,8 +222,8 @@ class Experiment(FrozenConfig):
         if allocation is not None and not problems:
             yield from check_layouts(self.parsed_allocation, self.meshes, self.models)
             group_problems = [
-                *check_groups(dict(self.groups), self.expected_counts),
-                *check_containers(dict(self.groups), self.cluster),
+                *check_groups(self.groups, self.expected_counts),
+                *check_containers(self.groups, self.cluster),
             ]
             yield from group_problems
             if not group_problems:

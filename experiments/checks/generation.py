@@ -1,16 +1,16 @@
-"""Checks of the generation side: allocation, groups, SGLang's flags -> ConfigProblems, each with the key to change.
+"""Checks of the allocation and its generation side -> ConfigProblems, each with the key to change.
 
 allocation "sglang:d4t2" ──► which backend, how many GPUs per server ──┬── groups.generation_server: as many GPUs
                                                                        ├── sglang.flags: they divide these GPUs
                                                                        └── the model: heads that can be divided so
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from corral.experiments.checks.training import which_divide
+from corral.experiments.checks.training import check_training_side, which_divide
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
@@ -18,7 +18,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, model_type
 from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
-from corral.scheduling.allocation import Allocation
+from corral.scheduling.allocation import Allocation, parse_allocation
 
 BUILT_GENERATION_BACKENDS = ("hf", "sglang")
 
@@ -35,6 +35,23 @@ _ATTENTION_SIZES = ("attn-dp-size", "attn-cp-size")
 _EXPERT_SIZES = ("moe-dp-size", "ep-size")
 _DIVISORS = (_ATTENTION_SIZES, _EXPERT_SIZES, ("dcp-size",))
 """Flags of SGLang whose product divides the GPUs of a server: they say how these share the work."""
+
+
+def check_allocation(
+    text: str, *, roles: Iterable[str], generates: bool
+) -> tuple[Allocation | None, list[ConfigProblem]]:
+    """The allocation, and what this version cannot do of it; None if it is no allocation string at all."""
+    try:
+        allocation = parse_allocation(text)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
+        return None, [ConfigProblem(message, hint, path=("allocation",))]
+    problems = [
+        *check_generation_side(allocation, generates=generates),
+        *check_training_side(allocation, roles=tuple(roles)),
+    ]
+    return allocation, [replace(problem, path=("allocation",)) for problem in problems]
 
 
 def check_generation_side(allocation: Allocation, *, generates: bool) -> Iterator[ConfigProblem]:

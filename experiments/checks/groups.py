@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
-from corral.experiments.config.cluster import ClusterConfig, GroupConfig
+from corral.experiments.config.cluster import ClusterConfig, GroupsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath
 from corral.scheduling.placement import NodeShape, place
 from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
@@ -13,9 +13,7 @@ from corral.scheduling.worker_information import WorkerKind
 _ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
 
 
-def check_groups(
-    groups: Mapping[WorkerKind, GroupConfig], expected_count: Mapping[WorkerKind, int | None]
-) -> Iterator[ConfigProblem]:
+def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int | None]) -> Iterator[ConfigProblem]:
     """Counts that contradict the allocation, and settings of groups that nobody would read.
 
     Args:
@@ -47,7 +45,7 @@ def check_groups(
             )
 
 
-def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+def check_containers(groups: GroupsConfig, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
     """Images that nothing could run, and mounts without an image."""
     for kind, group in groups.items():
         for path, scheduling in (

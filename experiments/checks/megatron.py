@@ -6,7 +6,6 @@ allocation "actor=megatron:t2p2c2" ──► model type, heads, layers, vocabula
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path
@@ -17,17 +16,14 @@ from corral.experiments.inputs.parameters import adapted_layers
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.parallel import ParallelDims, stage_layers
 
-_ALLOCATION = ("allocation",)
 _PACKAGES = ("megatron.core", "mbridge")
 
 
 def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    """Mistakes of one role whose backend is megatron; what cannot be read of its model is not checked here."""
-    for problem in _problems(role, model, dims):
-        yield problem if problem.path else replace(problem, path=_ALLOCATION)
+    """Mistakes of one role whose backend is megatron; what cannot be read of its model is not checked here.
 
-
-def _problems(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    Those without a key are the allocation's.
+    """
     name = display_path(model.path)
     config = read_config(model.path)
     for refused in () if config is None else megatron_refusals(config):

@@ -17,8 +17,6 @@ from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
 
-_ALLOCATION = ("allocation",)
-
 
 def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> Iterator[ConfigProblem]:
     """Roles that there are not, and what this version cannot do of who trains."""
@@ -57,13 +55,10 @@ def check_layouts(
             here.
     """
     for role, model in models.items():
-        dims = meshes[role].dims
-        yield from _of_offload(role, model, backend=allocation.training_of(role).backend)
-        if allocation.training_of(role).backend == "megatron":
-            yield from check_megatron(role, model, dims)
-            continue
-        for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
-            yield replace(problem, message=f"{problem.message} ({role}, {dims.short})", path=_ALLOCATION)
+        dims, backend = meshes[role].dims, allocation.training_of(role).backend
+        yield from _of_offload(role, model, backend=backend)
+        found = check_megatron(role, model, dims) if backend == "megatron" else _of_fsdp(role, model, dims)
+        yield from (replace(problem, path=problem.path or ("allocation",)) for problem in found)
 
 
 def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[ConfigProblem]:
@@ -82,6 +77,11 @@ def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[Conf
             "use fsdp in the allocation, or set none or between_calls",
             path=(role, "offload"),
         )
+
+
+def _of_fsdp(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+    for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
+        yield replace(problem, message=f"{problem.message} ({role}, {dims.short})")
 
 
 def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:

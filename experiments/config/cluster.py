@@ -1,6 +1,6 @@
 """Where a trial runs and how it is kept alive: shared folder, network, Redis, SLURM layout, restart budgets."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from corral.scheduling.job_options import JobOptions
 from corral.scheduling.layout_kind import AskedLayout
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling
-from corral.scheduling.worker_information import WorkerKind
+from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)
 """A node of a cluster that was neither described nor asked."""
@@ -133,6 +133,10 @@ class GroupsConfig(FrozenConfig):
     """The manager; its count is 1."""
     rollout_worker: GroupConfig = GroupConfig()
     """Rollout workers."""
+
+    def items(self) -> Iterator[tuple[WorkerKind, GroupConfig]]:
+        """Each group by its kind."""
+        return ((kind, getattr(self, kind)) for kind in WORKER_KINDS)
 
 
 def default_scheduling(*, gpus_per_server: int = 1) -> Mapping[WorkerKind, Scheduling]:

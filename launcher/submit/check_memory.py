@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from corral.experiments.checks.allocation import check_allocation
-from corral.experiments.checks.generation import check_heads
+from corral.experiments.checks.generation import check_allocation, check_heads
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.plan import RunPlan
