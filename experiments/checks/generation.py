@@ -77,14 +77,12 @@ def check_generation_side(allocation: Allocation, *, generates: bool) -> Iterato
 
 def check_server_gpus(group: GroupConfig, *, gpus_per_server: int) -> Iterator[ConfigProblem]:
     """Servers that ask for another number of GPUs than the allocation says; with 0 their processes run on CPUs."""
-    path: KeyPath = ("groups", "generation_server")
-    elastic = group.elastic.scheduling if group.elastic else None
-    for scheduling, where in ((group.scheduling, path), (elastic, (*path, "elastic"))):
-        if scheduling is not None and scheduling.gpu not in (0, gpus_per_server):
+    for key, scheduling in group.given_schedulings():
+        if scheduling.gpu not in (0, gpus_per_server):
             yield ConfigProblem(
                 f"a generation server asks for {scheduling.gpu} GPUs, and the allocation gives it {gpus_per_server}",
                 f"remove gpu; or write t{scheduling.gpu} in the allocation, or gpu: 0 to run on CPUs",
-                path=(*where, "scheduling", "gpu"),
+                path=("groups", "generation_server", *key, "gpu"),
             )
 
 

@@ -48,12 +48,8 @@ def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int |
 def check_containers(groups: GroupsConfig, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
     """Images that nothing could run, and mounts without an image."""
     for kind, group in groups.items():
-        for path, scheduling in (
-            (("groups", kind, "scheduling"), group.scheduling),
-            (("groups", kind, "elastic", "scheduling"), group.elastic.scheduling if group.elastic else None),
-        ):
-            if scheduling is None:
-                continue
+        for key, scheduling in group.given_schedulings():
+            path: KeyPath = ("groups", kind, *key)
             if scheduling.container_image is not None and cluster.container_runtime is None:
                 yield ConfigProblem(
                     "container_image needs cluster.container_runtime, which is not set",

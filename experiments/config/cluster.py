@@ -119,6 +119,13 @@ class GroupConfig(FrozenConfig):
     elastic: ElasticConfig | None = None
     """Workers on nodes that may be taken away, such as a preemptible partition; for generation servers and rollout workers."""  # noqa: E501
 
+    def given_schedulings(self) -> Iterator[tuple[tuple[str, ...], Scheduling]]:
+        """The resources that are given, of all its workers or of elastic ones, each by its key below the group's."""
+        elastic = self.elastic.scheduling if self.elastic else None
+        for key, scheduling in ((("scheduling",), self.scheduling), (("elastic", "scheduling"), elastic)):
+            if scheduling is not None:
+                yield key, scheduling
+
 
 class GroupsConfig(FrozenConfig):
     """Overrides per kind of worker."""

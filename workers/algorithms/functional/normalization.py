@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.workers.algorithms.functional.packed import mean_per_answer, per_token
+from corral.workers.algorithms.functional.packed import mean_per_answer, per_token, sum_per_answer
 
 SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
 """Each number added up over the data-parallel ranks (`ParallelContext.sum_over_ranks`)."""
@@ -49,10 +49,7 @@ def normalize_per_group(
     values: Tensor, mask: Tensor, answer_lengths: Sequence[int], group_sizes: Sequence[int]
 ) -> Tensor:
     """[T] float32: the same over the tokens of all answers to one prompt, which are on one rank; 0 outside the mask."""
-    lengths, start = [], 0
-    for size in group_sizes:
-        lengths.append(sum(answer_lengths[start : start + size]))
-        start += size
+    lengths = sum_per_answer(torch.tensor(answer_lengths), group_sizes).tolist()
     wide = values.double()
     centred = wide - per_token(mean_per_answer(wide, mask, lengths), lengths)
     std = mean_per_answer(centred.square(), mask, lengths).sqrt()
