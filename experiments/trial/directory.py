@@ -327,7 +327,7 @@ def read_record(path: Path, kind: type[T], *, way_out: str) -> T | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged, no {kind.__name__} ({error}); {way_out}") from error
+        raise ValueError(f"{path} is damaged ({error}); {way_out}") from error
 
 
 def list_names(folder: Path) -> list[str]:
