@@ -135,9 +135,8 @@ class PPOActorInterface(ModelInterface):
         )
         merged = merge_stats(stats, loss_name="ppo/loss") | gap
         merged |= batch_stats(prepared, version=version, context=context)
-        if (
-            "behaviour_weights" not in prepared.data and "train/tokens" in merged
-        ):  # the loss has found whom to leave out
+        # The loss has found whom to leave out.
+        if "behaviour_weights" not in prepared.data and "train/tokens" in merged:
             num_tokens = merged["response_length/mean"] * merged["ppo/num_answers"]
             merged["ppo/capped_fraction"] = 1.0 - merged["train/tokens"] / max(num_tokens, 1.0)
         if config.kl.coef > 0.0:
