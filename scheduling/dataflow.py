@@ -8,21 +8,12 @@ Nobody writes edges down: they follow from the keys. A built graph is complete a
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PushWeightsHook
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Edge:
-    """`consumer` waits for `key` from `producer`."""
-
-    producer: str
-    consumer: str
-    key: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +22,15 @@ class DataflowGraph:
 
     calls: tuple[ModelFunctionCall, ...]
     """In topological order; within a level, as they were given. Those that evaluate come last."""
-    dataset_keys: frozenset[str]
-    """Keys that no call makes: they come with the samples."""
-    edges: tuple[Edge, ...]
+    producer_by_key: Mapping[str, str | None]
+    """The call that makes a key; None if it comes with the samples."""
     levels: tuple[tuple[str, ...], ...]
     """Names of the calls of a step by topological generation, for the eye: a call waits for its own input keys only."""
+
+    @property
+    def dataset_keys(self) -> frozenset[str]:
+        """Keys that no call makes: they come with the samples."""
+        return frozenset(key for key, producer in self.producer_by_key.items() if producer is None)
 
     @cached_property
     def _call_by_name(self) -> dict[str, ModelFunctionCall]:
@@ -45,19 +40,6 @@ class DataflowGraph:
         if name not in self._call_by_name:
             raise ValueError(f"no call is named {name!r}; there are {', '.join(self._call_by_name)}")
         return self._call_by_name[name]
-
-    def producer_of(self, key: str) -> str | None:
-        """The call that makes `key`; None if it comes with the dataset."""
-        for call in self.calls:
-            if key in call.output_keys:
-                return call.name
-        if key in self.dataset_keys:
-            return None
-        raise ValueError(f"nobody makes key {key!r}; {_known_keys(self.calls, self.dataset_keys)}")
-
-    def consumers_of(self, key: str) -> tuple[str, ...]:
-        """The calls that read `key`, in topological order."""
-        return tuple(call.name for call in self.calls if key in call.input_keys)
 
     def makers_of(self, name: str) -> tuple[ModelFunctionCall, ...]:
         """The calls that make what `name` reads, and what these read, and so on, in topological order."""
@@ -70,7 +52,7 @@ class DataflowGraph:
 
     def predecessors(self, name: str) -> tuple[str, ...]:
         """The calls that must be done before `name`, in topological order."""
-        producers = {edge.producer for edge in self.edges if edge.consumer == self.call(name).name}
+        producers = {self.producer_by_key[key] for key in self.call(name).input_keys}
         return tuple(call.name for call in self.calls if call.name in producers)
 
     @property
@@ -143,28 +125,25 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
         ValueError: for a key without or with two producers, a circle, a repeated name, two train steps of one role, or
             gaps in a role's replica ids.
     """
-    given = frozenset(dataset_keys)
     if not calls:
         raise ValueError("a dataflow graph needs at least one call")
     _check_names(calls)
     _check_roles(calls)
-    producer_by_key = _producer_by_key(calls, given)
-    edges = []
+    producer_by_key = _producer_by_key(calls, dataset_keys)
+    waits: dict[str, set[str]] = {}
     for call in calls:
-        for key in call.input_keys:
-            if key in producer_by_key:
-                edges.append(Edge(producer=producer_by_key[key], consumer=call.name, key=key))
-            elif key not in given:
-                raise ValueError(
-                    f"call {call.name!r} reads key {key!r}, which nobody makes; {_hint(key, calls, given)}"
-                )
-    evaluating = [call.name for call in calls if call.call_type is CallType.EVALUATE]
-    levels = _levels([call.name for call in calls if call.name not in evaluating], edges)
+        if unknown := [key for key in call.input_keys if key not in producer_by_key]:
+            raise ValueError(
+                f"call {call.name!r} reads key {unknown[0]!r}, which nobody makes; {_hint(unknown[0], producer_by_key)}"
+            )
+        if call.call_type is not CallType.EVALUATE:
+            waits[call.name] = {producer for key in call.input_keys if (producer := producer_by_key[key])}
+    levels = _levels(waits)
     call_by_name = {call.name: call for call in calls}
+    evaluating = [name for name in call_by_name if name not in waits]
     return DataflowGraph(
         calls=tuple(call_by_name[name] for level in (*levels, evaluating) for name in level),
-        dataset_keys=given,
-        edges=tuple(edges),
+        producer_by_key=producer_by_key,
         levels=levels,
     )
 
@@ -190,38 +169,39 @@ def _check_roles(calls: Sequence[ModelFunctionCall]) -> None:
             raise ValueError(f"replica ids of role {role!r} must be 0..{len(replica_ids) - 1}, got {replica_ids}")
 
 
-def _producer_by_key(calls: Sequence[ModelFunctionCall], dataset_keys: frozenset[str]) -> dict[str, str]:
-    producer_by_key: dict[str, str] = {}
+def _producer_by_key(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[str]) -> dict[str, str | None]:
+    producer_by_key: dict[str, str | None] = dict.fromkeys(dataset_keys)
     for call in calls:
         for key in call.output_keys:
-            other = "the dataset" if key in dataset_keys else producer_by_key.get(key)
-            if other is not None:
+            if key in producer_by_key:
                 raise ValueError(
-                    f"key {key!r} is made by {other} and by {call.name}; a key has one producer, "
-                    "so give one of them another name with output_key_remap"
+                    f"key {key!r} is made by {producer_by_key[key] or 'the dataset'} and by {call.name}; a key has one "
+                    "producer, so give one of them another name with output_key_remap"
                 )
             producer_by_key[key] = call.name
     return producer_by_key
 
 
-def _hint(key: str, calls: Sequence[ModelFunctionCall], dataset_keys: frozenset[str]) -> str:
-    producers = {made: call.name for call in calls for made in call.output_keys} | {
-        made: "the dataset" for made in dataset_keys
-    }
-    close = difflib.get_close_matches(key, sorted(producers), n=1)
-    if close:
-        return f"did you mean {close[0]!r}, which {producers[close[0]]} makes? {_known_keys(calls, dataset_keys)}"
-    return _known_keys(calls, dataset_keys)
+def _hint(key: str, producer_by_key: Mapping[str, str | None]) -> str:
+    """The closest key to one that there is not, and all that there are."""
+    keys_by_producer: dict[str | None, list[str]] = {None: []}
+    for made in sorted(producer_by_key):
+        keys_by_producer.setdefault(producer_by_key[made], []).append(made)
+    given = ", ".join(keys_by_producer.pop(None)) or "no keys"
+    known = "; ".join(
+        [f"the dataset has {given}", *(f"{name} makes {', '.join(keys)}" for name, keys in keys_by_producer.items())]
+    )
+    close = difflib.get_close_matches(key, producer_by_key, n=1)
+    return (
+        f"did you mean {close[0]!r}, which {producer_by_key[close[0]] or 'the dataset'} makes? {known}"
+        if close
+        else known
+    )
 
 
-def _known_keys(calls: Sequence[ModelFunctionCall], dataset_keys: frozenset[str]) -> str:
-    made = [f"{call.name} makes {', '.join(call.output_keys)}" for call in calls if call.output_keys]
-    return "; ".join([f"the dataset has {', '.join(sorted(dataset_keys)) or 'no keys'}", *made])
-
-
-def _levels(names: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, ...], ...]:
+def _levels(waits: Mapping[str, Set[str]]) -> tuple[tuple[str, ...], ...]:
     """Topological generations: a call is one level below the last of those that it waits for."""
-    sorter = TopologicalSorter({name: {edge.producer for edge in edges if edge.consumer == name} for name in names})
+    sorter = TopologicalSorter(waits)
     try:
         sorter.prepare()
     except CycleError as error:
@@ -229,6 +209,6 @@ def _levels(names: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, ...
         raise ValueError(f"calls wait for each other in a circle: {circle} (each needs a key of the next)") from error
     levels: list[tuple[str, ...]] = []
     while sorter.is_active():
-        levels.append(tuple(sorted(sorter.get_ready(), key=names.index)))
+        levels.append(tuple(sorted(sorter.get_ready(), key=list(waits).index)))
         sorter.done(*levels[-1])
     return tuple(levels)

@@ -5,15 +5,13 @@ pre hooks ──► input keys ──► implementation on the model, micro-batc
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from corral.scheduling.frozen import FrozenModel
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -55,24 +53,8 @@ def parse_model_name(text: str) -> ModelName:
     return ModelName(role, int(replica_id or 0))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ModelShardID:
-    """The part of a model that one rank holds."""
-
-    model_name: ModelName
-    dp_rank: int
-    tp_rank: int
-    pp_rank: int
-    cp_rank: int = 0
-
-    def __str__(self) -> str:
-        context = f"c{self.cp_rank}" if self.cp_rank else ""
-        return f"{self.model_name}@d{self.dp_rank}t{self.tp_rank}p{self.pp_rank}{context}"
-
-
-def shard_ids(model_name: ModelName, mesh: Mesh) -> dict[ModelShardID, int]:
-    """The rank that holds each shard of a model."""
-    return {ModelShardID(model_name, *mesh.coords(rank)): rank for rank in mesh.ranks}
+Model = Annotated[ModelName, BeforeValidator(lambda value: ModelName(value) if isinstance(value, str) else value)]
+"""A plain string is replica 0 of that role."""
 
 
 class PullWeightsHook(FrozenModel):
@@ -82,28 +64,18 @@ class PullWeightsHook(FrozenModel):
     """
 
     type: Literal["pull_weights"] = "pull_weights"
-    source: ModelName
+    source: Model
     """Whose parameters; of the same architecture, in whatever layout and place."""
-
-    @field_validator("source", mode="before")
-    @classmethod
-    def _role_is_replica_zero(cls, value: Any) -> Any:
-        return ModelName(value) if isinstance(value, str) else value
 
 
 class PushWeightsHook(FrozenModel):
     """After a train step that changed the weights: another model takes them over, wholly or as a moving average."""
 
     type: Literal["push_weights"] = "push_weights"
-    target: ModelName
+    target: Model
     """Who takes them; of the same architecture, in whatever layout and place."""
     eta: float = Field(default=1.0, gt=0.0, le=1.0)
     """target = eta * source + (1 - eta) * target: 1 is a copy, less is an exponential moving average (a reference)."""
-
-    @field_validator("target", mode="before")
-    @classmethod
-    def _role_is_replica_zero(cls, value: Any) -> Any:
-        return ModelName(value) if isinstance(value, str) else value
 
 
 class PublishWeightsHook(FrozenModel):
@@ -120,7 +92,6 @@ class OffloadHook(FrozenModel):
 
 PreHook = PullWeightsHook
 PostHook = Annotated[PublishWeightsHook | PushWeightsHook | OffloadHook, Field(discriminator="type")]
-_AFTER_TRAINING = (PublishWeightsHook, PushWeightsHook)
 
 
 class ModelFunctionCall(FrozenModel):
@@ -136,7 +107,7 @@ class ModelFunctionCall(FrozenModel):
 
     name: str
     """Unique in the graph."""
-    model_name: ModelName
+    model_name: Model
     """Whose model runs it; a plain string is replica 0 of that role."""
     call_type: CallType
     implementation: str
@@ -157,35 +128,35 @@ class ModelFunctionCall(FrozenModel):
     pre_hooks: tuple[PreHook, ...] = ()
     post_hooks: tuple[PostHook, ...] = ()
 
-    @field_validator("model_name", mode="before")
-    @classmethod
-    def _role_is_replica_zero(cls, value: Any) -> Any:
-        return ModelName(value) if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _keys_agree(self) -> "ModelFunctionCall":
         _check_name("call name", self.name)
-        for field, keys in (("input_keys", self.input_keys), ("output_keys", self.output_keys)):
+        remaps = {"input": self.input_key_remap, "output": self.output_key_remap}
+        names = {"input": set(self.input_key_remap), "output": set(self.output_key_remap.values())}
+        for side, keys in (("input", self.input_keys), ("output", self.output_keys)):
             if repeated := sorted({key for key in keys if keys.count(key) > 1}):
-                raise ValueError(f"call {self.name!r} names {', '.join(repeated)} more than once in {field}")
-        _check_remap(self.name, "input_key_remap", self.input_key_remap, self.input_key_remap.keys(), self.input_keys)
-        _check_remap(
-            self.name, "output_key_remap", self.output_key_remap, self.output_key_remap.values(), self.output_keys
-        )
+                raise ValueError(f"call {self.name!r} names {', '.join(repeated)} more than once in {side}_keys")
+            if unknown := sorted(names[side] - set(keys)):
+                raise ValueError(
+                    f"call {self.name!r}: {side}_key_remap names {', '.join(unknown)}, which are not among its keys "
+                    f"{list(keys)}"
+                )
+            if len(set(remaps[side].values())) < len(remaps[side]):
+                raise ValueError(f"call {self.name!r}: {side}_key_remap gives two keys the same name: {remaps[side]}")
         return self
 
     @model_validator(mode="after")
     def _type_fits_the_rest(self) -> "ModelFunctionCall":
-        trains = self.call_type is CallType.TRAIN_STEP
-        if self.call_type in (CallType.GENERATE, CallType.INFERENCE) and not self.output_keys:
+        makes_keys = self.call_type in (CallType.GENERATE, CallType.INFERENCE)
+        if makes_keys and not self.output_keys:
             raise ValueError(f"call {self.name!r} is of type {self.call_type.value} and must have output_keys")
-        if self.call_type in (CallType.TRAIN_STEP, CallType.EVALUATE) and self.output_keys:
+        if self.output_keys and not makes_keys:
             raise ValueError(
                 f"call {self.name!r} is of type {self.call_type.value}, which returns statistics and no keys; "
                 f"remove output_keys {list(self.output_keys)}"
             )
         for hook in self.post_hooks:
-            if isinstance(hook, _AFTER_TRAINING) and not trains:
+            if self.call_type is not CallType.TRAIN_STEP and not isinstance(hook, OffloadHook):
                 raise ValueError(
                     f"call {self.name!r}: hook {hook.type} follows a train_step only, not {self.call_type.value}"
                 )
@@ -197,14 +168,3 @@ class ModelFunctionCall(FrozenModel):
 
 
 MFCDef = ModelFunctionCall  # the reference system's name
-
-
-def _check_remap(
-    call: str, field: str, remap: Mapping[str, str], graph_names: Iterable[str], declared: Sequence[str]
-) -> None:
-    if unknown := sorted(set(graph_names) - set(declared)):
-        raise ValueError(
-            f"call {call!r}: {field} names {', '.join(unknown)}, which are not among its keys {list(declared)}"
-        )
-    if len(set(remap.values())) < len(remap):
-        raise ValueError(f"call {call!r}: {field} gives two keys the same name: {dict(remap)}")

@@ -23,7 +23,6 @@ from corral.scheduling.model_function_call import (
     PublishWeightsHook,
     PushWeightsHook,
     parse_model_name,
-    shard_ids,
 )
 from corral.scheduling.worker_numbers import fold_numbers
 
@@ -103,11 +102,9 @@ class StepPlan:
     def routes(self) -> tuple[Route, ...]:
         """Which keys go from where to whom, what comes with the samples first."""
         keys_by_way: dict[tuple[str | None, tuple[str, ...]], list[str]] = defaultdict(list)
-        steps = {call.name for call in self.graph.step_calls}
-        read = dict.fromkeys(key for call in self.graph.step_calls for key in call.input_keys)
-        for key in read:
-            consumers = tuple(name for name in self.graph.consumers_of(key) if name in steps)
-            keys_by_way[self.graph.producer_of(key), consumers].append(key)
+        for key in dict.fromkeys(key for call in self.graph.step_calls for key in call.input_keys):
+            consumers = tuple(call.name for call in self.graph.step_calls if key in call.input_keys)
+            keys_by_way[self.graph.producer_by_key[key], consumers].append(key)
         order = {name: number for number, name in enumerate([None, *(call.name for call in self.graph.calls)])}
         return tuple(
             Route(producer=producer, source=self._heads(producer), consumers=consumers, keys=tuple(keys))
@@ -174,7 +171,7 @@ class StepPlan:
         return first_of_consumer > sum(self.goes(self.graph.call(producer))[:-1])
 
 
-def describe_shards(model_name: ModelName, mesh: Mesh) -> str:
+def describe_shards(mesh: Mesh) -> str:
     """Which shard of a model lies on which model worker, in the order of both.
 
     Example:
@@ -182,8 +179,8 @@ def describe_shards(model_name: ModelName, mesh: Mesh) -> str:
         "p0 d0-1 t0-1 on 0-3, p1 d0-1 t0-1 on 4-7"        t counts first, then c, then d
     """
     stages: dict[int, list[int]] = defaultdict(list)
-    for shard, rank in shard_ids(model_name, mesh).items():
-        stages[shard.pp_rank].append(rank)
+    for rank in mesh.ranks:
+        stages[mesh.coords(rank).pp_rank].append(rank)
     dims = mesh.dims
     spans = [f"{letter}0-{size - 1}" if size > 1 else "" for letter, size in (("c", dims.cp), ("t", dims.tp))]
     letters = [f"d0-{dims.dp - 1}" if dims.dp > 1 else "d0", *spans]

@@ -134,7 +134,7 @@ def _groups(plan: RunPlan) -> Iterator[str]:
         yield f"{kind:<18}  {group.count:>5}  {task.cpu:>4}  {task.gpu:>4}  {_memory(task.mem):>8}"
     groups = [group for _, group in plan.scheduling.items()]
     cpus, gpus, memory = _total(groups, "cpu"), _total(groups, "gpu"), _memory(_total(groups, "mem"))
-    yield f"{'all':<18}  {plan.scheduling.num_tasks:>5}  {cpus:>4}  {gpus:>4}  {memory:>8}"
+    yield f"{'all':<18}  {sum(group.count for group in groups):>5}  {cpus:>4}  {gpus:>4}  {memory:>8}"
 
 
 def _total(groups: Sequence[TasksGroup], field: str) -> int:
@@ -165,7 +165,7 @@ def _models(step: StepPlan, roles: Mapping[ModelName, ModelRoleSpec]) -> Iterato
     yield "MODEL", "TRAINED BY", "DTYPE", "PARAMETERS", "SHARDS ON MODEL WORKERS", "WEIGHTS"
     for name, mesh in step.meshes.items():
         role = roles[name]
-        shards, path = describe_shards(name, mesh), display_path(role.model.path)
+        shards, path = describe_shards(mesh), display_path(role.model.path)
         yield str(name), _trained_by(role), role.model.dtype, _parameters(role), shards, path
 
 

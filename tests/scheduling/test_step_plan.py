@@ -16,7 +16,6 @@ from corral.scheduling.model_function_call import (
     PublishWeightsHook,
     PullWeightsHook,
     PushWeightsHook,
-    shard_ids,
 )
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.step_plan import Route, StepPlan, WeightRoute, describe_shards
@@ -178,22 +177,22 @@ _sizes = st.integers(1, 3)
 @given(st.builds(ParallelDims, dp=_sizes, tp=_sizes, pp=_sizes, cp=_sizes), st.permutations(range(81)))
 def test_shards_are_described_completely_and_in_order(dims: ParallelDims, workers: list[int]) -> None:
     mesh = Mesh(ranks=tuple(workers[: dims.world_size]), dims=dims)
-    name = ModelName("actor")
     told = {}
-    for part in describe_shards(name, mesh).split(", "):
+    for part in describe_shards(mesh).split(", "):
         letters, ranks = part.split(" on ")
         spans = {word[0]: _numbers(word[1:]) for word in letters.split()}
         p_d_c_t = [spans["d"] if letter == "d" else spans.get(letter, [0]) for letter in "pdct"]
         told |= dict(zip(itertools.product(*p_d_c_t), _numbers(ranks), strict=True))
     assert told == {
-        (shard.pp_rank, shard.dp_rank, shard.cp_rank, shard.tp_rank): rank
-        for shard, rank in shard_ids(name, mesh).items()
+        (at.pp_rank, at.dp_rank, at.cp_rank, at.tp_rank): rank
+        for place, rank in enumerate(mesh.ranks)
+        for at in [dims.coords(place)]
     }
 
 
 def test_shards_of_a_large_layout_take_few_words() -> None:
     mesh = Mesh(ranks=tuple(range(512)), dims=ParallelDims(dp=64, tp=4, pp=2))
-    assert describe_shards(ModelName("actor"), mesh) == "p0 d0-63 t0-3 on 0-255, p1 d0-63 t0-3 on 256-511"
+    assert describe_shards(mesh) == "p0 d0-63 t0-3 on 0-255, p1 d0-63 t0-3 on 256-511"
 
 
 @given(st.lists(st.integers(0, 99)))
