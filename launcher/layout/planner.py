@@ -233,19 +233,18 @@ def _place_pool(
     shape = _shape(plan, pool.needs.partition, shapes)
     placement = _place(plan, pool.groups, shape, role=role, max_nodes=max_nodes)
     steps: dict[str, Step] = {}
-    for unit in placement.units:
-        task = pool.groups[unit.kind].scheduling
-        for offset, (node, gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
-            worker = worker_id(unit.kind, unit.first_index + offset + (pool.elastic_index or 0))
-            steps[worker] = Step(
-                allocation=number,
-                node_index=node,
-                cpus=shape.whole_cores(task.cpu),
-                mem_mb=task.mem,
-                gpus=task.gpu,
-                gpu_indices=gpus,
-                gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
-            )
+    for placed, (node, gpus) in placement.places.items():
+        kind, index = parse_worker_id(placed)
+        task = pool.groups[kind].scheduling
+        steps[worker_id(kind, index + (pool.elastic_index or 0))] = Step(
+            allocation=number,
+            node_index=node,
+            cpus=shape.whole_cores(task.cpu),
+            mem_mb=task.mem,
+            gpus=task.gpu,
+            gpu_indices=gpus,
+            gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
+        )
     steps = _one_binding_per_node(steps, pool.groups)
     on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
     asked = {**pool.needs.model_dump(), **_times(plan, pool, role)}

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.placement import SLACK_MEM_MB, NodeShape, Placement, UnitPlacement, place
+from corral.scheduling.placement import SLACK_MEM_MB, NodeShape, Placement, place
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
 EIGHT_GPUS = NodeShape(cpus=128, gpus=8, mem_mb=1_000_000)
 
@@ -33,55 +34,38 @@ def trial(
     )
 
 
-def unit_of(placement: Placement, name: str) -> UnitPlacement:
-    return next(unit for unit in placement.units if unit.unit == name)
+def nodes_of(placement: Placement, kind: WorkerKind) -> list[int]:
+    return [place.node for worker, place in placement.places.items() if parse_worker_id(worker)[0] == kind]
 
 
-def test_model_workers_are_one_unit_and_everyone_else_is_its_own() -> None:
-    placement = place(
-        trial(model_worker=group(2, gpu=1), generation_server=group(2, gpu=1), rollout_worker=group(2)), EIGHT_GPUS
-    )
-    assert [unit.unit for unit in placement.units] == [
-        "master_worker/0", "model_worker", "generation_server/0", "generation_server/1", "gserver_manager/0",
-        "rollout_worker/0", "rollout_worker/1",
-    ]  # fmt: skip
-    assert unit_of(placement, "model_worker").nodes == (0, 0)
-    assert unit_of(placement, "rollout_worker/1").first_index == 1
+def gpus_of(placement: Placement, kind: WorkerKind) -> list[tuple[int, ...]]:
+    return [place.gpus for worker, place in placement.places.items() if parse_worker_id(worker)[0] == kind]
 
 
 def test_large_gpu_tasks_come_first_and_small_ones_fill_the_gaps() -> None:
     placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(2, gpu=4)), EIGHT_GPUS)
     assert placement.num_nodes == 2
-    assert unit_of(placement, "generation_server/1").gpus == ((4, 5, 6, 7),)
-    assert unit_of(placement, "model_worker").nodes == (1,) * 8
-    assert unit_of(placement, "model_worker").gpus == tuple((index,) for index in range(8))
+    assert placement.places["generation_server/1"].gpus == (4, 5, 6, 7)
+    assert nodes_of(placement, "model_worker") == [1] * 8
+    assert gpus_of(placement, "model_worker") == [(index,) for index in range(8)]
 
 
 def test_master_and_manager_run_on_node_zero() -> None:
     placement = place(trial(generation_server=group(5, gpu=8), rollout_worker=group(10)), EIGHT_GPUS)
-    assert unit_of(placement, "master_worker/0").nodes == unit_of(placement, "gserver_manager/0").nodes == (0,)
-    assert unit_of(placement, "master_worker/0").gpus == ((),)
+    assert placement.places["master_worker/0"] == placement.places["gserver_manager/0"] == (0, ())
 
 
 def test_rollout_workers_are_spread_over_the_nodes_of_the_gpu_groups() -> None:
     placement = place(trial(generation_server=group(3, gpu=8), rollout_worker=group(7)), EIGHT_GPUS)
     assert placement.num_nodes == 3
-    assert [unit_of(placement, f"rollout_worker/{index}").nodes[0] for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_tensor_parallel_ranks_share_a_node() -> None:
-    scheduling = trial(model_worker=group(4, gpu=1), generation_server=group(1, gpu=6))
-    assert unit_of(place(scheduling, EIGHT_GPUS), "model_worker").nodes == (0, 0, 1, 1)
-    together = place(scheduling, EIGHT_GPUS, tasks_together={"model_worker": 4})
-    assert unit_of(together, "model_worker").nodes == (1, 1, 1, 1)
-    assert unit_of(together, "generation_server/0").nodes == (0,)
+    assert nodes_of(placement, "rollout_worker") == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_trial_without_gpus_fits_on_a_laptop() -> None:
     laptop = NodeShape(cpus=9, gpus=0, mem_mb=8000)
     placement = place(trial(model_worker=group(1, cpu=1), rollout_worker=group(1, cpu=1, mem=500)), laptop, max_nodes=1)
     assert placement.num_nodes == 1
-    assert unit_of(placement, "model_worker").gpus == ((),)
+    assert gpus_of(placement, "model_worker") == [()]
 
 
 def test_a_full_node_opens_another_one_as_far_as_there_are_any() -> None:
@@ -126,15 +110,13 @@ def test_servers_of_several_gpus_fill_nodes_and_none_straddles_two() -> None:
     four = replace(EIGHT_GPUS, gpus=4)
     placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(4, gpu=2)), four)
     assert placement.num_nodes == 4
-    servers = [unit_of(placement, f"generation_server/{index}") for index in range(4)]
-    assert [(unit.nodes, unit.gpus) for unit in servers] == [
-        ((0,), ((0, 1),)), ((0,), ((2, 3),)), ((1,), ((0, 1),)), ((1,), ((2, 3),)),
-    ]  # fmt: skip
-    assert unit_of(placement, "model_worker").nodes == (2, 2, 2, 2, 3, 3, 3, 3)
+    servers = [placement.places[f"generation_server/{index}"] for index in range(4)]
+    assert servers == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+    assert nodes_of(placement, "model_worker") == [2, 2, 2, 2, 3, 3, 3, 3]
     # What one of three leaves on a node is no room for half of another, but for a rank.
     placement = place(trial(model_worker=group(2, gpu=1), generation_server=group(2, gpu=3)), four)
-    assert [unit_of(placement, f"generation_server/{index}").nodes for index in range(2)] == [(0,), (1,)]
-    assert unit_of(placement, "model_worker").gpus == ((3,), (3,))
+    assert nodes_of(placement, "generation_server") == [0, 1]
+    assert gpus_of(placement, "model_worker") == [(3,), (3,)]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +129,6 @@ def test_servers_of_several_gpus_fill_nodes_and_none_straddles_two() -> None:
 def test_a_task_of_more_gpus_than_a_node_has_is_told_how_many_fit(kind: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"{kind} wants 9 GPUs in one task; a node has 8.*{remedy}"):
         place(trial(**{kind: group(1, gpu=9)}), EIGHT_GPUS)
-
-
-def test_blocks_must_divide_the_group_and_fit_a_node() -> None:
-    with pytest.raises(ValueError, match="model_worker: 3 tasks cannot be split into blocks of 2"):
-        place(trial(model_worker=group(3, gpu=1)), EIGHT_GPUS, tasks_together={"model_worker": 2})
-    with pytest.raises(ValueError, match="model_worker wants 16 GPUs in 16 tasks that share a node; a node has 8"):
-        place(trial(model_worker=group(16, gpu=1)), EIGHT_GPUS, tasks_together={"model_worker": 16})
 
 
 groups = st.builds(
@@ -178,15 +153,15 @@ def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(
     mem_mb: dict[int, int] = defaultdict(int)
     gpus: dict[int, list[int]] = defaultdict(list)
     placed = []
-    for unit in placement.units:
-        task = scheduling[unit.kind].scheduling
-        for offset, (node, task_gpus) in enumerate(zip(unit.nodes, unit.gpus, strict=True)):
-            placed.append((unit.kind, unit.first_index + offset))
-            cores[node] += math.ceil(task.cpu / threads_per_core)
-            mem_mb[node] += task.mem
-            gpus[node] += task_gpus
-            assert len(task_gpus) == task.gpu
-            assert list(task_gpus) == list(range(min(task_gpus, default=0), min(task_gpus, default=0) + task.gpu))
+    for worker, (node, task_gpus) in placement.places.items():
+        kind, index = parse_worker_id(worker)
+        task = scheduling[kind].scheduling
+        placed.append((kind, index))
+        cores[node] += math.ceil(task.cpu / threads_per_core)
+        mem_mb[node] += task.mem
+        gpus[node] += task_gpus
+        assert len(task_gpus) == task.gpu
+        assert list(task_gpus) == list(range(min(task_gpus, default=0), min(task_gpus, default=0) + task.gpu))
     assert placed == [(kind, index) for kind, tasks in scheduling.items() for index in range(tasks.count)]
     assert set(cores) == set(range(placement.num_nodes))
     for node in cores:
