@@ -19,23 +19,16 @@ again. The gate makes such drops rare; the rule makes the bound hold always.
 Both are pure: events in, decisions out. Callers number the steps and send the messages.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Limit = Literal["staleness", "concurrency"]
+"""What a closed gate waits for: the next version of the trainer, or the end of a prompt that runs."""
 
 
-class GateLimit(Enum):
-    """What a closed gate waits for."""
-
-    NONE = "none"
-    """It is open."""
-    STALENESS = "staleness"
-    """The next version of the trainer."""
-    CONCURRENCY = "concurrency"
-    """The end of a prompt that runs."""
-
-
+@dataclass(slots=True, kw_only=True)
 class StalenessGate:
     """Counts samples by uid and says whether another prompt may start. Every event may arrive twice.
 
@@ -48,29 +41,18 @@ class StalenessGate:
         gate.admit("0:c")                       # 2
     """
 
-    def __init__(self, *, batch_size: int, max_staleness: int, max_concurrent: int | None = None) -> None:
-        """An open gate at version 0.
-
-        Args:
-            batch_size: prompts per train step.
-            max_staleness: eta, in versions; 0 is synchronous training.
-            max_concurrent: prompts that may run at the same time; None leaves it to the other rule.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be 0 or more, got {max_staleness}; 0 is synchronous training")
-        if max_concurrent is not None and max_concurrent < 1:
-            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}; leave it out for no limit")
-        self._batch_size = batch_size
-        self._max_staleness = max_staleness
-        self._max_concurrent = max_concurrent
-        self.version = 0
-        self.consumed = 0
-        """Samples that were trained."""
-        self._running: dict[str, int] = {}
-        self._finished: dict[str, int] = {}  # order by uid: accepted, and not known to be consumed
-        self._next_order = 0
+    batch_size: int
+    """Prompts per train step."""
+    max_staleness: int
+    """Eta, in versions; 0 is synchronous training."""
+    max_concurrent: int
+    """Prompts that may run at the same time."""
+    version: int = 0
+    consumed: int = 0
+    """Samples that were trained."""
+    _running: dict[str, int] = field(default_factory=dict)
+    _finished: dict[str, int] = field(default_factory=dict)  # order by uid: accepted, and not known to be consumed
+    _next_order: int = 0
 
     @property
     def running(self) -> int:
@@ -84,10 +66,8 @@ class StalenessGate:
     @property
     def capacity(self) -> int:
         """Prompts that would be admitted now, one after the other; 0 while the gate is closed."""
-        ahead = (self._max_staleness + self.version + 1) * self._batch_size - self.accepted - self.running
-        if self._max_concurrent is not None:
-            ahead = min(ahead, self._max_concurrent - self.running)
-        return max(0, ahead)
+        ahead = (self.max_staleness + self.version + 1) * self.batch_size - self.accepted - self.running
+        return max(0, min(ahead, self.max_concurrent - self.running))
 
     def order_of(self, uid: str) -> int | None:
         """The order number of a running or accepted sample."""
@@ -114,30 +94,26 @@ class StalenessGate:
         self._running[uid] = order
         return order
 
-    def finish(self, uid: str) -> bool:
-        """A running sample is complete and will be delivered. False if it was not running: the event came twice."""
-        if uid not in self._running:
-            return False
-        self._finished[uid] = self._running.pop(uid)
-        return True
+    def finish(self, uid: str) -> None:
+        """A running sample is complete and will be delivered."""
+        if uid in self._running:
+            self._finished[uid] = self._running.pop(uid)
 
-    def drop(self, uid: str) -> bool:
-        """A sample will not be trained (failed reward, too stale); its place is free. False if it had no place."""
-        return self._running.pop(uid, None) is not None or self._finished.pop(uid, None) is not None
+    def drop(self, uid: str) -> None:
+        """A sample will not be trained (failed reward, too stale); its place is free."""
+        self._running.pop(uid, None)
+        self._finished.pop(uid, None)
 
-    def abandon(self, uid: str) -> bool:
+    def abandon(self, uid: str) -> None:
         """Whoever ran it is gone; its place is free until it is admitted anew. A finished one stays, in its spool."""
-        return self._running.pop(uid, None) is not None
+        self._running.pop(uid, None)
 
-    def consume(self, uids: Iterable[str]) -> int:
-        """These samples were trained. Says how many of them counted; those that had no place were counted before."""
-        consumed = 0
+    def consume(self, uids: Iterable[str]) -> None:
+        """These samples were trained; those that have no place were counted before."""
         for uid in uids:
             # A sample that still runs here was trained from a delivery that overtook its own finish event.
             if self._finished.pop(uid, None) is not None or self._running.pop(uid, None) is not None:
-                consumed += 1
-        self.consumed += consumed
-        return consumed
+                self.consumed += 1
 
     def adopt(self, uid: str, *, order: int, is_finished: bool) -> None:
         """Count a sample that an earlier manager admitted and that is reported only now; a closed gate does not matter.
@@ -149,12 +125,9 @@ class StalenessGate:
             (self._finished if is_finished else self._running)[uid] = order
         self._next_order = max(self._next_order, order + 1)
 
-    def set_version(self, version: int) -> bool:
+    def set_version(self, version: int) -> None:
         """A train step is done. Versions only grow until `rebuild`; an older one is a late message: nothing changes."""
-        if version <= self.version:
-            return False
-        self.version = version
-        return True
+        self.version = max(self.version, version)
 
     def rebuild(self, *, version: int, consumed: int) -> None:
         """Start anew: the manager was started again, or training went back to an earlier commit; `adopt` does the rest.
@@ -163,30 +136,26 @@ class StalenessGate:
             version: of the commit; may be lower than before.
             consumed: samples that were trained up to that commit.
         """
-        if version < 0 or consumed < 0:
-            raise ValueError(f"version and consumed must be 0 or more, got version={version}, consumed={consumed}")
         self.version = version
         self.consumed = consumed
         self._finished.clear()
         self._running.clear()
         self._next_order = consumed  # consumed samples had numbers too, all different
 
-    def limit(self) -> GateLimit:
-        """What keeps the next prompt out."""
-        if self.accepted + self.running >= (self._max_staleness + self.version + 1) * self._batch_size:
-            return GateLimit.STALENESS
-        if self._max_concurrent is not None and self.running >= self._max_concurrent:
-            return GateLimit.CONCURRENCY
-        return GateLimit.NONE
+    def limit(self) -> Limit | None:
+        """What keeps the next prompt out; None if the gate is open."""
+        if self.accepted + self.running >= (self.max_staleness + self.version + 1) * self.batch_size:
+            return "staleness"
+        return "concurrency" if self.running >= self.max_concurrent else None
 
     def explain(self) -> str:
         """Why the next prompt is or is not admitted, with the numbers, for people."""
-        sides = f"(eta {self._max_staleness} + version {self.version} + 1) x {self._batch_size}"
+        sides = f"(eta {self.max_staleness} + version {self.version} + 1) x {self.batch_size}"
         match self.limit():
-            case GateLimit.STALENESS:
+            case "staleness":
                 return f"closed: accepted {self.accepted} + running {self.running} >= {sides}"
-            case GateLimit.CONCURRENCY:
-                return f"closed: running {self.running} >= max_concurrent {self._max_concurrent}"
+            case "concurrency":
+                return f"closed: running {self.running} >= max_concurrent {self.max_concurrent}"
         return f"open for {self.capacity}: accepted {self.accepted} + running {self.running} < {sides}"
 
 
@@ -213,8 +182,8 @@ class BatchDecision:
 class ReadySamples:
     """Samples whose inputs have all arrived, until a batch or their age takes them out.
 
-    They lie in one heap per version of their oldest token. So a batch costs what it takes out and at most eta + 1 looks
-    besides, however many samples are held.
+    They lie apart by the version of their oldest token. So as long as there is no batch, to ask for one costs a look at
+    each version, however many samples are held.
 
     Example:
         ready = ReadySamples()
@@ -223,11 +192,10 @@ class ReadySamples:
     """
 
     def __init__(self) -> None:
-        self._uids: set[str] = set()
-        self._heap_by_version: dict[int, list[tuple[int, str]]] = {}
+        self._orders_by_version: defaultdict[int, dict[str, int]] = defaultdict(dict)
 
     def __len__(self) -> int:
-        return len(self._uids)
+        return sum(map(len, self._orders_by_version.values()))
 
     def add(self, uid: str, *, order: int, head_version: int) -> None:
         """A sample is complete.
@@ -239,10 +207,9 @@ class ReadySamples:
         Raises:
             ValueError: if it is here already: then something was counted wrongly.
         """
-        if uid in self._uids:
+        if any(uid in orders for orders in self._orders_by_version.values()):
             raise ValueError(f"sample {uid!r} is ready twice; the second copy had to be turned away")
-        self._uids.add(uid)
-        heapq.heappush(self._heap_by_version.setdefault(head_version, []), (order, uid))
+        self._orders_by_version[head_version][uid] = order
 
     def take(self, *, version: int, eta: int, batch_size: int, remaining: int) -> BatchDecision:
         """Choose the samples of the next train step, and forget them and what is stale.
@@ -264,34 +231,20 @@ class ReadySamples:
                 f"{len(self)} samples are ready but only {remaining} remain in the run; one was delivered after "
                 "training"
             )
-        stale = self._take_stale(version - eta)
-        fresh = [heap for head, heap in self._heap_by_version.items() if is_trainable(head, version, eta)]
+        too_old = [head for head in self._orders_by_version if head < version - eta]
+        stale = tuple(_oldest_first(self._orders_by_version.pop(head) for head in too_old))
+        fresh = [orders for head, orders in self._orders_by_version.items() if is_trainable(head, version, eta)]
         needed = min(batch_size, remaining)
-        num_fresh = sum(len(heap) for heap in fresh)
+        num_fresh = sum(map(len, fresh))
         if needed == 0 or num_fresh < needed:
             return BatchDecision(batch=None, stale=stale, waiting_for=needed - num_fresh)
-        batch = tuple(_pop_oldest(fresh, needed))
-        self._uids.difference_update(batch)
+        batch = tuple(_oldest_first(fresh)[:needed])
+        for orders in fresh:
+            for uid in batch:
+                orders.pop(uid, None)
         return BatchDecision(batch=batch, stale=stale)
 
-    def _take_stale(self, oldest_version: int) -> tuple[str, ...]:
-        """Samples from before this version, oldest first."""
-        too_old = [head for head in self._heap_by_version if head < oldest_version]
-        taken = sorted(entry for head in too_old for entry in self._heap_by_version.pop(head))
-        stale = tuple(uid for _, uid in taken)
-        self._uids.difference_update(stale)
-        return stale
 
-
-def _pop_oldest(heaps: Iterable[list[tuple[int, str]]], count: int) -> Iterator[str]:
-    """The smallest entries of all heaps together, in order."""
-    heads = [(heap[0], heap) for heap in heaps if heap]
-    heapq.heapify(heads)
-    for _ in range(count):
-        (_, uid), heap = heads[0]
-        heapq.heappop(heap)
-        if heap:
-            heapq.heapreplace(heads, (heap[0], heap))
-        else:
-            heapq.heappop(heads)
-        yield uid
+def _oldest_first(orders_by_uid: Iterable[Mapping[str, int]]) -> list[str]:
+    """The samples of all of these, by their order numbers."""
+    return [uid for _, uid in sorted((order, uid) for orders in orders_by_uid for uid, order in orders.items())]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from corral.scheduling.staleness import BatchDecision, ReadySamples, StalenessGate, is_trainable
 
 
-def open_gate(*, batch_size: int = 2, max_staleness: int = 0, max_concurrent: int | None = None) -> StalenessGate:
+def open_gate(*, batch_size: int = 2, max_staleness: int = 0, max_concurrent: int = 99) -> StalenessGate:
     return StalenessGate(batch_size=batch_size, max_staleness=max_staleness, max_concurrent=max_concurrent)
 
 
@@ -65,8 +65,8 @@ def test_dropped_and_abandoned_samples_free_their_place() -> None:
     gate = open_gate()
     admit_all(gate)
     gate.finish("p0")
-    assert gate.drop("p0")
-    assert gate.abandon("p1")
+    gate.drop("p0")
+    gate.abandon("p1")
     assert (gate.running, gate.accepted, gate.capacity) == (0, 0, 2)
     assert gate.admit("p0") == 2  # as if new: its tokens will be
 
@@ -75,26 +75,28 @@ def test_an_abandoned_sample_that_has_finished_stays_accepted() -> None:
     gate = open_gate()
     gate.admit("a")
     gate.finish("a")
-    assert not gate.abandon("a")
+    gate.abandon("a")
     assert gate.accepted == 1
 
 
 def test_events_that_arrive_twice_count_once() -> None:
     gate = open_gate(max_staleness=1)
     assert [gate.admit("a"), gate.admit("a"), gate.admit("b")] == [0, 0, 1]
-    assert [gate.finish("a"), gate.finish("a")] == [True, False]
-    assert [gate.drop("b"), gate.drop("b"), gate.finish("b"), gate.abandon("b")] == [True, False, False, False]
-    assert [gate.consume(["a"]), gate.consume(["a"])] == [1, 0]
-    assert not gate.drop("a")
-    assert [gate.set_version(1), gate.set_version(1), gate.set_version(0)] == [True, False, False]
+    for event, arguments in [
+        (gate.finish, "a"), (gate.drop, "b"), (gate.finish, "b"), (gate.abandon, "b"), (gate.consume, ["a"]),
+        (gate.drop, "a"), (gate.set_version, 1),
+    ]:  # fmt: skip
+        event(arguments)
+        event(arguments)
+    gate.set_version(0)
     assert (gate.running, gate.accepted, gate.consumed, gate.version) == (0, 1, 1, 1)
 
 
 def test_a_sample_trained_before_its_finish_event_counts_once() -> None:
     gate = open_gate()
     gate.admit("a")
-    assert gate.consume(["a"]) == 1
-    assert not gate.finish("a")
+    gate.consume(["a"])
+    gate.finish("a")
     assert (gate.running, gate.accepted) == (0, 1)
 
 
@@ -144,17 +146,6 @@ def test_training_from_an_earlier_commit_takes_the_version_back() -> None:
     gate.rebuild(version=3, consumed=6)
     gate.adopt("late", order=9, is_finished=True)
     assert (gate.version, gate.accepted, gate.capacity) == (3, 7, 1)
-
-
-def test_impossible_settings_are_refused_with_the_value() -> None:
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        open_gate(batch_size=0)
-    with pytest.raises(ValueError, match="max_staleness must be 0 or more, got -1"):
-        open_gate(max_staleness=-1)
-    with pytest.raises(ValueError, match="max_concurrent must be at least 1, got 0"):
-        open_gate(max_concurrent=0)
-    with pytest.raises(ValueError, match="got version=-1"):
-        open_gate().rebuild(version=-1, consumed=0)
 
 
 def ready(*samples: tuple[str, int, int]) -> ReadySamples:
@@ -321,7 +312,7 @@ class Simulation:
     def die(self, choice: int) -> bool:
         return self._lose(choice, self.gate.abandon)
 
-    def _lose(self, choice: int, tell: Callable[[str], bool]) -> bool:
+    def _lose(self, choice: int, tell: Callable[[str], None]) -> bool:
         if not self.running:
             return False
         uid = sorted(self.running)[choice % len(self.running)]
@@ -359,7 +350,9 @@ class Simulation:
         return changed
 
     def tell_manager(self, choice: int) -> bool:
-        return self.gate.set_version(self.trainer_version)
+        before = self.gate.version
+        self.gate.set_version(self.trainer_version)
+        return self.gate.version > before
 
     def restart_manager(self, choice: int) -> bool:
         self.gate = StalenessGate(

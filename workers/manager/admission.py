@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.scheduling.staleness import GateLimit, StalenessGate
+from corral.scheduling.staleness import StalenessGate
 from corral.workers.requests.manager_messages import Allocation
 
 
@@ -57,11 +57,11 @@ class Admission:
         if self._awaited:
             return tuple(sorted(self._awaited))
         match self._gate.limit():
-            case GateLimit.STALENESS:
+            case "staleness":
                 return (self._trainer,)
-            case GateLimit.CONCURRENCY:
+            case "concurrency":
                 return tuple(sorted(worker for worker, holder in self._holders.items() if holder.running))
-            case GateLimit.NONE:
+            case None:
                 return ()
 
     def at_version(

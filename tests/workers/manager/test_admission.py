@@ -12,7 +12,7 @@ WORKER = "rollout_worker/0"
 MASTER = "master_worker/0"
 
 
-def fresh(batch_size: int = 2, eta: int = 0, max_concurrent: int | None = None) -> Admission:
+def fresh(batch_size: int = 2, eta: int = 0, max_concurrent: int = 99) -> Admission:
     gate = StalenessGate(batch_size=batch_size, max_staleness=eta, max_concurrent=max_concurrent)
     return Admission(gate, trainer=MASTER)
 
