@@ -15,8 +15,8 @@ Example:
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
 
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
@@ -140,9 +140,9 @@ def parse_allocation(text: str) -> Allocation:
     Raises:
         ValueError: showing the position of the first thing that does not fit, and the grammar.
     """
-    sides = _Scanner(text).sides()
-    generations = [side for side in sides if side[0].engine.backend in GENERATION_BACKENDS]
-    trainings = [side for side in sides if side[0].engine.backend not in GENERATION_BACKENDS]
+    sides = _sides(text)
+    generations = [side for side in sides if side[0].backend in GENERATION_BACKENDS]
+    trainings = [side for side in sides if side[0].backend not in GENERATION_BACKENDS]
     if len(generations) > 1:
         _fail(text, generations[1][0].position, 'both sides of "+" generate; one must be a training backend')
     if len(trainings) > 1:
@@ -153,124 +153,97 @@ def parse_allocation(text: str) -> Allocation:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """One `[roles "="] engine ["@" first rank]` and where it stands in the text."""
 
     position: int
-    roles: tuple[str, ...]
-    engine: EngineAllocation
-    first_rank: int | None
+    share: Share
+
+    @property
+    def backend(self) -> str:
+        return self.share.engine.backend
 
 
 def _generation(text: str, side: list[_Part]) -> EngineAllocation:
-    part = side[0]
-    if part.roles:
-        _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.roles[0]!r}")
-    if part.first_rank is not None:
-        _fail(text, part.position, '"@" gives training ranks; generation servers have none')
+    position, share = side[0]
+    if share.roles:
+        _fail(text, position, f"{side[0].backend} generates, and cannot train role {share.roles[0]!r}")
+    if share.first_rank is not None:
+        _fail(text, position, '"@" gives training ranks; generation servers have none')
     if len(side) > 1:
         _fail(text, side[1].position, 'the generation side is one engine; training goes after "+"')
+    dims = share.engine.dims
     for letter, size, what in (
-        ("p", part.engine.dims.pp, "pipeline stages"),
-        ("c", part.engine.dims.cp, "context-parallel ranks"),
-        ("e", part.engine.dims.ep, "expert-parallel ranks"),
+        ("p", dims.pp, "pipeline stages"),
+        ("c", dims.cp, "context-parallel ranks"),
+        ("e", dims.ep, "expert-parallel ranks"),
     ):
         if size != 1:
-            reason = f"a generation server has no {what}: {letter} must be 1, got {size}; use t"
-            _fail(text, part.position, reason)
-    return part.engine
+            _fail(text, position, f"a generation server has no {what}: {letter} must be 1, got {size}; use t")
+    return share.engine
 
 
 def _training(text: str, side: list[_Part]) -> tuple[Share, ...]:
-    if len(side) == 1 and not side[0].roles:
-        return (Share(roles=(EVERY_ROLE,), engine=side[0].engine, first_rank=side[0].first_rank),)
-    shares: list[Share] = []
-    for part in side:
-        if not part.roles:
-            _fail(text, part.position, '"," separates roles: role "=" must come here')
-        if part.engine.backend in GENERATION_BACKENDS:
-            _fail(text, part.position, f"{part.engine.backend} generates, and cannot train role {part.roles[0]!r}")
-        named = [name for share in shares for name in share.roles]
-        for number, role in enumerate(part.roles):
-            if role in named or role in part.roles[:number]:
-                _fail(text, part.position, f"role {role!r} has a layout already")
-        shares.append(Share(roles=part.roles, engine=part.engine, first_rank=part.first_rank))
-    return tuple(shares)
+    if len(side) == 1 and not side[0].share.roles:
+        return (replace(side[0].share, roles=(EVERY_ROLE,)),)
+    named: set[str] = set()
+    for position, share in side:
+        if not share.roles:
+            _fail(text, position, '"," separates roles: role "=" must come here')
+        if share.engine.backend in GENERATION_BACKENDS:
+            _fail(text, position, f"{share.engine.backend} generates, and cannot train role {share.roles[0]!r}")
+        for role in share.roles:
+            if role in named:
+                _fail(text, position, f"role {role!r} has a layout already")
+            named.add(role)
+    return tuple(part.share for part in side)
 
 
-_SPACE = re.compile(r"[ \t]*")
 _ROLE_NAME = r"(?:\*|[A-Za-z_][A-Za-z0-9_]*)"
-_ROLES = re.compile(rf"({_ROLE_NAME}(?:[ \t]*,[ \t]*{_ROLE_NAME})*)[ \t]*=[ \t]*")
-_BACKEND = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)[:.]")
-_LAYOUT = re.compile(r"[A-Za-z0-9_]+")
-_FIRST_RANK = re.compile(r"[ \t]*@[ \t]*([0-9]{1,6})")
+_PART = re.compile(
+    rf"[ \t]*(?P<part>(?:(?P<roles>{_ROLE_NAME}(?:[ \t]*,[ \t]*{_ROLE_NAME})*)[ \t]*=[ \t]*)?"
+    r"(?P<engine>(?:(?P<backend>[A-Za-z_][A-Za-z0-9_]*)[:.])?(?P<layout>[A-Za-z0-9_]*))"
+    r"(?:[ \t]*@[ \t]*(?P<first_rank>[0-9]{1,6}))?)[ \t]*"
+)
 
 
-class _Scanner:
-    """Reads the text from left to right into the parts of its one or two sides."""
+def _sides(text: str) -> list[list[_Part]]:
+    """The parts of the text's one or two sides, from left to right."""
+    sides: list[list[_Part]] = [[]]
+    position = 0
+    while match := _PART.match(text, position):
+        sides[-1].append(_part(text, match))
+        position = match.end()
+        separator = text[position : position + 1]
+        if separator == "+" and len(sides) == 1:
+            sides.append([])
+        elif separator != ",":
+            break
+        position += 1
+    if position < len(text):
+        _fail(text, position, "nothing may follow here")
+    return sides
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._position = 0
 
-    def sides(self) -> list[list[_Part]]:
-        sides = [self._side()]
-        if self._take("+"):
-            sides.append(self._side())
-        if self._position < len(self._text):
-            _fail(self._text, self._position, "nothing may follow here")
-        return sides
-
-    def _side(self) -> list[_Part]:
-        parts = [self._part()]
-        while self._take(","):
-            parts.append(self._part())
-        return parts
-
-    def _part(self) -> _Part:
-        self._match(_SPACE)
-        start = self._position
-        roles = self._match(_ROLES)
-        engine_start = self._position
-        backend = self._match(_BACKEND)
-        name = backend[1] if backend else DEFAULT_TRAINING_BACKEND
-        known = (*GENERATION_BACKENDS, *TRAINING_BACKENDS)
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            _fail(self._text, engine_start, f"unknown backend {name!r}; {hint}")
-        engine = EngineAllocation(backend=name, dims=self._dims())
-        first_rank = self._match(_FIRST_RANK)
-        return _Part(
-            position=start,
-            roles=tuple(name.strip() for name in roles[1].split(",")) if roles else (),
-            engine=engine,
-            first_rank=int(first_rank[1]) if first_rank else None,
-        )
-
-    def _dims(self) -> ParallelDims:
-        start = self._position
-        layout = self._match(_LAYOUT)
-        if layout is None:
-            _fail(self._text, start, "a layout such as d4t2p1 must come here")
-        try:
-            return ParallelDims.parse(layout[0])
-        except ValueError as error:
-            _fail(self._text, start, str(error))
-
-    def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        match = pattern.match(self._text, self._position)
-        if match:
-            self._position = match.end()
-        return match
-
-    def _take(self, symbol: str) -> bool:
-        self._match(_SPACE)
-        if not self._text.startswith(symbol, self._position):
-            return False
-        self._position += len(symbol)
-        return True
+def _part(text: str, match: re.Match[str]) -> _Part:
+    backend = match["backend"] or DEFAULT_TRAINING_BACKEND
+    known = (*GENERATION_BACKENDS, *TRAINING_BACKENDS)
+    if backend not in known:
+        close = difflib.get_close_matches(backend, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        _fail(text, match.start("engine"), f"unknown backend {backend!r}; {hint}")
+    if not match["layout"]:
+        _fail(text, match.start("layout"), "a layout such as d4t2p1 must come here")
+    try:
+        dims = ParallelDims.parse(match["layout"])
+    except ValueError as error:
+        _fail(text, match.start("layout"), str(error))
+    share = Share(
+        roles=tuple(name.strip() for name in match["roles"].split(",")) if match["roles"] else (),
+        engine=EngineAllocation(backend=backend, dims=dims),
+        first_rank=int(match["first_rank"]) if match["first_rank"] else None,
+    )
+    return _Part(match.start("part"), share)
 
 
 def _fail(text: str, position: int, reason: str) -> NoReturn:

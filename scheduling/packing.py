@@ -7,6 +7,7 @@ partition_near_owners       time and traffic: as good as equal work, and what ne
 
 import bisect
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ def pack_first_fit_decreasing(lengths: Sequence[int], *, max_tokens: int, min_bi
     bins = _first_fit(longest_first, lengths, max_tokens=max_tokens)
     if len(bins) >= min(min_bins, len(lengths)):
         return bins
-    return _spread(longest_first, lengths, max_tokens=max_tokens, num_bins=min(min_bins, len(lengths)))
+    spread: list[list[int]] = [[] for _ in range(min(min_bins, len(lengths)))]
+    _fill(spread, longest_first, lengths, limit=max_tokens)
+    return spread
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -81,22 +84,6 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int)
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins
-
-
-def _spread(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int, num_bins: int) -> list[list[int]]:
-    """Each sequence goes to the least filled bin; one that fits nowhere opens another bin."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    least_filled = [(0, 0, number) for number in range(num_bins)]  # tokens, sequences, bin
-    for index in order:
-        tokens, count, number = least_filled[0]
-        if tokens + lengths[index] > max_tokens:
-            number, tokens, count = len(bins), 0, 0
-            bins.append([])
-            heapq.heappush(least_filled, (tokens + lengths[index], count + 1, number))
-        else:
-            heapq.heapreplace(least_filled, (tokens + lengths[index], count + 1, number))
-        bins[number].append(index)
     return bins
 
 
@@ -123,11 +110,6 @@ TYPICAL_SHAPE = TransformerShape(
     attention_size=3584,
     key_value_size=512,
 )
-
-
-def sequence_flops(length: int, *, shape: TransformerShape = TYPICAL_SHAPE) -> float:
-    """Floating-point operations of one forward pass over a sequence of `length` tokens (causal; training is 3x)."""
-    return forward_flops([[length]], [shape])[0]
 
 
 def forward_flops(groups: Iterable[Sequence[int]], shapes: Sequence[TransformerShape]) -> list[float]:
@@ -221,14 +203,19 @@ def _heaviest(parts: Sequence[Sequence[int]], costs: Sequence[float]) -> float:
     return max(_load(part, costs) for part in parts)
 
 
-def _fill(parts: list[list[int]], items: Sequence[int], costs: Sequence[float]) -> None:
-    """Add items to the parts, the costliest first, each to the lightest part."""
+def _fill(parts: list[list[int]], items: Iterable[int], costs: Sequence[float], *, limit: float = math.inf) -> None:
+    """Add items to the parts, the costliest first, each to the lightest part; above the limit to another new part."""
     lightest = [(_load(part, costs), len(part), number) for number, part in enumerate(parts)]
     heapq.heapify(lightest)
     for index in sorted(items, key=lambda index: (-costs[index], index)):
         load, count, number = lightest[0]
+        if load + costs[index] > limit:
+            number = len(parts)
+            parts.append([])
+            heapq.heappush(lightest, (costs[index], 1, number))
+        else:
+            heapq.heapreplace(lightest, (load + costs[index], count + 1, number))
         parts[number].append(index)
-        heapq.heapreplace(lightest, (load + costs[index], count + 1, number))
 
 
 def _take_excess(part: list[int], costs: Sequence[float], *, limit: float) -> list[int]:

@@ -102,25 +102,24 @@ class ParallelDims:
             rank for start in range(first, first + self.world_size, stage) for rank in range(start, start + width)
         )
 
-    def dp_head(self, dp_rank: int) -> int:
-        """The rank that holds the outputs of one data-parallel rank: the first of its ranks in the last stage."""
-        return self.rank_of(dp_rank=dp_rank, tp_rank=0, pp_rank=self.pp - 1)
-
     @property
     def dp_heads(self) -> tuple[int, ...]:
-        """The head of each data-parallel rank, by dp rank."""
-        return tuple(range(self.dp_head(0), self.world_size, self.tp * self.cp))
+        """The rank that holds the outputs of each data-parallel rank, by dp rank: its first one in the last stage."""
+        first = self.rank_of(dp_rank=0, tp_rank=0, pp_rank=self.pp - 1)
+        return tuple(range(first, self.world_size, self.tp * self.cp))
 
     def __str__(self) -> str:
         """ "d2t1p1", and "c2" and "e2" after it where there are any, which most layouts do without."""
-        rare = (("c", self.cp), ("e", self.ep))
-        return f"d{self.dp}t{self.tp}p{self.pp}" + "".join(f"{letter}{size}" for letter, size in rare if size > 1)
+        return self._written(always="dtp")
 
     @property
     def short(self) -> str:
         """Without the sizes that are 1: "d4t2"; "d1" if all are."""
+        return self._written(always="") or "d1"
+
+    def _written(self, *, always: str) -> str:
         sizes = (("d", self.dp), ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep))
-        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "d1"
+        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1 or letter in always)
 
     @classmethod
     def parse(cls, text: str) -> "ParallelDims":

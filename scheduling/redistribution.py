@@ -173,20 +173,24 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
     for demand in wanted:
         for uid in demand.uids:
             demands_by_uid[uid].append(demand)
-    if unknown := sorted(_unknown(locations, demands_by_uid)):
-        raise ValueError(_not_held(unknown))
+    unknown: list[tuple[str, str, tuple[int, ...]]] = []
     for uid, demands in demands_by_uid.items():
-        of_sample = locations[uid]
+        of_sample = locations.get(uid, {})
         bundles: dict[_Bundle, list[str]] = {}
         bundle, known = _Bundle((), ()), None
         for key, ranks in _ranks_by_key(demands).items():
-            holders = of_sample[key]
+            holders = of_sample.get(key)
+            if not holders:
+                unknown.append((uid, key, ranks))
+                continue
             if (holders, ranks) != known:  # mostly all keys of a sample are in the same place and go the same way
                 known = (holders, ranks)
                 bundle = _Bundle(tuple(sorted(holders)), tuple(rank for rank in ranks if rank not in holders))
             if bundle.destinations:
                 bundles.setdefault(bundle, []).append(key)
         yield uid, bundles
+    if unknown:
+        raise ValueError(_not_held(sorted(unknown)))
 
 
 def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:
@@ -198,18 +202,6 @@ def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:
         for key in demand.keys:
             ranks[key].update(demand.ranks)
     return {key: tuple(sorted(of_key)) for key, of_key in ranks.items()}
-
-
-def _unknown(
-    locations: Locations, demands_by_uid: Mapping[str, Sequence[Demand]]
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """What nobody holds: uid, key, and who wants it."""
-    for uid, demands in demands_by_uid.items():
-        of_sample = locations.get(uid, {})
-        if not all(of_sample.get(key) for demand in demands for key in demand.keys):
-            for key, ranks in _ranks_by_key(demands).items():
-                if not of_sample.get(key):
-                    yield uid, key, ranks
 
 
 def _not_held(unknown: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:

@@ -17,10 +17,13 @@ from corral.scheduling.packing import (
     forward_flops,
     pack_first_fit_decreasing,
     partition_near_owners,
-    sequence_flops,
 )
 
 lengths_up_to_100 = st.lists(st.integers(0, 100), max_size=40)
+
+
+def sequence_flops(length: int, shape: TransformerShape = TYPICAL_SHAPE) -> float:
+    return forward_flops([[length]], [shape])[0]
 
 
 def slow_first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.experiments.inputs.model_directory import transformer_shape
-from corral.scheduling.packing import sequence_flops
+from corral.scheduling.packing import forward_flops
 
 SIZES = {
     "num_hidden_layers": 3,
@@ -42,7 +42,7 @@ def test_the_work_of_a_token_is_two_operations_for_each_weight_of_each_linear_la
     linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     attention = model.model.layers[0].self_attn.q_proj.out_features
     # Of every pair of tokens, the score and the sum of values; half of the pairs are masked.
-    assert sequence_flops(10, shape=shape) == 10 * 2 * linear + 3 * 4 * attention * (10 * 10 / 2)
+    assert forward_flops([[10]], [shape])[0] == 10 * 2 * linear + 3 * 4 * attention * (10 * 10 / 2)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "no json", json.dumps(SIZES | {"num_attention_heads": 0})])
