@@ -15,11 +15,10 @@ started again adopts the jobs that its predecessor asked for; those of an earlie
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.extra_jobs.gang import GangGuard, GiveBack, GiveUp
+from corral.launcher.extra_jobs.gang import GangGuard, GiveBack
 from corral.launcher.layout.layout import Allocation
 from corral.scheduling.restarts import growing_pause
 
@@ -47,37 +46,15 @@ class JobSighting:
 
 
 @dataclass(frozen=True, slots=True)
-class NodesGranted:
-    """The extra job's workers may start."""
+class NodesEvent:
+    """What follows for those who run in an extra job."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodesLost:
-    """The extra job's workers have lost their nodes."""
-
-    name: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodesStay:
-    """The extra job's nodes are still there: whatever ended there ended by itself."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodesNeverCome:
-    """The trial needs the extra job's nodes, and cannot get them while it holds what it has."""
-
-    name: str
-    cause: str
-
-
-NodesEvent = NodesGranted | NodesLost | NodesStay | NodesNeverCome
-"""What follows for those who run in an extra job."""
+    """Of its allocation."""
+    news: Literal["granted", "lost", "stay", "never come"]
+    """granted: its workers may start; lost: they have lost their nodes; stay: whatever ended there ended by itself;
+    never come: the trial needs these nodes, and cannot get them while it holds what it has."""
+    cause: str = ""
 
 
 class ExtraJobHands(Protocol):
@@ -99,22 +76,14 @@ class ExtraJobHands(Protocol):
         """A line of the journal."""
 
 
-class ExtraJobState(StrEnum):
-    """Where an extra job stands."""
-
-    WANTED = "wanted"
-    ASKED = "asked"
-    QUEUED = "queued"
-    RUNNING = "running"
-    LEAVING = "leaving"
-    RELEASED = "released"
-    """Not wanted any more."""
+_State = Literal["wanted", "asked", "queued", "running", "leaving", "released"]
+"""Where an extra job stands; released: it is not wanted any more."""
 
 
 @dataclass(slots=True)
 class _ExtraJob:
     spec: Allocation
-    state: ExtraJobState = ExtraJobState.WANTED
+    state: _State = "wanted"
     job_id: str = ""
     hosts: tuple[str, ...] = ()
     reason: str = "its job has not been asked for yet"
@@ -182,17 +151,17 @@ class ExtraJobBook:
         self._guard(now)
         # The gang first: where the number of jobs is limited, elastic workers get what it leaves.
         for extra_job in sorted(self._extra_jobs.values(), key=lambda one: (not one.is_required, -one.spec.size)):
-            if extra_job.state is ExtraJobState.WANTED and now >= extra_job.ask_at:
-                extra_job.state = ExtraJobState.ASKED
+            if extra_job.state == "wanted" and now >= extra_job.ask_at:
+                extra_job.state = "asked"
                 self.hands.ask_for(extra_job.spec.name)
 
     def submitted(self, name: str, job_id: str, now: float) -> None:
         """The cluster has taken the job."""
         extra_job = self._extra_jobs[name]
-        if extra_job.state is not ExtraJobState.ASKED:
+        if extra_job.state != "asked":
             self._cancel(job_id)
             return
-        extra_job.state, extra_job.job_id, extra_job.reason, extra_job.is_clear = ExtraJobState.QUEUED, job_id, "", True
+        extra_job.state, extra_job.job_id, extra_job.reason, extra_job.is_clear = "queued", job_id, "", True
         extra_job.never = ""
         self._changed_at = now
         self._news(extra_job, "extra_job_submitted")
@@ -200,7 +169,7 @@ class ExtraJobBook:
     def refused(self, name: str, why: str, now: float, *, is_word: bool = False) -> None:
         """The cluster has not taken the job; `is_word`: it was asked, and does not want it."""
         extra_job = self._extra_jobs[name]
-        if extra_job.state is ExtraJobState.ASKED:
+        if extra_job.state == "asked":
             pause_s = self._want_again(extra_job, why, now)
             extra_job.never = why if is_word else ""
             self.hands.news("extra_job_refused", allocation=name, cause=why, pause_s=pause_s)
@@ -238,17 +207,17 @@ class ExtraJobBook:
         if extra_job.job_id != job_id or extra_job.granted is None:
             return  # they were lost in the meantime, and that is known
         if not is_leaving:
-            self.hands.tell(NodesStay(name))
+            self.hands.tell(NodesEvent(name, "stay"))
             return
-        extra_job.state, extra_job.reason, extra_job.left_run = ExtraJobState.LEAVING, cause, extra_job.run
+        extra_job.state, extra_job.reason, extra_job.left_run = "leaving", cause, extra_job.run
         self._announce()
 
     def release(self, name: str) -> None:
         """The extra job is not wanted any more."""
         extra_job = self._extra_jobs[name]
-        if extra_job.is_required or extra_job.state is ExtraJobState.RELEASED:
+        if extra_job.is_required or extra_job.state == "released":
             return
-        extra_job.state, extra_job.reason = ExtraJobState.RELEASED, "it was given up"
+        extra_job.state, extra_job.reason = "released", "it was given up"
         if extra_job.job_id:
             self._cancel(extra_job.job_id)
         extra_job.job_id = ""
@@ -257,18 +226,18 @@ class ExtraJobBook:
     def _make_room(self, crowded_out: _ExtraJob, now: float) -> None:
         """Elastic workers leave for a job that the trial needs, and come back behind it."""
         for extra_job in self._extra_jobs.values():
-            if extra_job.state is ExtraJobState.RUNNING and not extra_job.is_required:
+            if extra_job.state == "running" and not extra_job.is_required:
                 self._cancel(extra_job.job_id)
                 self._gone(extra_job, f"it made room for {crowded_out.spec.name}", now)
 
     def _take_in(self, extra_job: _ExtraJob, jobs: dict[str, Job], now: float) -> None:
         alive = [job for job in jobs.values() if job.phase is not JobPhase.ENDED and job.job_id not in self._cancelled]
-        if extra_job.state is ExtraJobState.WANTED and alive:
+        if extra_job.state == "wanted" and alive:
             best = min(alive, key=lambda job: (job.phase is not JobPhase.RUNNING, job.number))
-            extra_job.state, extra_job.job_id, extra_job.is_clear = ExtraJobState.QUEUED, best.job_id, False
+            extra_job.state, extra_job.job_id, extra_job.is_clear = "queued", best.job_id, False
             self._news(extra_job, "extra_job_adopted")
             self.hands.clear(extra_job.spec.name, best.job_id)
-        if extra_job.state is not ExtraJobState.ASKED:
+        if extra_job.state != "asked":
             for job in alive:
                 if job.job_id != extra_job.job_id:
                     self._cancel_if_there(job)
@@ -284,8 +253,8 @@ class ExtraJobBook:
                 self._gone(extra_job, f"its job ended as {job.word}", now)
             case JobPhase.RUNNING:
                 self._runs(extra_job, job, now)
-            case JobPhase.LEAVING if extra_job.state is ExtraJobState.RUNNING:
-                extra_job.state, extra_job.reason = ExtraJobState.LEAVING, "its job is ending"
+            case JobPhase.LEAVING if extra_job.state == "running":
+                extra_job.state, extra_job.reason = "leaving", "its job is ending"
             case JobPhase.WAITING:
                 self._waits(extra_job, job, now)
             # A word that this version does not know changes nothing.
@@ -300,16 +269,16 @@ class ExtraJobBook:
             have = f"{len(job.hosts)} of {extra_job.spec.num_nodes} nodes"
             self._gone(extra_job, f"its job has {have} left", now)
         elif run != extra_job.run:
-            extra_job.state, extra_job.run = ExtraJobState.RUNNING, run
+            extra_job.state, extra_job.run = "running", run
             extra_job.hosts, extra_job.reason = job.hosts, ""
             extra_job.ran_since = self._changed_at = now
             self._news(extra_job, "extra_job_running", nodes=",".join(job.hosts))
 
     def _waits(self, extra_job: _ExtraJob, job: Job, now: float) -> None:
-        if extra_job.state in (ExtraJobState.RUNNING, ExtraJobState.LEAVING):
+        if extra_job.state in ("running", "leaving"):
             self._changed_at = now
             self._news(extra_job, "extra_job_gone", cause="preempted or requeued", pause_s=0)
-        extra_job.state, extra_job.reason = ExtraJobState.QUEUED, job.reason
+        extra_job.state, extra_job.reason = "queued", job.reason
         if job.is_blocked and extra_job.noted_reason != job.reason:
             extra_job.noted_reason = job.reason
             self._news(extra_job, "extra_job_blocked", cause=job.reason)
@@ -325,34 +294,33 @@ class ExtraJobBook:
         extra_job.failures += 1
         extra_job.ran_since = None
         pause_s = growing_pause(extra_job.failures, first_s=_FIRST_PAUSE_S, longest_s=_MAX_PAUSE_S)
-        extra_job.state, extra_job.reason, extra_job.ask_at = ExtraJobState.WANTED, cause, now + pause_s
+        extra_job.state, extra_job.reason, extra_job.ask_at = "wanted", cause, now + pause_s
         extra_job.never = ""
         self._changed_at = now
         return pause_s
 
     def _guard(self, now: float) -> None:
         required = [extra_job for extra_job in self._extra_jobs.values() if extra_job.is_required]
-        running = {extra_job.spec.name for extra_job in required if extra_job.state is ExtraJobState.RUNNING}
+        running = {extra_job.spec.name for extra_job in required if extra_job.state == "running"}
         hopeless = {extra_job.spec.name: extra_job.never for extra_job in required if extra_job.never}
         given_back = self.gang.look(running, now, hopeless=hopeless) if required else None
-        if isinstance(given_back, GiveUp):
-            name = given_back.hopeless
-            self.hands.tell(NodesNeverCome(name, f"{name} gets no nodes, and no waiting helps: {hopeless[name]}"))
+        if given_back == "give up":
+            name = min(hopeless)
+            cause = f"{name} gets no nodes, and no waiting helps: {hopeless[name]}"
+            self.hands.tell(NodesEvent(name, "never come", cause))
             return
         if given_back is not None:
             self._give_back(required, given_back, now)
         self._announce()
 
     def _give_back(self, required: Sequence[_ExtraJob], given_back: GiveBack, now: float) -> None:
-        missing = {
-            name: self._extra_jobs[name].reason or str(self._extra_jobs[name].state) for name in given_back.missing
-        }
+        missing = {name: self._extra_jobs[name].reason or self._extra_jobs[name].state for name in given_back.missing}
         waited_s, pause_s = round(given_back.waited_s, 1), round(given_back.pause_s, 1)
         self.hands.news("gang_given_back", missing=missing, waited_s=waited_s, pause_s=pause_s)
         for extra_job in required:
             if extra_job.job_id:
                 self._cancel(extra_job.job_id)
-            extra_job.job_id, extra_job.state = "", ExtraJobState.WANTED
+            extra_job.job_id, extra_job.state = "", "wanted"
             extra_job.reason = "its gang was given back"
             extra_job.ask_at = now + given_back.pause_s
         self._changed_at = now
@@ -360,15 +328,15 @@ class ExtraJobBook:
     def _announce(self) -> None:
         """Says whose nodes were granted and whose were lost since the last time."""
         for extra_job in self._extra_jobs.values():
-            is_there = extra_job.state is ExtraJobState.RUNNING and extra_job.is_clear
+            is_there = extra_job.state == "running" and extra_job.is_clear
             may_start = is_there and (self.gang.is_assembled or not extra_job.is_required)
             granted = extra_job.run if may_start else None
             if granted == extra_job.granted:
                 continue
             if extra_job.granted is not None:
-                self.hands.tell(NodesLost(extra_job.spec.name, extra_job.reason or "its job was started anew"))
+                self.hands.tell(NodesEvent(extra_job.spec.name, "lost", extra_job.reason or "its job was started anew"))
             if granted is not None:
-                self.hands.tell(NodesGranted(extra_job.spec.name))
+                self.hands.tell(NodesEvent(extra_job.spec.name, "granted"))
             extra_job.granted = granted
 
     def _cancel_if_there(self, job: Job) -> None:

@@ -3,7 +3,7 @@
     Supervisor --drive()--> ExtraJobBook (pure) --ask_for, cancel, ...--> one thread: Cluster
         ^                        |   ^                                           |
         |                        |   +--------------- answers, in order ---------+
-        +-- NodesGranted, NodesLost, NodesStay, NodesNeverCome: what the workers of an allocation may do
+        +-- NodesEvent: what the workers of an allocation may do
 
 While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 """

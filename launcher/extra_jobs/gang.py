@@ -13,6 +13,7 @@ of them finds everything free. Each failure in a row doubles the pause. Pure: wh
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 from corral.scheduling.restarts import growing_pause
 
@@ -32,14 +33,6 @@ class GiveBack:
     """Those that did not run."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The gang will never be complete."""
-
-    hopeless: str
-    """One of those that no waiting helps."""
-
-
 @dataclass(slots=True)
 class GangGuard:
     """Watches the jobs that a trial needs all of."""
@@ -56,15 +49,21 @@ class GangGuard:
     _hopeless_since: float | None = None
     _failures: int = 0
 
-    def look(self, running: Collection[str], now: float, *, hopeless: Collection[str] = ()) -> GiveBack | GiveUp | None:
-        """What to do about it that just these run, and these cannot start whatever others do."""
+    def look(
+        self, running: Collection[str], now: float, *, hopeless: Collection[str] = ()
+    ) -> GiveBack | Literal["give up"] | None:
+        """What to do about it that just these run, and these cannot start whatever others do.
+
+        Returns:
+            "give up" if the gang will never be complete.
+        """
         missing = tuple(name for name in self.names if name not in running)
         if not hopeless:
             self._hopeless_since = None
         elif self._hopeless_since is None:
             self._hopeless_since = now
         elif now - self._hopeless_since >= self.timeout_s:
-            return GiveUp(min(hopeless))
+            return "give up"
         if not missing:
             self.is_assembled = True
             self._failures = 0

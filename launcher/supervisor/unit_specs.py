@@ -2,7 +2,7 @@
 
 plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker
           --worker_command--> python -m corral.workers --plan ... --kind ... --index ...
-extra jobs --NodesGranted(allocation)--> UnitNodes.drive --unit by unit--> UnitMachine.nodes_granted --> actions
+extra jobs --NodesEvent(allocation)--> UnitNodes.drive --unit by unit--> UnitMachine.nodes_granted --> actions
 unit machine --CheckNodes(unit)--> UnitNodes.check --allocation--> extra jobs
 """
 
@@ -13,7 +13,6 @@ from dataclasses import replace
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.extra_jobs.book import NodesGranted, NodesLost, NodesNeverCome, NodesStay
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.supervisor.units import TRAINER_UNIT, Action, UnitMachine, UnitSpec
@@ -89,15 +88,15 @@ class UnitNodes:
         actions: list[Action] = []
         for event in self._extra_jobs.drive(now):
             for unit in self._units_by_allocation[event.name]:
-                match event:
-                    case NodesGranted():
+                match event.news:
+                    case "granted":
                         actions += machine.nodes_granted(unit, now)
-                    case NodesLost(_, cause):
-                        actions += machine.nodes_lost(unit, cause, now)
-                    case NodesStay():
+                    case "lost":
+                        actions += machine.nodes_lost(unit, event.cause, now)
+                    case "stay":
                         actions += machine.nodes_stay(unit, now)
-                    case NodesNeverCome(_, cause):
-                        actions += machine.cannot_run(cause, now)
+                    case "never come":
+                        actions += machine.cannot_run(event.cause, now)
         return actions
 
 

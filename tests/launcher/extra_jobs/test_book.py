@@ -13,10 +13,6 @@ from corral.launcher.extra_jobs.book import (
     ExtraJobBook,
     JobSighting,
     NodesEvent,
-    NodesGranted,
-    NodesLost,
-    NodesNeverCome,
-    NodesStay,
 )
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.layout.layout import Allocation, AllocationRole
@@ -128,7 +124,7 @@ def running(spec: Allocation = ELASTIC, job_id: str = "7") -> Jobs:
     jobs.seen([], 0.0)
     assert jobs.tick(0.0) == [AskForJob(spec.name)]
     jobs.submitted(spec.name, job_id, 0.0)
-    assert NodesGranted(spec.name) in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
+    assert NodesEvent(spec.name, "granted") in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
     return jobs
 
 
@@ -155,7 +151,7 @@ def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_nodes_are_gran
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
     assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.book.nodes_of(ELASTIC.name) is None
     assert jobs.tick(1.0) == []
-    assert jobs.cleared(ELASTIC.name, "7") == [NodesGranted(ELASTIC.name)]
+    assert jobs.cleared(ELASTIC.name, "7") == [NodesEvent(ELASTIC.name, "granted")]
     assert jobs.book.nodes_of(ELASTIC.name) == ("7", ("n0",))
 
 
@@ -189,12 +185,12 @@ def test_an_extra_job_that_ended_is_asked_for_again_after_growing_pauses(word: s
 def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_job() -> None:
     jobs = running()
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 2.0)) == [
-        NodesLost(ELASTIC.name, "its job is ending")
+        NodesEvent(ELASTIC.name, "lost", "its job is ending")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING", reason="BeginTime")], 4.0)) == []
     assert "7" in jobs.book.why_away(ELASTIC.name) and "BeginTime" in jobs.book.why_away(ELASTIC.name)
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)) == [
-        NodesGranted(ELASTIC.name)
+        NodesEvent(ELASTIC.name, "granted")
     ]
     assert jobs.tick(100.0) == []  # nothing was asked for twice
 
@@ -202,22 +198,24 @@ def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_
 def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> None:
     jobs = running()
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0))
-    assert [type(action) for action in actions] == [NodesLost, NodesGranted]
+    assert [action.news for action in actions if isinstance(action, NodesEvent)] == ["lost", "granted"]
 
 
 def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
     jobs = running()
     assert jobs.checked(ELASTIC.name, "7", is_leaving=True, cause="its job is being preempted") == [
-        NodesLost(ELASTIC.name, "its job is being preempted")
+        NodesEvent(ELASTIC.name, "lost", "its job is being preempted")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 2.0)) == []
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING")], 4.0)) == []
-    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [NodesGranted(ELASTIC.name)]
+    assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [
+        NodesEvent(ELASTIC.name, "granted")
+    ]
 
 
 def test_nodes_that_stay_are_said_to_stay() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [NodesStay(ELASTIC.name)]
+    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [NodesEvent(ELASTIC.name, "stay")]
     assert jobs.checked(ELASTIC.name, "6", is_leaving=False) == []
 
 
@@ -258,13 +256,18 @@ def test_a_job_that_lost_a_node_is_given_back_whole() -> None:
     jobs = running(SERVERS)
     left = JobSighting(name=SERVERS.name, attempt=1, job=job_of("7", "RUNNING", start="t0", nodes="n1"))
     actions = without_news(jobs.seen([left], 5.0))
-    assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesLost) and "1 of 2 nodes" in actions[1].cause
+    assert (
+        actions[0] == CancelJob("7")
+        and isinstance(actions[1], NodesEvent)
+        and actions[1].news == "lost"
+        and "1 of 2 nodes" in actions[1].cause
+    )
 
 
 def test_an_extra_job_that_was_given_up_is_cancelled_and_never_asked_for_again() -> None:
     jobs = running()
     actions = jobs.release(ELASTIC.name)
-    assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesLost)
+    assert actions[0] == CancelJob("7") and isinstance(actions[1], NodesEvent) and actions[1].news == "lost"
     assert jobs.seen([sighting(ELASTIC, "7", "COMPLETING")], 1.0) == [] and jobs.tick(1000.0) == []
 
 
@@ -277,7 +280,10 @@ def test_a_gang_gets_its_nodes_together() -> None:
     half = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "PENDING")]
     assert without_news(jobs.seen(half, 1.0)) == []
     whole = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "RUNNING")]
-    assert without_news(jobs.seen(whole, 2.0)) == [NodesGranted(TRAINER.name), NodesGranted(SERVERS.name)]
+    assert without_news(jobs.seen(whole, 2.0)) == [
+        NodesEvent(TRAINER.name, "granted"),
+        NodesEvent(SERVERS.name, "granted"),
+    ]
 
 
 def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause() -> None:
@@ -291,7 +297,7 @@ def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause()
         sighting(SERVERS, "2", "PENDING", reason="Resources"),
         sighting(ELASTIC, "3", "RUNNING"),
     ]
-    assert without_news(jobs.seen(half, 1.0)) == [NodesGranted(ELASTIC.name)]
+    assert without_news(jobs.seen(half, 1.0)) == [NodesEvent(ELASTIC.name, "granted")]
     news, *actions = jobs.tick(61.0)
     assert isinstance(news, News) and news.fields["missing"] == {SERVERS.name: "Resources"}
     assert actions == [CancelJob("1"), CancelJob("2")]
@@ -317,7 +323,12 @@ def test_a_job_of_the_gang_that_the_trial_itself_holds_back_is_given_up_after_th
     jobs.seen([sighting(TRAINER, "1", "PENDING"), waits], 200.0)
     assert without_news(jobs.tick(259.9)) == []
     (end,) = jobs.tick(260.0)
-    assert isinstance(end, NodesNeverCome) and end.name == SERVERS.name and "allows 2 jobs" in end.cause
+    assert (
+        isinstance(end, NodesEvent)
+        and end.news == "never come"
+        and end.name == SERVERS.name
+        and "allows 2 jobs" in end.cause
+    )
 
 
 def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back() -> None:
@@ -329,9 +340,12 @@ def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back(
     waits = sighting(SERVERS, "1", "PENDING", reason="QOSMaxJobsPerUserLimit")
     jobs.seen([waits, sighting(ELASTIC, "2", "RUNNING")], 1.0)
     actions = jobs.seen([replace(waits, is_crowded_out=True), sighting(ELASTIC, "2", "RUNNING")], 2.0)
-    assert without_news(actions) == [CancelJob("2"), NodesLost(ELASTIC.name, f"it made room for {SERVERS.name}")]
+    assert without_news(actions) == [
+        CancelJob("2"),
+        NodesEvent(ELASTIC.name, "lost", f"it made room for {SERVERS.name}"),
+    ]
     both = [sighting(SERVERS, "1", "RUNNING"), sighting(ELASTIC, "2", "COMPLETING")]
-    assert without_news(jobs.seen(both, 3.0)) == [NodesGranted(SERVERS.name)]
+    assert without_news(jobs.seen(both, 3.0)) == [NodesEvent(SERVERS.name, "granted")]
     assert jobs.tick(7.0) == [AskForJob(ELASTIC.name)]
 
 
@@ -339,7 +353,7 @@ def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back(
 def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
     jobs.seen([], 0.0)
-    ends: list[Action] = []
+    ends: list[NodesEvent] = []
     for now in range(100):
         for action in jobs.tick(float(now)):
             match action:
@@ -347,10 +361,10 @@ def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: 
                     jobs.submitted(TRAINER.name, "1", float(now))
                 case AskForJob(name):
                     jobs.refused(name, "job submit limit", float(now), is_word=is_word)
-                case NodesNeverCome():
-                    ends.append(action)
+                case NodesEvent(news="never come") as end:
+                    ends.append(end)
     assert bool(ends) is is_given_up
-    assert all(isinstance(end, NodesNeverCome) and end.name == SERVERS.name for end in ends)
+    assert all(end.name == SERVERS.name for end in ends)
 
 
 def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
@@ -406,10 +420,10 @@ class World:
                     self.apply(self.machine.submitted(name, job_id, now), now)
                 case CancelJob(job_id):
                     self.jobs[job_id].word = "CANCELLED"
-                case NodesGranted(name):
+                case NodesEvent(name, "granted"):
                     assert name not in self.granted
                     self.granted.add(name)
-                case NodesLost(name):
+                case NodesEvent(name, "lost"):
                     self.granted.remove(name)
 
     def look(self, now: float) -> None:
