@@ -11,13 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from corral.experiments.config.cluster import default_scheduling
 from corral.experiments.errors import dotted, show_value
 from corral.experiments.experiment import Experiment
 from corral.experiments.loading.schema import alternatives, key_paths, purpose, submodel
 from corral.experiments.registry import EXPERIMENTS
 from corral.scheduling.allocation import ALLOCATION_GRAMMAR
-from corral.scheduling.scheduling import Scheduling
+from corral.scheduling.scheduling import Scheduling, default_scheduling
 
 _INTRODUCTION = f"""\
 # Configuration reference

@@ -31,7 +31,6 @@ from corral.experiments.config.cluster import (
     GroupsConfig,
     LaunchConfig,
     SupervisionConfig,
-    default_scheduling,
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
@@ -63,7 +62,7 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
-from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]

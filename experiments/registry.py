@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.config.cluster import default_scheduling
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
@@ -37,6 +36,7 @@ from corral.experiments.ppo import PPOExperiment
 from corral.experiments.reward_model import RewardModelExperiment
 from corral.experiments.sft import SFTExperiment
 from corral.scheduling.allocation import parse_allocation
+from corral.scheduling.scheduling import default_scheduling
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {

@@ -8,13 +8,14 @@ ExperimentScheduling
   rollout_worker     TasksGroup(count=16, Scheduling(cpu=4, mem=20 GiB))
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from corral.scheduling.frozen import FrozenModel
-from corral.scheduling.job_options import JobOptions, word
+from corral.scheduling.job_options import JobOptions, checked, word
 from corral.scheduling.slurm_formats import check_environment_name, check_plain_text, parse_memory_mb
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
@@ -31,6 +32,27 @@ MemoryMb = Annotated[int, BeforeValidator(_memory_mb)]
 OptionalMemoryMb = Annotated[int | None, BeforeValidator(_memory_mb)]
 
 
+def _check_image(image: str) -> None:
+    check_plain_text(image, what="container_image")
+    if not image.strip():
+        raise ValueError("container_image must not be empty; leave it out to run on the host")
+    if image.startswith("-"):
+        raise ValueError(f"container_image {image!r} would be read as an option; write ./{image} if it is a file")
+
+
+def _check_mounts(mounts: Sequence[str]) -> None:
+    for mount in mounts:
+        check_plain_text(mount, what="container mount")
+        if not re.fullmatch("/[^:,]*:/[^:,]*(:[^:]*)?", mount):
+            raise ValueError(f"container mount {mount!r} must be /host/path:/container/path[:options], without commas")
+
+
+def _check_variables(variables: Mapping[str, str]) -> None:
+    for name, text in variables.items():
+        check_environment_name(name)
+        check_plain_text(text, what=f"environment variable {name}")
+
+
 class Scheduling(JobOptions):
     """What one task of a worker group asks of the cluster."""
 
@@ -44,49 +66,12 @@ class Scheduling(JobOptions):
     """`slice`: the tasks of a node share one device cgroup, and each is told its part in CUDA_VISIBLE_DEVICES, so that ranks reach each other's memory (CUDA IPC, NVLink). `per_task`: SLURM shows a task its own GPUs only. `none`: all GPUs of the step. None: `slice` on nodes that have several training ranks, `per_task` elsewhere."""  # noqa: E501
     mem: MemoryMb = Field(ge=1)
     """Memory per task in MB; a string may carry a unit ("20G")."""
-    container_image: str | None = None
+    container_image: Annotated[str, checked(_check_image)] | None = None
     """Image that the task runs in; None runs on the host."""
-    container_mounts: tuple[str, ...] = ()
+    container_mounts: Annotated[tuple[str, ...], checked(_check_mounts)] = ()
     """Bind mounts of the container, each "/host/path:/container/path[:options]"."""
-    env_vars: dict[str, str] = Field(default_factory=dict)
+    env_vars: Annotated[dict[str, str], checked(_check_variables)] = Field(default_factory=dict)
     """Environment variables of the task, beside the inherited ones."""
-
-    @field_validator("container_image")
-    @classmethod
-    def _image_is_plain_text(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_plain_text(value, what="container_image")
-            if not value.strip():
-                raise ValueError("container_image must not be empty; leave it out to run on the host")
-            if value.startswith("-"):
-                raise ValueError(
-                    f"container_image {value!r} would be read as an option; write ./{value} if it is a file"
-                )
-        return value
-
-    @field_validator("container_mounts")
-    @classmethod
-    def _mounts_are_pairs_of_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for mount in value:
-            check_plain_text(mount, what="container mount")
-            parts = mount.split(":")
-            if (
-                len(parts) not in (2, 3)
-                or "," in parts[0] + parts[1]
-                or not all(part.startswith("/") for part in parts[:2])
-            ):
-                raise ValueError(
-                    f"container mount {mount!r} must be /host/path:/container/path[:options], without commas"
-                )
-        return value
-
-    @field_validator("env_vars")
-    @classmethod
-    def _variables_can_be_exported(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, text in value.items():
-            check_environment_name(name)
-            check_plain_text(text, what=f"environment variable {name}")
-        return value
 
     @model_validator(mode="after")
     def _gpu_type_needs_a_gpu(self) -> "Scheduling":
@@ -94,26 +79,23 @@ class Scheduling(JobOptions):
             raise ValueError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0; set gpu or remove gpu_type")
         return self
 
-    @classmethod
-    def master_worker_default(cls, **overrides: Any) -> "Scheduling":
-        return cls(**({"cpu": 16, "mem": 20 * GIB_MB} | overrides))
 
-    @classmethod
-    def model_worker_default(cls, **overrides: Any) -> "Scheduling":
-        return cls(**({"cpu": 2, "gpu": 1, "mem": 60 * GIB_MB} | overrides))
+def default_scheduling(*, gpus_per_server: int = 1) -> dict[WorkerKind, Scheduling]:
+    """Resources of one worker where the experiment says nothing, by kind.
 
-    @classmethod
-    def generation_server_default(cls, *, gpu: int = 1, **overrides: Any) -> "Scheduling":
-        """A process of SGLang for each GPU, and beside them its HTTP server, its detokenizer and corral's worker."""
-        return cls(**({"cpu": gpu + 3, "gpu": gpu, "mem": 60 * GIB_MB} | overrides))
+    A generation server has a process of SGLang for each GPU, and beside them its HTTP server, its detokenizer and
+    corral's worker.
 
-    @classmethod
-    def gserver_manager_default(cls, **overrides: Any) -> "Scheduling":
-        return cls(**({"cpu": 4, "mem": 10 * GIB_MB} | overrides))
-
-    @classmethod
-    def rollout_worker_default(cls, **overrides: Any) -> "Scheduling":
-        return cls(**({"cpu": 4, "mem": 20 * GIB_MB} | overrides))
+    Args:
+        gpus_per_server: as the allocation says.
+    """
+    return {
+        "master_worker": Scheduling(cpu=16, mem=20 * GIB_MB),
+        "model_worker": Scheduling(cpu=2, gpu=1, mem=60 * GIB_MB),
+        "generation_server": Scheduling(cpu=gpus_per_server + 3, gpu=gpus_per_server, mem=60 * GIB_MB),
+        "gserver_manager": Scheduling(cpu=4, mem=10 * GIB_MB),
+        "rollout_worker": Scheduling(cpu=4, mem=20 * GIB_MB),
+    }
 
 
 class ElasticTasks(FrozenModel):
@@ -149,7 +131,7 @@ class ExperimentScheduling(FrozenModel):
     """Every worker group of a trial, by worker kind; a kind that the trial does not have is None."""
 
     model_worker: TasksGroup | None = None
-    master_worker: TasksGroup = TasksGroup(count=1, scheduling=Scheduling.master_worker_default())
+    master_worker: TasksGroup = TasksGroup(count=1, scheduling=default_scheduling()["master_worker"])
     generation_server: TasksGroup | None = None
     gserver_manager: TasksGroup | None = None
     rollout_worker: TasksGroup | None = None
@@ -185,7 +167,3 @@ class ExperimentScheduling(FrozenModel):
 
     def __contains__(self, kind: str) -> bool:
         return kind in self.keys()
-
-    @property
-    def num_tasks(self) -> int:
-        return sum(group.count for _, group in self.items())

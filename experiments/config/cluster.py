@@ -1,6 +1,6 @@
 """Where a trial runs and how it is kept alive: shared folder, network, Redis, SLURM layout, restart budgets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +60,18 @@ class ClusterConfig(FrozenConfig):
         if self.mem_request == "cpu":
             return "mem-per-cpu", f"{-(-mem_mb // cpus)}M"
         return "mem", f"{mem_mb}M"
+
+    def gpu_option(self, gpus: int, gpu_type: str | None) -> tuple[str, str | None]:
+        """The option of sbatch that asks for so many GPUs of each node, and its value, if it has one."""
+        amount = f"{gpu_type}:{gpus}" if gpu_type else str(gpus)
+        match self.gpu_request:
+            case "gres":
+                return "gres", f"gpu:{amount}"
+            case "gpus":
+                return "gpus-per-node", amount
+            case "none":
+                # Nobody counts the GPUs there: whoever shares a node would share them too.
+                return "exclusive", None
 
 
 class LaunchConfig(JobOptions, FrozenConfig):
@@ -144,18 +156,3 @@ class GroupsConfig(FrozenConfig):
     def items(self) -> Iterator[tuple[WorkerKind, GroupConfig]]:
         """Each group by its kind."""
         return ((kind, getattr(self, kind)) for kind in WORKER_KINDS)
-
-
-def default_scheduling(*, gpus_per_server: int = 1) -> Mapping[WorkerKind, Scheduling]:
-    """Resources of one worker where the experiment says nothing, by kind.
-
-    Args:
-        gpus_per_server: as the allocation says.
-    """
-    return {
-        "master_worker": Scheduling.master_worker_default(),
-        "model_worker": Scheduling.model_worker_default(),
-        "generation_server": Scheduling.generation_server_default(gpu=gpus_per_server),
-        "gserver_manager": Scheduling.gserver_manager_default(),
-        "rollout_worker": Scheduling.rollout_worker_default(),
-    }

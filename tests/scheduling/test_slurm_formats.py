@@ -10,12 +10,13 @@ from corral.scheduling.job_options import ALLOCATION_FIELDS, check_extra_argumen
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
-    check_point_in_time,
     format_time_limit,
     parse_memory_mb,
     parse_point_in_time,
     parse_time_limit,
 )
+
+NOON = datetime(2026, 3, 10, 12, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_other_memory_sizes_are_refused(text: str) -> None:
     ],
 )  # fmt: skip
 def test_points_in_time_that_slurm_knows_are_accepted(text: str) -> None:
-    assert check_point_in_time(text) == text
+    parse_point_in_time(text, now=NOON)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_points_in_time_that_slurm_knows_are_accepted(text: str) -> None:
 )
 def test_points_in_time_that_do_not_exist_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="time"):
-        check_point_in_time(text)
+        parse_point_in_time(text, now=NOON)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +176,6 @@ def test_environment_names_that_no_shell_exports_are_refused(name: str) -> None:
 def test_environment_names_that_steer_slurm_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="SLURM's commands"):
         check_environment_name(name)
-
-
-NOON = datetime(2026, 3, 10, 12, 0, 0)
 
 
 @pytest.mark.parametrize(
