@@ -79,7 +79,7 @@ def evaluate(
         evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
         chosen = choose(find_weights(facts.directory), step)
         requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
-        resources = EvaluationResources.of(
+        resources = EvaluationResources(
             plan.trial.trial,
             plan.scheduling["model_worker"].scheduling,
             launch=plan.launch,

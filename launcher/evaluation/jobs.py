@@ -1,4 +1,4 @@
-"""Evaluations as jobs of submitit: on the cluster, several as one array, or on this machine.
+"""Evaluations: on the cluster as jobs of submitit, several as one array, or as processes of this machine.
 
     requests --submit_to_slurm--> array of jobs --squeue--------> QUEUED, RUNNING, FAILED, ... --+--> rows for people
              --run_here---------> one process after the other -----------------------------------+
@@ -14,9 +14,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.evaluation import EvaluationRequest, read_result
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.evaluation.plan import write_request
 from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
+from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
 from corral.scheduling.job_options import AllocationNeeds, option_name
 from corral.scheduling.scheduling import Scheduling
@@ -40,10 +42,6 @@ _MAX_CONTINUATIONS = 10
 _MAX_PARALLEL = 16
 _SIGNAL_BEFORE_END_S = 60
 _PARAMETERS = ("partition", "account", "qos", "constraint", "nodelist", "exclude")  # that SlurmExecutor has
-
-
-class EvaluationFailedError(RuntimeError):
-    """The command of an evaluation did not succeed."""
 
 
 class EvaluationCommand:
@@ -59,66 +57,47 @@ class EvaluationCommand:
             finally:
                 process.kill()  # a signal may have taken us out of the wait
         if returncode:
-            raise EvaluationFailedError(f"the evaluation ended with {returncode}; what it said last is above")
+            raise RuntimeError(f"the evaluation ended with {returncode}; what it said last is above")
 
     def checkpoint(self) -> DelayedSubmission:
         """What submitit asks before it puts the job back into the queue; progress is on disk already."""
         return DelayedSubmission(EvaluationCommand(self._command))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EvaluationResources:
-    """What one evaluation job asks SLURM for."""
+    """What one evaluation job asks SLURM for: as much as one training rank gets, on one GPU, where the trial runs."""
 
-    job_name: str
-    gpus: int
-    minutes: int
-    slurm: Mapping[str, Any]
-    """Further parameters of submitit's SlurmExecutor: partition, account, ..."""
+    trial: str
     scheduling: Scheduling
     """What a training rank asks for, its container included."""
+    _: KW_ONLY
+    launch: LaunchConfig
     cluster: ClusterConfig
     """How this site gives out GPUs and memory, and runs containers."""
+    minutes: int
+    partition: str | None = None
+    """Another one than the trial's."""
 
-    @classmethod
-    def of(
-        cls,
-        trial: str,
-        scheduling: Scheduling,
-        *,
-        launch: LaunchConfig,
-        cluster: ClusterConfig,
-        minutes: int,
-        partition: str | None = None,
-    ) -> "EvaluationResources":
-        """As much as one training rank gets, on one GPU, where the trial runs."""
-        gpus = min(scheduling.gpu, 1)
+    @property
+    def gpus(self) -> int:
+        return min(self.scheduling.gpu, 1)
+
+    @property
+    def slurm(self) -> dict[str, Any]:
+        """Further parameters of submitit's SlurmExecutor: partition, account, ..."""
+        launch, scheduling = self.launch, self.scheduling
         needs = {name: getattr(scheduling, name) or getattr(launch, name) for name in AllocationNeeds.model_fields}
-        needs["partition"] = partition or needs["partition"]
-        slurm: dict[str, Any] = {name: value for name, value in needs.items() if name in _PARAMETERS}
-        if gpus:
-            slurm |= _gpu_parameters(cluster.gpu_request, scheduling.gpu_type)
+        needs["partition"] = self.partition or needs["partition"]
+        slurm: dict[str, Any] = {name: value for name, value in needs.items() if value and name in _PARAMETERS}
+        if self.gpus:
+            option, amount = self.cluster.gpu_option(self.gpus, scheduling.gpu_type)
+            slurm[option.replace("-", "_")] = amount or True
         extra = [*launch.extra_sbatch_arguments, *scheduling.extra_sbatch_arguments]
         pairs = {name: value for name, _, value in (argument.lstrip("-").partition("=") for argument in extra)}
         further: dict[str, Any] = {"requeue": True} | {name: value or True for name, value in pairs.items()}
         further |= {option_name(name): value for name, value in needs.items() if value and name not in _PARAMETERS}
-        slurm["additional_parameters"] = further
-        return cls(
-            job_name=f"eval.{trial}",
-            gpus=gpus,
-            minutes=minutes,
-            slurm={name: value for name, value in slurm.items() if value is not None},
-            scheduling=scheduling,
-            cluster=cluster,
-        )
-
-
-def _gpu_parameters(gpu_request: str, gpu_type: str | None) -> dict[str, Any]:
-    if gpu_request == "none":
-        return {"exclusive": True}  # nobody counts the GPUs there: whoever shares a node would share them too
-    if gpu_request == "gpus":
-        return {"gpus_per_node": f"{gpu_type}:1" if gpu_type else 1}
-    return {"gres": f"gpu:{gpu_type}:1" if gpu_type else "gpu:1"}
+        return slurm | {"additional_parameters": further}
 
 
 def submit_to_slurm(
@@ -143,7 +122,7 @@ def submit_to_slurm(
     cpus = resources.scheduling.cpu
     memory, amount = resources.cluster.memory_option(mem_mb=resources.scheduling.mem, cpus=cpus)
     executor.update_parameters(
-        name=resources.job_name,
+        name=f"eval.{resources.trial}",
         timeout_min=resources.minutes,
         cpus_per_task=cpus,
         tasks_per_node=1,
@@ -173,24 +152,26 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     """
     folder = request.result.parent
     record_path(folder, request.step).unlink(missing_ok=True)
-    gpus = min(resources.gpus, len(visible_gpus()))  # whoever says "here" takes what there is
-    command = EvaluationCommand(_command(write_request(directory, request), gpus=gpus))
-    executor = submitit.AutoExecutor(folder=_private(jobs_folder(folder)), cluster="local")
-    executor.update_parameters(timeout_min=resources.minutes, gpus_per_node=gpus, tasks_per_node=1)
-    job: submitit.Job[None] = executor.submit(command)
-    deadline = time.monotonic() + resources.minutes * 60
+    gpus = visible_gpus()[: resources.gpus]  # whoever says "here" takes what there is
+    log_path = _private(jobs_folder(folder)) / f"step-{request.step:08d}.log"
+    process = start_process(
+        _command(write_request(directory, request), gpus=len(gpus)),
+        environment=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        log_path=log_path,
+        preexec_fn=die_with_parent(),
+    )
     try:
-        while not job.done():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the evaluation of step {request.step} took more than {resources.minutes} min")
-            time.sleep(0.1)
+        returncode = process.wait(timeout=resources.minutes * 60)
+    except subprocess.TimeoutExpired as error:
+        message = f"the evaluation of step {request.step} took more than {resources.minutes} min"
+        raise TimeoutError(message) from error
     finally:
-        if not job.done():
-            job.cancel()
+        process.kill()
     result = read_result(request.result)
     if result is not None:
         return EvaluationStatus(step=request.step, state="DONE", result=result)
-    return EvaluationStatus(step=request.step, state="FAILED", note=cause_of(job.paths))
+    note = f"the evaluation ended with {returncode}: {cause_of(folder, log_path)}"
+    return EvaluationStatus(step=request.step, state="FAILED", note=note)
 
 
 def _command(request: Path, *, gpus: int) -> list[str]:

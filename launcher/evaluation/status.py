@@ -22,8 +22,7 @@ from corral.launcher.trial.exits import tail_lines
 
 logger = logging.getLogger(__name__)
 
-_POLL_INTERVAL_S = 1.0
-_ASK_INTERVAL_S = 2.0
+_POLL_INTERVAL_S = 2.0
 _GONE = "GONE"
 _LOOKS_BEFORE_GONE = 2  # a controller that was just restarted may know a new job only a moment later
 _RESULT_VISIBLE_S = 3.0  # a file written on a node may appear here a moment after SLURM's word for the job
@@ -75,7 +74,7 @@ def record_path(folder: Path, step: int) -> Path:
 
 
 class EvaluationReader:
-    """How evaluations stand; squeue is asked for all those without a result at once, and not at every look.
+    """How evaluations stand; squeue is asked for all those without a result at once.
 
                   sbatch
                     |          squeue shows it            a final word, or gone from squeue
@@ -92,7 +91,6 @@ class EvaluationReader:
         self._words: dict[str, tuple[str, str]] = {}
         """State and reason by job, as squeue said last."""
         self._misses: Counter[str] = Counter()
-        self._asked_at = float("-inf")
         self._last_running: dict[int, float] = {}
 
     def read(self, steps: Sequence[int]) -> list[EvaluationStatus]:
@@ -122,7 +120,9 @@ class EvaluationReader:
         if time.monotonic() - self._last_running.get(step, float("-inf")) < _RESULT_VISIBLE_S:
             return EvaluationStatus(step=step, state="STOPPING", job_id=job_id, note="its result may be on its way")
         state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else "FAILED"
-        return EvaluationStatus(step=step, state=state, job_id=job_id, note=cause_of(paths))
+        return EvaluationStatus(
+            step=step, state=state, job_id=job_id, note=cause_of(self._folder, paths.stderr, paths.stdout)
+        )
 
     def _job(self, step: int) -> str:
         """The job that a step was given to, "" if there is none."""
@@ -138,9 +138,8 @@ class EvaluationReader:
 
     def _ask(self, jobs: Sequence[str]) -> None:
         waiting_for = [job_id for job_id in jobs if not self._has_ended(job_id)]
-        if not waiting_for or time.monotonic() - self._asked_at < _ASK_INTERVAL_S:
+        if not waiting_for:
             return
-        self._asked_at = time.monotonic()
         try:
             shown = self._client.states()
         except SlurmError as error:
@@ -184,12 +183,12 @@ def wait_for(
         time.sleep(_POLL_INTERVAL_S)
 
 
-def cause_of(paths: JobPaths) -> str:
+def cause_of(folder: Path, *logs: Path) -> str:
     """The last thing that a job said, and where the rest is."""
-    for path in (paths.stderr, paths.stdout):
+    for path in logs:
         said = [line.strip() for line in tail_lines(path, 40) if line.strip()] if path.exists() else []
         own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))] or said
         wanted = [line for line in own if "Error" in line or "error:" in line] or own
         if wanted:
             return f"{wanted[-1]} (see {path})"
-    return f"it left no log in {paths.folder}; the job's folder must be visible from the nodes (rl-doctor)"
+    return f"it left no log in {jobs_folder(folder)}; the job's folder must be visible from the nodes (rl-doctor)"

@@ -50,11 +50,22 @@ def contain(
     if image is None:
         return ContainedCommand(command=tuple(command), environment=environment)
     inside = (cluster.container_python, *command[1:])
+    mounts = (_own_mount(directory), *scheduling.container_mounts)
     match cluster.container_runtime:
         case "apptainer" | "singularity" as program:
-            return _apptainer(program, image, inside, environment, scheduling, directory)
+            gpus = ["--nv"] if scheduling.gpu else []
+            # Variables by their own variables: --env splits its argument at commas.
+            carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}
+            return ContainedCommand(
+                command=(program, "exec", *gpus, *(f"--bind={mount}" for mount in mounts), image, *inside),
+                environment={**environment, **carried},
+            )
         case "pyxis":
-            return _pyxis(image, inside, environment, scheduling, directory)
+            options = [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+            if environment:
+                # Otherwise the image's own value would win.
+                options.append(f"--container-env={','.join(environment)}")
+            return ContainedCommand(srun_options=tuple(options), command=inside, environment=environment)
         case None:
             raise ConfigError.of(
                 f"container_image {image} cannot be run: cluster.container_runtime is not set",
@@ -62,36 +73,6 @@ def contain(
                 path=("cluster", "container_runtime"),
                 shown="null",
             )
-
-
-def _apptainer(
-    program: str,
-    image: str,
-    inside: Sequence[str],
-    environment: Mapping[str, str],
-    scheduling: Scheduling,
-    directory: Path,
-) -> ContainedCommand:
-    binds = [f"--bind={mount}" for mount in (_own_mount(directory), *scheduling.container_mounts)]
-    gpus = ["--nv"] if scheduling.gpu else []
-    # Variables by their own variables: --env splits its argument at commas.
-    carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}
-    return ContainedCommand(
-        command=(program, "exec", *gpus, *binds, image, *inside), environment={**environment, **carried}
-    )
-
-
-def _pyxis(
-    image: str, inside: Sequence[str], environment: Mapping[str, str], scheduling: Scheduling, directory: Path
-) -> ContainedCommand:
-    options = [
-        f"--container-image={image}",
-        f"--container-mounts={','.join((_own_mount(directory), *scheduling.container_mounts))}",
-    ]
-    if environment:
-        # Otherwise the image's own value would win.
-        options.append(f"--container-env={','.join(environment)}")
-    return ContainedCommand(srun_options=tuple(options), command=tuple(inside), environment=environment)
 
 
 def _own_mount(directory: Path) -> str:

@@ -15,7 +15,6 @@ file, since srun says 1 of it. The worker's temporary files are in a folder of i
 import contextlib
 import ctypes
 import fcntl
-import getpass
 import os
 import resource
 import signal
@@ -33,7 +32,13 @@ from corral.experiments.trial.flocks import open_directory
 from corral.experiments.trial.memory_groups import memory_groups
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
-from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, descendants_of, process_start_ticks
+from corral.launcher.trial.processes import (
+    TRIAL_UUID_VARIABLE,
+    children_of,
+    descendants_of,
+    process_start_ticks,
+    user_name,
+)
 from corral.launcher.trial.sweep import sweep
 
 END_ALL: Final = signal.SIGUSR1
@@ -108,15 +113,8 @@ def _own_surroundings(stack: contextlib.ExitStack) -> tuple[dict[str, str], left
         print(f"what this worker leaves is not recorded: {error}", file=sys.stderr)
         return environment, None
     # What torch compiles is for the next start, too; elsewhere it is not looked for in the temporary folder.
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{_user()}")
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{user_name()}")
     return environment | {"TMPDIR": str(folder), leftovers.LEFTOVERS_VARIABLE: str(record.path)}, record
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def _watch(worker: int, parent: int) -> int | None:

@@ -1,13 +1,9 @@
-"""Workers as processes of this machine, and how a trial is set free from the terminal that started it.
-
-rl-submit --local --start_detached--> supervisor (its own session) --LocalRunner--> a guard per worker, its own session
-"""
+"""Workers as processes of this machine: supervisor --LocalRunner--> a guard per worker, in a session of its own."""
 
 import os
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.runners.guard import END_ALL, guarded
@@ -15,13 +11,11 @@ from corral.launcher.runners.runner import TaskSpec, start_process
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import kill_session
 
-LOCAL_NODE = "localhost"
-
 
 class LocalTask:
     """One worker under its guard, which leads a session of its own."""
 
-    node = LOCAL_NODE
+    node = "localhost"
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -111,11 +105,3 @@ def share_gpus(gpus_wanted: Mapping[str, int], gpus: Sequence[str]) -> dict[str,
         )
     remaining = iter(gpus)
     return {worker: [next(remaining) for _ in range(count)] for worker, count in gpus_wanted.items()}
-
-
-def start_detached(command: Sequence[str], *, log_path: Path, environment: Mapping[str, str]) -> int:
-    """Starts a process that outlives this one and its terminal; returns its process id.
-
-    Its own session has no terminal, so closing the window sends it no SIGHUP; no descriptor of ours stays open in it.
-    """
-    return start_process(command, environment=environment, log_path=log_path).pid

@@ -88,7 +88,10 @@ def start_process(
     log_path: Path,
     preexec_fn: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, which reads nothing and appends all that it prints to the log."""
+    """Starts a process in a session of its own, which reads nothing and appends all that it prints to the log.
+
+    Without `preexec_fn` it outlives this process and its terminal, whose end sends it no SIGHUP.
+    """
     with log_path.open("ab") as log:
         return subprocess.Popen(
             command,

@@ -12,6 +12,7 @@ association, the accounts above it. A QOS with the flag OverPartQOS comes before
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -21,8 +22,6 @@ from corral.scheduling.slurm_formats import format_time_limit, parse_memory_mb, 
 
 Amounts = Mapping[str, int]
 """By SLURM's name of what is counted: cpu, mem (MB), node, gres/gpu; and `job`, `submit`: jobs that run, all jobs."""
-
-_MAX_ACCOUNTS_ABOVE = 64  # a chain of parents that does not end is no chain
 
 
 class Scope(StrEnum):
@@ -45,6 +44,11 @@ class Holder(StrEnum):
     PARTITION = "QOS of the partition"
     ACCOUNT = "account"
 
+    @property
+    def field(self) -> str:
+        """Of `launch`, which chooses it."""
+        return self.split()[-1].lower()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -57,6 +61,11 @@ class Limits:
     amounts: Mapping[Scope, Amounts] = field(default_factory=dict)
     wall_s: int | None = None
     flags: frozenset[str] = frozenset()
+    qos: tuple[str, ...] = ()
+    """That an association may use."""
+    default_qos: str = ""
+    parent: str = ""
+    """The account above an account."""
 
     @property
     def key(self) -> tuple[bool, str, str]:
@@ -65,20 +74,8 @@ class Limits:
 
     def setting(self, scope: Scope, name: str) -> str:
         """What sacctmgr calls the limit of an amount."""
-        counts = _COUNTS_OF_ACCOUNT if self.holder is Holder.ACCOUNT else _COUNTS_OF_QOS
-        return next((setting for setting, limited in counts.items() if limited == (scope, name)), scope.value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Association:
-    """An account that the user may charge, with the QOS that it may use."""
-
-    account: str
-    qos: tuple[str, ...] = ()
-    partition: str = ""
-    """Where it counts; "" is everywhere."""
-    default_qos: str = ""
-    limits: Limits
+        counts = _counts_of(self.holder).items()
+        return next((setting for setting, limited in counts if limited == (scope, name)), scope.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +87,18 @@ class Accounts:
     has_limits: bool = False
     """Whether it enforces limits."""
     default_account: str = ""
-    associations: Sequence[Association] = ()
+    associations: Sequence[Limits] = ()
+    """The accounts that the user may charge."""
     limits_by_qos: Mapping[str, Limits] = field(default_factory=dict)
-    parent_by_account: Mapping[str, str] = field(default_factory=dict)
     limits_by_account: Mapping[str, Limits] = field(default_factory=dict)
 
-    def association(self, account: str | None, partition: str) -> Association | None:
+    def association(self, account: str | None, partition: str) -> Limits | None:
         """The one that a job is charged to."""
-        mine = [one for one in self.associations if one.account == (account or self.default_account)]
+        mine = [one for one in self.associations if one.name == (account or self.default_account)]
         here = [one for one in mine if one.partition in ("", partition)]
         return max(here, key=lambda one: one.partition, default=None)
 
-    def qos_of(self, qos: str | None, association: Association | None) -> str:
+    def qos_of(self, qos: str | None, association: Limits | None) -> str:
         """The QOS that a job gets: what it asks for, else the default."""
         if qos or association is None:
             return qos or ""
@@ -118,18 +115,16 @@ class Accounts:
         steps = [replace(of_partition, holder=Holder.PARTITION)] if of_partition else []
         if own is not None:
             steps.insert(0 if "OverPartQOS" in own.flags else len(steps), own)
-        if association is not None:
-            steps.append(association.limits)
-            steps += self._above(association.account)
-        return steps
+        return steps + self._upwards(association) if association is not None else steps
 
-    def _above(self, account: str) -> list[Limits]:
-        found = []
-        for _ in range(_MAX_ACCOUNTS_ABOVE):
-            if account in self.limits_by_account:
-                found.append(self.limits_by_account[account])
-            account = self.parent_by_account.get(account, "")
-        return found
+    def _upwards(self, association: Limits) -> list[Limits]:
+        """The user's own association, its account, and the accounts above that."""
+        found: dict[str, Limits] = {}
+        account = association.name
+        while account in self.limits_by_account and account not in found:
+            found[account] = self.limits_by_account[account]
+            account = found[account].parent
+        return [association, *found.values()]
 
 
 _GROUP_COUNTS = {"GrpJobs": (Scope.ALL, "job"), "GrpSubmit": (Scope.ALL, "submit")}
@@ -146,6 +141,11 @@ _COUNTS_OF_ACCOUNT: Mapping[str, tuple[Scope, str]] = {
     **_GROUP_COUNTS,
 }
 """Numbers of jobs, by sacctmgr's name of the limit."""
+
+
+def _counts_of(holder: Holder) -> Mapping[str, tuple[Scope, str]]:
+    return _COUNTS_OF_ACCOUNT if holder is Holder.ACCOUNT else _COUNTS_OF_QOS
+
 
 # An association has no amounts per user, per account or from below.
 _OF_ASSOCIATION = (Scope.JOB, Scope.NODE, Scope.ALL)
@@ -173,49 +173,34 @@ def read_accounts(client: SlurmClient, user: str) -> Accounts:
         is_kept=True,
         has_limits=bool({"limits", "safe"} & set(config.get("AccountingStorageEnforce", "").lower().split(","))),
         default_account=next((row["DefaultAccount"] for row in of_user if row["DefaultAccount"]), ""),
-        associations=[
-            Association(
-                account=row["Account"],
-                qos=tuple(sorted(name for name in row["QOS"].split(",") if name)),
-                partition=row["Partition"],
-                default_qos=row["DefaultQOS"],
-                limits=_limits(row, Holder.ACCOUNT, row["Account"]),
-            )
-            for row in of_user
-            if row["Account"]
-        ],
-        limits_by_qos={row["Name"]: _limits(row, Holder.QOS, row["Name"]) for row in of_qos if row["Name"]},
-        parent_by_account={row["Account"]: row["ParentName"] for row in of_accounts},
-        limits_by_account={row["Account"]: _limits(row, Holder.ACCOUNT, row["Account"]) for row in of_accounts},
+        associations=[_limits(row, Holder.ACCOUNT) for row in of_user if row["Account"]],
+        limits_by_qos={row["Name"]: _limits(row, Holder.QOS) for row in of_qos if row["Name"]},
+        limits_by_account={row["Account"]: _limits(row, Holder.ACCOUNT) for row in of_accounts},
     )
 
 
 def _rows(client: SlurmClient, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
     try:
-        text = client.accounting_rows(what, fields)
+        return client.accounting_rows(what, fields)
     except SlurmError:
         return []
-    return parse_rows(text, fields)
 
 
-def parse_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """sacctmgr's lines of values between bars; one of another length is skipped."""
-    rows = (line.split("|") for line in text.splitlines())
-    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
-
-
-def _limits(row: Mapping[str, str], holder: Holder, name: str) -> Limits:
+def _limits(row: Mapping[str, str], holder: Holder) -> Limits:
     amounts = {scope: parse_amounts(row.get(scope, "")) for scope in Scope}
-    for setting, (scope, what) in (_COUNTS_OF_ACCOUNT if holder is Holder.ACCOUNT else _COUNTS_OF_QOS).items():
+    for setting, (scope, what) in _counts_of(holder).items():
         if (number := row.get(setting, "")).isdecimal():
             amounts[scope][what] = int(number)
     return Limits(
         holder=holder,
-        name=name,
+        name=row["Name" if holder is Holder.QOS else "Account"],
         partition=row.get("Partition", ""),
         amounts={scope: limited for scope, limited in amounts.items() if limited},
         wall_s=seconds_of(row.get("MaxWall", "")),
         flags=frozenset(row.get("Flags", "").split(",")),
+        qos=tuple(sorted(name for name in row.get("QOS", "").split(",") if name)),
+        default_qos=row.get("DefaultQOS", ""),
+        parent=row.get("ParentName", ""),
     )
 
 
@@ -224,13 +209,8 @@ def parse_amounts(text: str) -> dict[str, int]:
     amounts = {}
     for item in text.split(","):
         name, _, amount = item.partition("=")
-        if name == "mem":
-            try:
-                amounts[name] = parse_memory_mb(amount)
-            except ValueError:
-                continue
-        elif amount.isdecimal():
-            amounts[name] = int(amount)
+        with suppress(ValueError):
+            amounts[name] = parse_memory_mb(amount) if name == "mem" else int(amount)
     return amounts
 
 
@@ -251,6 +231,7 @@ _PLACE_BY_SCOPE = {
     Scope.USER: "in all jobs of a user",
     Scope.ACCOUNT: "in all jobs of an account",
     Scope.ALL: "in all its jobs together",
+    Scope.LEAST: "in a job",
 }
 
 
@@ -282,7 +263,6 @@ class Excess:
     """As sacctmgr calls it."""
     said: str
     """What is asked for, and what is allowed."""
-    is_time: bool = False
     counts_jobs: bool = False
     never: str = "start"
     """What the trial can never do for it."""
@@ -299,7 +279,7 @@ def excesses(job: Charge, beside: Sequence[Charge] = ()) -> Iterator[Excess]:
     if timed and timed.wall_s and demand.time_limit_s and demand.time_limit_s > timed.wall_s:
         has, allowed = format_time_limit(demand.time_limit_s), format_time_limit(timed.wall_s)
         said = f"its time limit is {has}, and {name_of(timed)} allows {allowed} (MaxWall)"
-        yield Excess(limits=timed, setting="MaxWall", said=said, is_time=True)
+        yield Excess(limits=timed, setting="MaxWall", said=said)
     for scope in Scope:
         together = beside if scope in _WHOSE_BY_SCOPE else ()
         for name, asked in (demand.of_node if scope is Scope.NODE else demand.counted).items():
@@ -329,15 +309,11 @@ def _in_force(ladder: Sequence[Limits], scope: Scope, name: str) -> list[Limits]
 
 def _excess(limits: Limits, scope: Scope, name: str, asked: int) -> Excess | None:
     allowed, unit = limits.amounts[scope][name], _COUNTED_JOBS.get(name) or _UNIT_BY_NAME.get(name, name)
-    if scope is Scope.LEAST:
-        if asked >= allowed:
-            return None
-        said = f"it asks for {asked} {unit}, and {name_of(limits)} wants at least {allowed} in a job"
-    else:
-        if asked <= allowed:
-            return None
-        where = _WHOSE_BY_SCOPE[scope] if name in _COUNTED_JOBS else _PLACE_BY_SCOPE[scope]
-        said = f"it asks for {asked} {unit}, and {name_of(limits)} allows {allowed} {where}"
+    if asked >= allowed if scope is Scope.LEAST else asked <= allowed:
+        return None
+    where = (_WHOSE_BY_SCOPE if name in _COUNTED_JOBS else _PLACE_BY_SCOPE)[scope]
+    verb = "wants at least" if scope is Scope.LEAST else "allows"
+    said = f"it asks for {asked} {unit}, and {name_of(limits)} {verb} {allowed} {where}"
     setting = limits.setting(scope, name)
     return Excess(limits=limits, setting=setting, said=f"{said} ({setting})", counts_jobs=name in _COUNTED_JOBS)
 

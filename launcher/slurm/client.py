@@ -27,58 +27,48 @@ from corral.launcher.slurm.parse import (
     parse_nodes,
     parse_queue,
     parse_records,
+    parse_rows,
     parse_settings,
     parse_steps,
 )
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
+from corral.scheduling.slurm_formats import SLURM_PREFIXES
 
 
 class Complaint(StrEnum):
-    """Why a command failed."""
+    """Why a command failed: by what it prints on stderr then. The first that matches counts.
 
-    NO_ANSWER = "the controller did not answer in time"
-    """It may have done what it was asked for."""
-    UNREACHABLE = "no controller"
-    NO_SUCH_JOB = "no such job"
-    HAS_ENDED = "the job or step has ended already"
-    LIMIT = "a limit of the QOS or the account"
-    TIME = "the moment of the start"
-    TIME_LIMIT = "the time limit"
-    NODES = "no nodes at present that could run it"
-    """Too few, too small, down, drained: SLURM has one sentence for all of them."""
-    NODE_NAMES = "a node that there is not"
-    PARTITION = "the partition"
-    RESERVATION = "the reservation"
-    ACCOUNT = "the account"
-    QOS = "the QOS"
-    FEATURE = "a feature"
-    LICENSE = "a license"
-    OTHER = "something else"
+    Most are slurm_strerror's sentences, which have been the same since version 20.
+    """
 
-
-# The first that matches counts. Most are slurm_strerror's sentences, which have been the same since version 20.
-_TABLE: tuple[tuple[str, Complaint], ...] = (
-    (r"socket timed out|did not answer within", Complaint.NO_ANSWER),
-    (r"unable to contact|connection refused|configuration source", Complaint.UNREACHABLE),
-    (r"invalid job id|not found", Complaint.NO_SUCH_JOB),
-    (r"already", Complaint.HAS_ENDED),
-    (r"accounting/qos policy|usage threshold|submit limit", Complaint.LIMIT),
-    (r"requested time limit|--time(-min)?\b|time-min", Complaint.TIME_LIMIT),
-    (r"invalid time specified|--begin|--deadline|deadline time", Complaint.TIME),
-    (r"invalid node name|--nodelist|number of nodes|node count", Complaint.NODE_NAMES),
-    (r"reservation", Complaint.RESERVATION),
-    (r"node configuration is not available|nodes are busy|node not available", Complaint.NODES),
-    (r"partition name|partition not available|not in this partition", Complaint.PARTITION),
-    (r"invalid account", Complaint.ACCOUNT),
-    (r"\bqos\b", Complaint.QOS),
-    (r"feature|constraint", Complaint.FEATURE),
-    (r"license", Complaint.LICENSE),
-)
+    NO_ANSWER = r"socket timed out|did not answer within"
+    """The controller did not answer in time; it may have done what it was asked for."""
+    UNREACHABLE = r"unable to contact|connection refused|configuration source"
+    NO_SUCH_JOB = r"invalid job id|not found"
+    HAS_ENDED = r"already"
+    """The job or step has ended before."""
+    LIMIT = r"accounting/qos policy|usage threshold|submit limit"
+    """Of the QOS or the account."""
+    TIME_LIMIT = r"requested time limit|--time(-min)?\b|time-min"
+    TIME = r"invalid time specified|--begin|--deadline|deadline time"
+    """The moment of the start."""
+    NODE_NAMES = r"invalid node name|--nodelist|number of nodes|node count"
+    """A node that there is not."""
+    RESERVATION = r"reservation"
+    NODES = r"node configuration is not available|nodes are busy|node not available"
+    """No nodes at present that could run it: too few, too small, down, drained, SLURM has one sentence for all."""
+    PARTITION = r"partition name|partition not available|not in this partition"
+    ACCOUNT = r"invalid account"
+    QOS = r"\bqos\b"
+    FEATURE = r"feature|constraint"
+    LICENSE = r"license"
+    OTHER = ""
+    """Whatever else it says."""
 
 
 def complaint_of(said: str) -> Complaint:
-    """The value of what a command printed on stderr; OTHER for what is in no table."""
-    return next((complaint for text, complaint in _TABLE if re.search(text, said, re.IGNORECASE)), Complaint.OTHER)
+    """The value of what a command printed on stderr."""
+    return next(complaint for complaint in Complaint if re.search(complaint, said, re.IGNORECASE))
 
 
 T = TypeVar("T")
@@ -86,7 +76,6 @@ T = TypeVar("T")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 """What trials cannot do without; sacct and sacctmgr are asked only where there is accounting."""
 
-_SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find the cluster at all, and may ask it
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -125,7 +114,7 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     return {
         name: value
         for name, value in source.items()
-        if name in _KEPT or not (name.startswith(_SLURM_PREFIXES) or name in dropped)
+        if name in _KEPT or not (name.startswith(SLURM_PREFIXES) or name in dropped)
     }
 
 
@@ -185,9 +174,9 @@ class SlurmClient:
         """Whether sacct and sacctmgr know anything."""
         return keeps_accounts(self.settings())
 
-    def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> str:
-        """Lines of accounting's tables, values between bars; `what` is as after `sacctmgr show`."""
-        return self._run(["sacctmgr", "-n", "-P", "show", *what, f"format={','.join(fields)}"])
+    def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
+        """Rows of accounting's tables; `what` is as after `sacctmgr show`."""
+        return parse_rows(self._run(["sacctmgr", "-n", "-P", "show", *what, f"format={','.join(fields)}"]), fields)
 
     def accounted_state(self, job_id: str) -> str:
         """The last state that accounting knows of a job, "" if none; ask only where there is accounting."""
@@ -254,13 +243,14 @@ class SlurmClient:
         except subprocess.TimeoutExpired as error:
             message = f"{command[0]} did not answer within {self._timeout_s:.0f} s"
             raise SlurmUnreachableError(message, complaint=Complaint.NO_ANSWER) from error
-        if completed.returncode != 0:
-            failure = _failure(command, completed)
-            if failure.complaint in (Complaint.NO_ANSWER, Complaint.UNREACHABLE):
-                message = f"{failure}\n  hint: {_NO_SLURM_HINT}"
-                raise SlurmUnreachableError(message, complaint=failure.complaint, said=failure.said)
-            raise failure
-        return completed
+        if completed.returncode == 0:
+            return completed
+        complaint = complaint_of(completed.stderr)
+        said = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
+        message = f"{command[0]} failed with exit {completed.returncode}: {said}"
+        if complaint in (Complaint.NO_ANSWER, Complaint.UNREACHABLE):
+            raise SlurmUnreachableError(f"{message}\n  hint: {_NO_SLURM_HINT}", complaint=complaint, said=said)
+        raise SlurmError(message, complaint=complaint, said=said)
 
 
 def patiently(ask: Callable[[], T], what: str, *, patience_s: float = PATIENCE_S) -> T:
@@ -300,12 +290,6 @@ def parse_job_id(answer: str) -> str:
     if not job_id.isdigit():
         raise SlurmUncertainError(f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me")
     return job_id
-
-
-def _failure(command: Sequence[str], completed: subprocess.CompletedProcess[str]) -> SlurmError:
-    said = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
-    message = f"{command[0]} failed with exit {completed.returncode}: {said}"
-    return SlurmError(message, complaint=complaint_of(completed.stderr), said=said)
 
 
 def missing_commands() -> list[str]:

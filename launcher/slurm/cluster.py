@@ -8,12 +8,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 from corral.launcher.cluster.cluster import AllocationRunner
-from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import Layout, RunningAllocations
 from corral.launcher.slurm.client import SlurmError
@@ -68,9 +66,6 @@ class SlurmCluster(SlurmQueue):
             atomic_write(script, os.fsencode(render_extra_job(directory)), mode=0o700)
         return self._client.submit(options, script)
 
-    def why_never(self, job: Job, *, beside: Sequence[str]) -> str:
-        return self._inquiry.why_never(job, beside=beside)
-
     def why_leaving(self, job_id: str) -> str:
         return why_leaving(self._client.job(job_id))
 
@@ -87,8 +82,11 @@ class SlurmCluster(SlurmQueue):
         return look_ahead(self._fields_of(own), restart_count=own.restart_count)
 
     def why_ending(self, own: OwnJob, directory: TrialDirectory) -> JobEnd:
-        fields, said = self._fields_of(own), _tail(directory.logs_path / f"slurm-{own.job_id}.log")
-        return explain_end(fields, said, job_id=own.job_id, restart_count=own.restart_count)
+        said = ""
+        with contextlib.suppress(OSError):  # the user's own template may write elsewhere; then scontrol has to tell
+            log = read_tail(directory.logs_path / f"slurm-{own.job_id}.log", _OUTPUT_TAIL_BYTES)
+            said = log.decode(errors="replace")
+        return explain_end(self._fields_of(own), said, job_id=own.job_id, restart_count=own.restart_count)
 
     def requeue(self, job_id: str) -> None:
         self._client.requeue(job_id)
@@ -122,10 +120,3 @@ class SlurmCluster(SlurmQueue):
         with contextlib.suppress(SlurmError):
             return self._client.job(own.job_id)
         return None
-
-
-def _tail(path: Path) -> str:
-    try:
-        return read_tail(path, _OUTPUT_TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ""  # the user's own template may write elsewhere; then scontrol alone has to tell

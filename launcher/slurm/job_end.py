@@ -42,9 +42,10 @@ def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProsp
         restart_count: how often it had been requeued when it started.
     """
     fields = job or {}
+    restarts = fields.get("Restarts", "")
     return JobProspect(
         is_preempted=fields.get("PreemptTime", "") not in _NEVER,
-        is_requeued=_number(fields.get("Restarts", "")) > restart_count,
+        is_requeued=restarts.isdigit() and int(restarts) > restart_count,
         is_ending=phase_of(fields.get("JobState", "")) in (JobPhase.LEAVING, JobPhase.ENDED),
     )
 
@@ -76,7 +77,9 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     elif word == "RUNNING":
         state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
     else:
-        state = _STATE_BY_REASON.get(job.get("Reason", "")) or _told_by(word)
+        told = meaning_of(word)[0]
+        by_word = EndState(told) if told in _STATES else EndState.CANCELLED
+        state = _STATE_BY_REASON.get(job.get("Reason", ""), by_word)
     return JobEnd(state=state, is_requeued=False)
 
 
@@ -88,12 +91,3 @@ def why_leaving(job: Mapping[str, str] | None) -> str:
     if word == "RUNNING" and look_ahead(job, restart_count=0).is_preempted:
         return "its job is being preempted"
     return "" if word in ("RUNNING", "SUSPENDED") else f"its job is {word}"
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
-
-
-def _told_by(word: str) -> EndState:
-    meaning = meaning_of(word)[0]
-    return next((state for state in _STATES if state == meaning), EndState.CANCELLED)

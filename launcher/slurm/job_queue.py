@@ -18,7 +18,6 @@ from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.accounts import (
     Charge,
-    Holder,
     LimitKind,
     demand_of_job,
     excesses,
@@ -32,12 +31,39 @@ from corral.launcher.trial.processes import user_name
 from corral.scheduling.slurm_formats import expand_host_list
 
 
-class JobInquiry:
-    """Asks about jobs; about a limit once for each job and reason."""
+class SlurmQueue:
+    """The part of `SlurmCluster` that rl-status needs, and the questions about limits.
 
-    def __init__(self, client: SlurmClient) -> None:
-        self._client = client
+    Args:
+        timeout_s: how long a command may take, of a client made here.
+    """
+
+    def __init__(self, client: SlurmClient | None = None, *, timeout_s: float = 20.0) -> None:
+        self._client = client or SlurmClient(timeout_s=timeout_s)
         self._exceeded: dict[tuple[str, ...], str] = {}
+        """What a job exceeds, asked once for each job and reason."""
+
+    @property
+    def mode(self) -> Mode:
+        return "slurm"
+
+    @property
+    def identity(self) -> str:
+        return "|".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
+
+    @property
+    def question(self) -> str:
+        return shlex.join(queue_command())
+
+    def is_here(self) -> bool:
+        return is_installed("squeue")
+
+    def jobs(self) -> list[Job]:
+        return [in_our_words(line) for line in self._client.queue()]
+
+    def job(self, job_id: str) -> Job | None:
+        values = self._client.job(job_id)
+        return job_of_scontrol(values) if values else None
 
     def look_closer(self, job: Job, *, has_run: bool) -> Job:
         """The job with what its state and reason leave open; where SLURM does not answer, that stays open."""
@@ -72,8 +98,20 @@ class JobInquiry:
             return job.note
         if limit_of_reason(job.reason) is not LimitKind.OTHERS or not (exceeded := self._ask_exceeded(job, beside)):
             return ""
-        field = "account" if holder_of_reason(job.reason) is Holder.ACCOUNT else "qos"
+        field = holder_of_reason(job.reason).field
         return f"{job.reason}: {exceeded}; ask for less, for another launch.{field}, or for launch.layout: packed"
+
+    def keeps_accounts(self) -> bool:
+        return self._client.keeps_accounts()
+
+    def accounted(self, job_id: str) -> Job | None:
+        state = self._client.accounted_state(job_id)
+        if not state:
+            return None
+        return replace(job_of_scontrol({"JobId": job_id, "JobState": state}), findings=(f"sacct says {state}",))
+
+    def cancel(self, job_id: str) -> None:
+        self._client.cancel(job_id)
 
     def _values(self, job: Job) -> Mapping[str, str]:
         return self._client.job(job.job_id) or {}
@@ -108,52 +146,3 @@ class JobInquiry:
 
         job, *beside = map(charge, jobs)
         return "; ".join(excess.said for excess in excesses(job, beside))
-
-
-class SlurmQueue:
-    """The part of `SlurmCluster` that rl-status needs.
-
-    Args:
-        timeout_s: how long a command may take, of a client made here.
-    """
-
-    def __init__(self, client: SlurmClient | None = None, *, timeout_s: float = 20.0) -> None:
-        self._client = client or SlurmClient(timeout_s=timeout_s)
-        self._inquiry = JobInquiry(self._client)
-
-    @property
-    def mode(self) -> Mode:
-        return "slurm"
-
-    @property
-    def identity(self) -> str:
-        return "|".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
-
-    @property
-    def question(self) -> str:
-        return shlex.join(queue_command())
-
-    def is_here(self) -> bool:
-        return is_installed("squeue")
-
-    def jobs(self) -> list[Job]:
-        return [in_our_words(line) for line in self._client.queue()]
-
-    def job(self, job_id: str) -> Job | None:
-        values = self._client.job(job_id)
-        return job_of_scontrol(values) if values else None
-
-    def look_closer(self, job: Job, *, has_run: bool) -> Job:
-        return self._inquiry.look_closer(job, has_run=has_run)
-
-    def keeps_accounts(self) -> bool:
-        return self._client.keeps_accounts()
-
-    def accounted(self, job_id: str) -> Job | None:
-        state = self._client.accounted_state(job_id)
-        if not state:
-            return None
-        return replace(job_of_scontrol({"JobId": job_id, "JobState": state}), findings=(f"sacct says {state}",))
-
-    def cancel(self, job_id: str) -> None:
-        self._client.cancel(job_id)

@@ -6,7 +6,7 @@ sinfo -o NODE_FORMAT   --parse_nodes--> Node           squeue -s   --parse_steps
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,12 @@ def parse_records(text: str, *, key: str) -> dict[str, dict[str, str]]:
     """The lines of `scontrol show ... -o` by one of their values; a line without it is skipped."""
     records = (parse_key_values(line) for line in text.splitlines() if line.strip())
     return {record[key]: record for record in records if key in record}
+
+
+def parse_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
+    """sacctmgr's lines of values between bars; one of another length is skipped."""
+    rows = (line.split("|") for line in text.splitlines())
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def parse_settings(text: str) -> dict[str, str]:

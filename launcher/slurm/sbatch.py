@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +127,14 @@ def extra_job_options(
 
 def sbatch_lines(options: Sequence[str]) -> str:
     """Options as lines of a batch script."""
-    lines = []
-    for option in options:
-        name, has_value, value = option.partition("=")
-        if option == COMPONENT_SEPARATOR:
-            lines.append("#SBATCH hetjob")
-        elif has_value:
-            lines.append(f"#SBATCH {name}={_quoted(value)}")
-        else:
-            lines.append(f"#SBATCH {name}")
-    return "\n".join(lines)
+    return "\n".join(map(_line, options))
+
+
+def _line(option: str) -> str:
+    if option == COMPONENT_SEPARATOR:
+        return "#SBATCH hetjob"
+    name, has_value, value = option.partition("=")
+    return f"#SBATCH {name}={_quoted(value)}" if has_value else f"#SBATCH {name}"
 
 
 def _quoted(value: str) -> str:
@@ -171,8 +170,10 @@ def _allocation_options(
         "--ntasks-per-node=1",
         f"--cpus-per-task={allocation.cpus_per_node}",
         f"--{memory}={amount}",
-        *_gpu_options(plan, allocation),
     ]
+    if allocation.gpus_per_node:
+        name, value = plan.cluster.gpu_option(allocation.gpus_per_node, allocation.gpu_type)
+        options.append(f"--{name}={value}" if value else f"--{name}")
     values = dict(allocation.options)
     if excluded := _excluded(allocation, exclude_nodes):
         values["exclude"] = excluded
@@ -184,21 +185,6 @@ def _excluded(allocation: Allocation, nodes: Sequence[str]) -> str:
     """Nodes that failed, beside those that the user excludes."""
     own = [allocation.options["exclude"]] if "exclude" in allocation.options else []
     return ",".join(dict.fromkeys([*own, *nodes]))
-
-
-def _gpu_options(plan: RunPlan, allocation: Allocation) -> list[str]:
-    if not allocation.gpus_per_node:
-        return []
-    amount = f"{allocation.gpu_type}:" if allocation.gpu_type else ""
-    amount += str(allocation.gpus_per_node)
-    match plan.cluster.gpu_request:
-        case "gres":
-            return [f"--gres=gpu:{amount}"]
-        case "gpus":
-            return [f"--gpus-per-node={amount}"]
-        case "none":
-            # Nobody counts the GPUs there: whoever shares a node would share them too.
-            return ["--exclusive"]
 
 
 def _batch_options(plan: RunPlan, directory: TrialDirectory) -> list[str]:
@@ -271,7 +257,10 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
         ) from error
     if not script.startswith("#!"):
         raise refuse("its first line is no #! line", "start it with #!/bin/bash")
-    if variables["sbatch_lines"] not in script[: _first_command(script)]:
+    # sbatch reads no #SBATCH line after the first line that is neither empty nor a comment.
+    lines = script.splitlines(keepends=True)
+    before_commands = takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
+    if variables["sbatch_lines"] not in "".join(before_commands):
         raise refuse(
             "the SBATCH lines are missing before its first command, so the job would not ask for the trial's nodes",
             "put <% sbatch_lines %> right after the #! line",
@@ -284,16 +273,6 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
     if checked.returncode != 0:
         raise refuse(f"bash cannot parse it: {' '.join(checked.stderr.split())}", "bash -n shows the same")
     return script
-
-
-def _first_command(script: str) -> int:
-    """Where the first line stands that is neither empty nor a comment: sbatch reads no #SBATCH line after it."""
-    position = 0
-    for line in script.splitlines(keepends=True):
-        if line.strip() and not line.startswith("#"):
-            return position
-        position += len(line)
-    return position
 
 
 def _comment_text(text: str) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.slurm.accounts import Holder, LimitKind, holder_of_reason, limit_of_reason
+from corral.launcher.slurm.accounts import LimitKind, holder_of_reason, limit_of_reason
 from corral.launcher.slurm.parse import QueuedJob
 from corral.scheduling.slurm_formats import expand_host_list
 
@@ -119,7 +119,6 @@ _ADVICE_BY_REASON = {
     _NODES_REQUIRED: "or it waits for them; sinfo shows them",
     "FrontEndDown": "the front end is down",
 }
-_HOLDER_AND_FIELD = {Holder.QOS: ("the QOS", "launch.qos"), Holder.ACCOUNT: ("the account", "launch.account")}
 _HELD_BY_SOMEBODY = ("JobHeldUser", "JobHeldAdmin")
 _HOLDS = ("JobHoldMaxRequeue", "launch failed requeued held", "job requeued in held state", "JobLaunchFailure")
 _UNKNOWN_START = ("N/A", "", "Unknown")
@@ -227,9 +226,9 @@ def _why_blocked(reason: str, *, nodes_are_down: bool, exceeded: str) -> str:
         return f"{reason}: all nodes that could run it are down; sinfo -R says why"
     kind = limit_of_reason(head)
     if kind is LimitKind.NOTHING or (kind is LimitKind.OTHERS and exceeded):
-        whose, field = _HOLDER_AND_FIELD[holder_of_reason(head)]
-        limit = exceeded or f"a limit of {whose} for every single job"
-        return f"{head}: {limit}; rl-stop it and ask for less, or for another {field}"
+        holder = holder_of_reason(head)
+        limit = exceeded or f"a limit of the {holder} for every single job"
+        return f"{head}: {limit}; rl-stop it and ask for less, or for another launch.{holder.field}"
     return ""
 
 
@@ -254,6 +253,6 @@ def _advice(reason: str, job_id: str) -> str:
     advice = _ADVICE_BY_REASON.get(reason)
     kind = limit_of_reason(reason)
     if advice is None and kind is not None:
-        whose, field = _HOLDER_AND_FIELD[holder_of_reason(reason)]
-        advice = f"a limit of {whose}; it starts when {kind}, or ask for another {field}"
+        holder = holder_of_reason(reason)
+        advice = f"a limit of the {holder}; it starts when {kind}, or ask for another launch.{holder.field}"
     return (advice or "see man squeue").format(job=job_id)

@@ -123,9 +123,9 @@ def _feature_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator
 def _account_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
     """Accounts and QOS that a partition does not let in, and those that the user has not."""
     mine, account = facts.accounts.associations, ask.values.get("account")
-    usable = sorted({name for one in mine if account in (None, one.account) for name in one.qos})
+    usable = sorted({name for one in mine if account in (None, one.name) for name in one.qos})
     rows = (
-        ("account", "Accounts", "charge", [one.account for one in mine]),
+        ("account", "Accounts", "charge", [one.name for one in mine]),
         ("qos", "Qos", "use", usable),
     )
     for field, setting, may_not, known in rows:

@@ -6,7 +6,7 @@ SLURM queues such a job without a word, and `sbatch --test-only` says that it ca
 job another account or QOS than the user's default, so that nothing is refused for a default.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
@@ -16,8 +16,6 @@ from corral.launcher.submit.asks import leaves_time, limit_that_fits, raise_prob
 from corral.launcher.submit.check_layout import Part, parts_of
 from corral.launcher.submit.cluster import ClusterFacts, counted
 from corral.scheduling.slurm_formats import format_time_limit
-
-_FIELD_BY_HOLDER: Mapping[Holder, str] = {Holder.QOS: "qos", Holder.PARTITION: "partition", Holder.ACCOUNT: "account"}
 
 
 def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
@@ -34,7 +32,7 @@ def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
         for excess in _excesses(part, beside=fixed):
             problem, holder = _problem(part, excess), excess.limits.holder
             # A partition's QOS holds for all in it.
-            if holder is Holder.PARTITION or _FIELD_BY_HOLDER[holder] in part.allocation.options:
+            if holder is Holder.PARTITION or holder.field in part.allocation.options:
                 problems.append(problem)
             else:
                 warnings.append(f"{problem.message}; {problem.hint} (checked with: {problem.evidence})")
@@ -54,7 +52,7 @@ def _excesses(part: Part, *, beside: Sequence[Part]) -> Iterator[Excess]:
             f"no time limit is asked for, {name_of(given)} gives {format_time_limit(given.wall_s)} (MaxWall), and "
             f"SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)"
         )
-        yield Excess(limits=given, setting="MaxWall", said=said, is_time=True, never="train")
+        yield Excess(limits=given, setting="MaxWall", said=said, never="train")
 
 
 def _charge(part: Part) -> Charge:
@@ -79,11 +77,11 @@ def _charge(part: Part) -> Charge:
 
 def _problem(part: Part, excess: Excess) -> ConfigProblem:
     allocation, limits = part.allocation, excess.limits
-    field = _FIELD_BY_HOLDER[limits.holder]
+    field = limits.holder.field
     instead = f"another launch.{field}"
     if limits.holder is Holder.QOS and (others := _other_qos(part, limits.name)):
         instead += f" (you may use {', '.join(others)})"
-    if excess.is_time and limits.wall_s:
+    if excess.setting == "MaxWall" and limits.wall_s:
         field = "time_limit"
         signal_s = part.plan.launch.signal_before_end_s if part.index in part.layout.components else 0
         hint = f"set time_limit to {limit_that_fits(limits.wall_s, signal_s)}, or choose {instead}"

@@ -28,7 +28,7 @@ from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
-from corral.launcher.runners.local import start_detached
+from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import clean_environment
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
@@ -124,7 +124,7 @@ def _start(submission: Submission, cluster: Cluster | None, supervisor_command: 
 def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Sequence[str]) -> str:
     log_path = directory.attempt_logs(attempt) / "supervisor.log"
     command = [*supervisor_command, "--trial", str(directory.path), "--attempt", str(attempt)]
-    pid = start_detached(command, log_path=log_path, environment=clean_environment())
+    pid = start_process(command, environment=clean_environment(), log_path=log_path).pid
     try:
         _wait_until_it_supervises(directory, pid, log_path)
     except BaseException:

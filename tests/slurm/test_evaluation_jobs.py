@@ -54,7 +54,7 @@ def submit(directory: TrialDirectory, step: str = "latest", *, batch_size: int =
         for request in make_requests(directory, plan, chosen, evaluation, directory.evaluations_path)
     ]
     scheduling = plan.scheduling["model_worker"].scheduling
-    resources = EvaluationResources.of("t", scheduling, launch=plan.launch, cluster=plan.cluster, minutes=5)
+    resources = EvaluationResources("t", scheduling, launch=plan.launch, cluster=plan.cluster, minutes=5)
     return submit_to_slurm(directory, requests, resources)
 
 

@@ -177,7 +177,7 @@ def test_an_evaluation_that_sees_no_gpu_of_those_it_was_given_answers_nothing(tm
     directory = make_evaluable_trial(tmp_path, model, commits=(1,))
     request = request_in_batches(directory, batch_size=4)
     launch, cluster, scheduling = LaunchConfig(), ClusterConfig(), Scheduling(cpu=1, mem=1, gpu=4)
-    asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=cluster, minutes=7)
+    asked = EvaluationResources("t", scheduling, launch=launch, cluster=cluster, minutes=7)
     command = evaluation_command(request, asked, directory)
     environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -222,8 +222,7 @@ def watch(folder: Path, *looks: dict[str, tuple[str, str]] | None) -> list[tuple
 
 @pytest.fixture
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM is asked at every look, and nothing is on its way."""
-    monkeypatch.setattr(status, "_ASK_INTERVAL_S", 0.0)
+    """Nothing is on its way."""
     monkeypatch.setattr(status, "_RESULT_VISIBLE_S", 0.0)
 
 
@@ -271,8 +270,8 @@ def test_a_job_that_ended_without_a_result_says_how(word: str, state: str, tmp_p
 def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
     scheduling = Scheduling(cpu=3, mem=2048, gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
     launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=("--licenses=x:1",))
-    asked = EvaluationResources.of("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
-    assert (asked.scheduling, asked.gpus, asked.minutes, asked.job_name) == (scheduling, 1, 7, "eval.t")
+    asked = EvaluationResources("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
+    assert asked.gpus == 1
     assert asked.slurm == {
         "partition": "gpu",
         "account": "lab",  # the group's own value goes before that of the whole trial
@@ -281,7 +280,7 @@ def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
     }
     for gpu_request, wanted in (("gpus", {"gpus_per_node": "a100:1"}), ("none", {"exclusive": True})):
         cluster = ClusterConfig.model_validate({"gpu_request": gpu_request})
-        elsewhere = EvaluationResources.of(
+        elsewhere = EvaluationResources(
             "t", scheduling, launch=launch, cluster=cluster, minutes=7, partition="spot"
         ).slurm
         assert elsewhere["partition"] == "spot" and wanted.items() <= elsewhere.items() and "gres" not in elsewhere
@@ -293,7 +292,7 @@ def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -
 
     def contained(runtime: Literal["apptainer", "pyxis"]) -> Sequence[str]:
         cluster = ClusterConfig(container_runtime=runtime, container_python="python3.11")
-        asked = EvaluationResources.of("t", scheduling, launch=LaunchConfig(), cluster=cluster, minutes=7)
+        asked = EvaluationResources("t", scheduling, launch=LaunchConfig(), cluster=cluster, minutes=7)
         return evaluation_command(tmp_path / "r.json", asked, directory)
 
     assert contained("apptainer")[:2] == ("apptainer", "exec")

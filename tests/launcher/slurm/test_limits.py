@@ -7,7 +7,6 @@ import pytest
 
 from corral.launcher.slurm.accounts import (
     Accounts,
-    Association,
     Demand,
     Holder,
     Limits,
@@ -15,11 +14,10 @@ from corral.launcher.slurm.accounts import (
     demand_of_job,
     excesses,
     parse_amounts,
-    parse_rows,
     read_accounts,
 )
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.parse import parse_settings
+from corral.launcher.slurm.parse import parse_rows, parse_settings
 
 CONFIG = """\
 AccountingStorageEnforce = associations,limits,qos
@@ -51,9 +49,9 @@ class SiteWithAccounts(SlurmClient):
     def settings(self) -> dict[str, str]:
         return parse_settings(self.config)
 
-    def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> str:
+    def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
         self.asked.append(what)
-        return {"user": USER, "assoc": ACCOUNTS, "qos": QOS}[what[0]]
+        return parse_rows({"user": USER, "assoc": ACCOUNTS, "qos": QOS}[what[0]], fields)
 
 
 def of(holder: Holder, name: str = "x", *, wall_s: int | None = None, **amounts: Mapping[str, int]) -> Limits:
@@ -69,11 +67,11 @@ def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
     accounts = read_accounts(SiteWithAccounts(), "me")
     assert accounts.has_limits and accounts.is_kept and accounts.default_account == "lab"
     lab, on_gpu, team = accounts.associations
-    assert (lab.account, lab.qos, lab.default_qos) == ("lab", ("deny", "normal"), "normal")
-    assert lab.limits.wall_s == 1800 and lab.limits.amounts == {Scope.JOB: {"cpu": 6}}
+    assert (lab.name, lab.qos, lab.default_qos) == ("lab", ("deny", "normal"), "normal")
+    assert lab.wall_s == 1800 and lab.amounts == {Scope.JOB: {"cpu": 6}}
     assert accounts.association("team", "gpu") == on_gpu and accounts.association("team", "cpu") == team
-    assert team.limits.amounts[Scope.ALL] == {"mem": 8192}
-    assert team.limits.amounts[Scope.USER] == {"job": 3, "submit": 9}
+    assert team.amounts[Scope.ALL] == {"mem": 8192}
+    assert team.amounts[Scope.USER] == {"job": 3, "submit": 9}
     assert accounts.limits_by_account["lab"].amounts == {Scope.ALL: {"gres/gpu": 2, "job": 8}}
     assert accounts.limits_by_account["root"].amounts == {Scope.ALL: {"submit": 40}}
     assert accounts.limits_by_qos["part"].amounts == {
@@ -126,7 +124,7 @@ def test_limits_that_nobody_enforces_do_not_count() -> None:
 
 def test_accounting_that_does_not_answer_is_unknown() -> None:
     class Silent(SiteWithAccounts):
-        def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> str:
+        def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
             raise SlurmError("slurmdbd is away")
 
     accounts = read_accounts(Silent(), "me")
@@ -219,5 +217,5 @@ def test_odd_amounts_and_lines_are_left_out() -> None:
         "gres/gpu": 2,
     }
     assert parse_rows("a|b\nc\n\n", ["x", "y"]) == [{"x": "a", "y": "b"}]
-    nobody = Association(account="a", limits=of(Holder.ACCOUNT))
+    nobody = of(Holder.ACCOUNT, "a")
     assert Accounts().qos_of(None, nobody) == "normal" and Accounts().qos_of(None, None) == ""

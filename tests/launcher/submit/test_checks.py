@@ -12,7 +12,7 @@ import pytest
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.accounts import Accounts, Association, Holder, Limits
+from corral.launcher.slurm.accounts import Accounts, Holder, Limits
 from corral.launcher.slurm.client import Complaint, SlurmError, complaint_of
 from corral.launcher.slurm.parse import Node, parse_nodes
 from corral.launcher.submit.asks import asks_of, check_values, shapes_for
@@ -301,10 +301,9 @@ def test_an_elastic_worker_is_checked_alone_and_never_added_up() -> None:
 
 
 def test_accounts_are_compared_with_what_accounting_says() -> None:
-    none = Limits(holder=Holder.ACCOUNT, name="")
     associations = [
-        Association(account="lab", qos=("high", "normal"), limits=none),
-        Association(account="team", qos=("normal",), limits=none),
+        Limits(holder=Holder.ACCOUNT, name="lab", qos=("high", "normal")),
+        Limits(holder=Holder.ACCOUNT, name="team", qos=("normal",)),
     ]
     accounts = Accounts(associations=associations)
     facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={}, accounts=accounts)
