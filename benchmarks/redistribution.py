@@ -50,7 +50,7 @@ from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_ne
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
-from corral.workers.model.data_plane import DataPlane, IncomingParcel, Membership, TransferCounts, keys_in_order
+from corral.workers.model.data_plane import DataPlane, IncomingParcel, Membership, keys_in_order
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
 
@@ -152,7 +152,7 @@ class Rank:
                 host=host,
                 timeout_s=DEADLINE_S,
             )
-            plane = DataPlane(self.stores[way], member, TransferCounts())
+            plane = DataPlane(self.stores[way], member)
             self.planes[way] = stack.enter_context(closing(plane))
             plane.begin(1)
             for uid, owner in batch.owner.items():

@@ -15,10 +15,10 @@ The sender gathers the arrays in this order; the receiver knows the number of to
 and with the declared layout and type of each key all lengths.
 """
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torc
 from corral.scheduling.redistribution import Parcel
 from corral.workers.data.sequence_sample import Array, KeySpecs, SequenceSample, key_spec
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.host_memory import Bytes, Extent, HostMemory, NotSharedError, Places, meet_neighbours
-from corral.workers.model.network import Network, Receiving, TransferError
+from corral.workers.model.host_memory import Bytes, HostMemory, NotSharedError, meet_neighbours
+from corral.workers.model.network import Network, TransferError
 
 NumTokens = Mapping[str, Sequence[int]]
 """uid -> tokens of each answer."""
@@ -106,26 +106,6 @@ class IncomingParcel:
         return [dtype.itemsize for dtype in self.dtypes]
 
 
-@dataclass(slots=True)
-class TransferCounts:
-    """What one rank has moved since it started. Any thread may add to it."""
-
-    sent_bytes: int = 0
-    """Over the network."""
-    received_bytes: int = 0
-    """Over the network."""
-    shown_bytes: int = 0
-    """Values that ranks of this host were told the place of."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, sent_bytes: int = 0, received_bytes: int = 0, shown_bytes: int = 0) -> None:
-        """Count something that moves."""
-        with self._lock:
-            self.sent_bytes += sent_bytes
-            self.received_bytes += received_bytes
-            self.shown_bytes += shown_bytes
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """Which rank of a gang this is, and how it reaches the others."""
@@ -151,16 +131,13 @@ class DataPlane:
         plane.take(parcels, num_tokens)        # the main thread of a rank that needs it
     """
 
-    def __init__(self, store: DataStore, member: Membership, counts: TransferCounts) -> None:
-        """
-        Args:
-            counts: what this adds to.
-        """
-        self.counts = counts
+    def __init__(self, store: DataStore, member: Membership) -> None:
         self._store = store
         self._memory = HostMemory()
         self._member = member
-        self._links: _Links | None = None
+        self._network: Network | None = None
+        self._pid_by_neighbour: Mapping[int, int] = {}
+        """Of the ranks that share memory with this one."""
 
     def begin(self, epoch: int) -> None:
         """Meet the other ranks for a new epoch of the master; what was under way in an earlier one is given up.
@@ -171,21 +148,35 @@ class DataPlane:
             TransferError: if another rank does not come in time.
         """
         self.close()
-        if self._member.rendezvous is not None:
-            store = PrefixStore(f"data plane {epoch}", self._member.rendezvous)
-            self._links = _Links(store, self._member, self._memory, self.counts)
-            self._store.memory = self._memory if self._links.has_neighbours else None
+        member = self._member
+        if member.rendezvous is None:
+            return
+        store = PrefixStore(f"data plane {epoch}", member.rendezvous)
+        self._network = Network(
+            PrefixStore("network", store),
+            rank=member.rank,
+            world_size=member.world_size,
+            address=member.address,
+            timeout_s=member.timeout_s,
+        )
+        self._pid_by_neighbour = meet_neighbours(
+            store, self._memory, rank=member.rank, host=member.host, barrier=self._network.barrier
+        )
+        self._store.memory = self._memory if self._pid_by_neighbour else None
 
     def give(self, parcels: Sequence[Parcel]) -> None:
-        """Send what this rank holds, as it is now; returns at once.
+        """Send what this rank holds, as it is now, or to ranks of this host where it lies; returns at once.
 
         Raises:
             ValueError: if something of it is not here; then nothing is sent.
         """
-        links = self._begun()
-        arrays = [self._store.arrays(parcel.uids, keys_in_order(parcel, self._store.specs)) for parcel in parcels]
-        for parcel, of_parcel in zip(parcels, arrays, strict=True):
-            links.send(parcel, of_parcel)
+        network, neighbours = self._begun(), self._pid_by_neighbour
+        values = [self._store.arrays(parcel.uids, keys_in_order(parcel, self._store.specs)) for parcel in parcels]
+        for parcel, arrays in zip(parcels, values, strict=True):
+            is_shown = any(rank in neighbours for rank in parcel.destinations)
+            places = [self._memory.places_of(arrays)] if is_shown else []
+            for rank in parcel.destinations:
+                network.send(places if rank in neighbours else arrays, rank, tag=parcel.tag)
 
     def take(self, parcels: Sequence[Parcel], num_tokens: NumTokens) -> None:
         """Wait for the parcels that have this rank as a destination, and pass on those that have it as their source.
@@ -200,103 +191,47 @@ class DataPlane:
             TransferError: if a peer does not play its part before the deadline.
             ValueError: if the length of a sample is not stated.
         """
-        links, rank = self._begun(), self._member.rank
+        network, rank = self._begun(), self._member.rank
         deadline = time.monotonic() + self._member.timeout_s
-        specs = self._store.specs
         own = sorted((p for p in parcels if rank in p.destinations), key=lambda parcel: parcel.is_passed_on)
-        arrivals = [links.expect(IncomingParcel.expected(parcel, num_tokens, specs)) for parcel in own]
+        coming = [IncomingParcel.expected(parcel, num_tokens, self._store.specs) for parcel in own]
+        for parcel in own:
+            network.ask(parcel.source, tag=parcel.tag)
         for is_passed_on in (False, True):
-            for arrival in arrivals:
-                if arrival.incoming.parcel.is_passed_on is is_passed_on:
-                    self._store.adopt(arrival.incoming.samples(links.wait(arrival, deadline=deadline)))
+            for incoming in coming:
+                if incoming.parcel.is_passed_on is is_passed_on:
+                    self._store.adopt(incoming.samples(self._receive(incoming, deadline=deadline)))
             if not is_passed_on:
                 self.give([parcel for parcel in parcels if parcel.source == rank])
 
     def close(self) -> None:
-        """Leave the other ranks."""
-        if self._links is not None:
-            self._links.close()
-            self._links = None
+        """Leave the other ranks; what nobody has taken is not sent any more."""
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
-    def _begun(self) -> "_Links":
-        if self._links is None:
+    def _begun(self) -> Network:
+        if self._network is None:
             raise RuntimeError(f"rank {self._member.rank} is asked to move samples before an epoch has begun")
-        return self._links
+        return self._network
 
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A parcel that is on its way: as `values`, or as the places where they lie."""
-
-    incoming: IncomingParcel
-    receiving: Receiving
-    values: Bytes | None
-    places: Places | None
-
-
-class _Links:
-    """One epoch's connections of one rank."""
-
-    def __init__(self, store: Store, member: Membership, memory: HostMemory, counts: TransferCounts) -> None:
-        self._memory = memory
-        self.counts = counts
-        self._network = Network(
-            PrefixStore("network", store),
-            rank=member.rank,
-            world_size=member.world_size,
-            address=member.address,
-            timeout_s=member.timeout_s,
-        )
-        self._pid_by_neighbour: Mapping[int, int] = meet_neighbours(
-            store, memory, rank=member.rank, host=member.host, barrier=self._network.barrier
-        )
-        self.has_neighbours = bool(self._pid_by_neighbour)
-
-    def send(self, parcel: Parcel, arrays: list[Array]) -> None:
-        """Send these arrays to the parcel's destinations, or where they lie."""
-        here = [rank for rank in parcel.destinations if rank in self._pid_by_neighbour]
-        elsewhere = [rank for rank in parcel.destinations if rank not in self._pid_by_neighbour]
-        if here:
-            self.counts.add(shown_bytes=len(here) * sum(array.nbytes for array in arrays))
-            self._post(here, parcel, [self._memory.places_of(arrays)])
-        if elsewhere:
-            self._post(elsewhere, parcel, arrays)
-
-    def expect(self, incoming: IncomingParcel) -> _Arrival:
-        """Post the receive of a parcel."""
-        parcel = incoming.parcel
-        if parcel.source in self._pid_by_neighbour:
+    def _receive(self, incoming: IncomingParcel, *, deadline: float) -> list[Array]:
+        """The arrays of a parcel that was asked for, once they are here."""
+        parcel, pid = incoming.parcel, self._pid_by_neighbour.get(incoming.parcel.source)
+        what = f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples"
+        receive = partial(self._begun().receive, peer=parcel.source, tag=parcel.tag, what=what, deadline=deadline)
+        if pid is not None:
             places = np.empty((len(incoming.array_lengths), 3), np.int64)
-            return _Arrival(incoming, self._network.receive(places, parcel.source, tag=parcel.tag), None, places)
-        if self.has_neighbours:  # received where they can map it, since it may have to be passed on
-            extent = self._memory.allocate(incoming.size_bytes)
+            receive(places)
+            try:
+                return self._memory.open(pid, places, incoming.dtypes, incoming.array_lengths)
+            except NotSharedError as error:
+                raise TransferError(
+                    f"rank {parcel.source} has dropped samples before they were taken: {error}"
+                ) from error
+        if self._pid_by_neighbour:  # received where they can map it, since it may have to be passed on
+            target, values = self._memory.allocate(incoming.size_bytes)
         else:
-            values = np.empty(incoming.size_bytes, np.uint8)
-            extent = Extent(values, values)
-        receiving = self._network.receive(extent.target, parcel.source, tag=parcel.tag)
-        return _Arrival(incoming, receiving, extent.values, None)
-
-    def wait(self, arrival: _Arrival, *, deadline: float) -> list[Array]:
-        """The arrays of a parcel, once they are here."""
-        incoming, parcel = arrival.incoming, arrival.incoming.parcel
-        arrival.receiving.wait(f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples", deadline=deadline)
-        if arrival.values is not None:
-            self.counts.add(received_bytes=incoming.size_bytes)
-            return incoming.cut(arrival.values)
-        assert arrival.places is not None
-        self.counts.add(received_bytes=arrival.places.nbytes)
-        pid = self._pid_by_neighbour[parcel.source]
-        try:
-            return self._memory.open(pid, arrival.places, incoming.dtypes, incoming.array_lengths)
-        except NotSharedError as error:
-            raise TransferError(f"rank {parcel.source} has dropped samples before they were taken: {error}") from error
-
-    def close(self) -> None:
-        """End the connections; what nobody has taken is not sent any more."""
-        self._network.close()
-
-    def _post(self, ranks: Sequence[int], parcel: Parcel, message: Sequence[Array]) -> None:
-        # First: whoever has got it finds it counted.
-        self.counts.add(sent_bytes=len(ranks) * sum(array.nbytes for array in message))
-        for rank in ranks:
-            self._network.send(message, rank, tag=parcel.tag)
+            target = values = np.empty(incoming.size_bytes, np.uint8)
+        receive(target)
+        return incoming.cut(values)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +56,8 @@ that segment, and the offset in bytes.
 _NOWHERE = (-1, -1, 0)  # the place of an array without values
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A part of a segment that was set aside."""
+class Extent(NamedTuple):
+    """A segment, or a part of it that was set aside."""
 
     target: Bytes
     """To write into."""
@@ -75,15 +74,6 @@ class _Segment:
     size_bytes: int
 
 
-@dataclass(slots=True)
-class _Filling:
-    """The segment that is filled at present."""
-
-    target: Bytes
-    values: Bytes
-    used_bytes: int = 0
-
-
 class HostMemory:
     """The segments that this process owns or has opened. Any thread may use it."""
 
@@ -92,7 +82,10 @@ class HostMemory:
         self._lock = threading.Lock()
         self._segment_by_id: dict[int, _Segment] = {}  # by id() of the array over the whole of it
         self._values_by_inode: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
-        self._filling: _Filling | None = None
+        self._filling: Extent | None = None
+        """The segment that is filled at present."""
+        self._used_bytes = 0
+        """Of it."""
 
     def store(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same arrays where other processes can open them; those that are there already are not copied."""
@@ -111,15 +104,15 @@ class HostMemory:
     def allocate(self, size_bytes: int) -> Extent:
         """Set some bytes aside; they are free again when no array looks at their segment any more."""
         with self._lock:
-            if self._filling is None or self._filling.used_bytes + size_bytes > self._filling.values.size:
+            if self._filling is None or self._used_bytes + size_bytes > self._filling.values.size:
                 segment_bytes = max(self._segment_bytes, self._held_bytes() // _SHARE)
                 if size_bytes > segment_bytes:  # a segment of its own
                     whole = self._make_segment(size_bytes)
                     return Extent(whole.target[:size_bytes], whole.values[:size_bytes])
-                self._filling = self._make_segment(segment_bytes)
-            piece = slice(self._filling.used_bytes, self._filling.used_bytes + size_bytes)
+                self._filling, self._used_bytes = self._make_segment(segment_bytes), 0
+            piece = slice(self._used_bytes, self._used_bytes + size_bytes)
             # Page by page: a page that somebody wrote to in his private mapping no longer shows what comes later.
-            self._filling.used_bytes += _in_pages(size_bytes)
+            self._used_bytes += _in_pages(size_bytes)
             return Extent(self._filling.target[piece], self._filling.values[piece])
 
     def holds(self, array: Array) -> bool:
@@ -162,11 +155,9 @@ class HostMemory:
                     ) from error
         return opened
 
-    def _segment_at(self, pid: int, fd: int, inode: int) -> Bytes:
-        values = self._values_by_inode.get(inode)
-        return self._map(pid, fd, inode) if values is None else values
-
-    def _map(self, pid: int, its_fd: int, inode: int) -> Bytes:
+    def _segment_at(self, pid: int, its_fd: int, inode: int) -> Bytes:
+        if (values := self._values_by_inode.get(inode)) is not None:
+            return values
         try:
             fd = os.open(f"/proc/{pid}/fd/{its_fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -176,12 +167,12 @@ class HostMemory:
             raise NotSharedError(f"file descriptor {its_fd} of process {pid} is no longer segment {inode}")
         return self._register(fd, inode)
 
-    def _make_segment(self, size_bytes: int) -> _Filling:
+    def _make_segment(self, size_bytes: int) -> Extent:
         fd = os.memfd_create("corral-samples", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _in_pages(size_bytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         target = np.frombuffer(mmap.mmap(fd, 0, flags=mmap.MAP_SHARED), np.uint8)
-        return _Filling(target, self._register(fd, os.fstat(fd).st_ino))
+        return Extent(target, self._register(fd, os.fstat(fd).st_ino))
 
     def _register(self, fd: int, inode: int) -> Bytes:
         """Map a segment for reading, and give it up when the last array that looks at it is gone."""

@@ -30,7 +30,7 @@ from corral.scheduling.dataflow import build_dataflow, dataset_keys
 from corral.workers.backends.parallel_context import mesh_contexts
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
-from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_plane import DataPlane, Membership
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.gang import JoinedGang, joined_gang
 from corral.workers.model.host_memory import host_identity
@@ -84,7 +84,6 @@ class ModelWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(ModelWorkerSpec)
-        self._moved = TransferCounts()
         self._store = DataStore(key_specs(self._spec.declared_keys))
         self._saves = SavesBehind()
 
@@ -115,7 +114,7 @@ class ModelWorker(Worker):
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
         gang = stack.enter_context(joined_gang(context, spec))
-        self._plane = stack.enter_context(closing(DataPlane(self._store, self._membership(gang), self._moved)))
+        self._plane = stack.enter_context(closing(DataPlane(self._store, self._membership(gang))))
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
         contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))

@@ -1,13 +1,13 @@
 """Messages between the ranks of a gang, apart from the group that computes: each travels when its receiver asks for it.
 
-    send(buffers, peer, tag) ──► held ───────────────────────┐
-    receive(peer, tag, into) ──connects, hello──► asks ──────┴──► a thread for this peer ──► header, buffers
-                                                                  wait(deadline) ──► straight into where they stay
+    send(buffers, peer, tag) ──► held ────────────┐
+    ask(peer, tag) ──connects, hello──► question ─┴──► a thread for this peer ──► header, buffers
+                                                       receive(into, peer, tag) ──► straight into where they stay
 
 A rank that computes still sends. Nothing is copied together: the buffers of a parcel leave from where they lie, many
 with one call of the kernel. Gloo, which would move messages as well, takes each as one piece of memory.
 
-What is asked of one peer comes in the order of the questions, and is to be waited for in that order. So no order of
+What is asked of one peer comes in the order of the questions, and is to be received in that order. So no order of
 sends can deadlock, as long as nothing is asked for that its sender has to wait for this rank to send.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -133,10 +133,8 @@ class Courier:
 
 def _end(connection: socket.socket) -> None:
     """Close a socket, also under whoever waits for it."""
-    try:
+    with suppress(OSError):  # the other end has left
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the other end has left
     connection.close()
 
 
@@ -169,45 +167,6 @@ def _receive_into(connection: socket.socket, target: memoryview) -> None:
         target = target[num_bytes:]
 
 
-@dataclass(frozen=True, slots=True)
-class Receiving:
-    """A receive that was posted."""
-
-    _network: "Network"
-    _connection: socket.socket | None
-    _target: memoryview
-    _peer: int
-    _tag: int
-
-    def wait(self, what: str, *, deadline: float) -> None:
-        """Return when all is there.
-
-        Args:
-            what: for the message of the error.
-            deadline: of `time.monotonic`.
-
-        Raises:
-            TransferError: if the peer is gone, or has not sent it in time.
-        """
-        if self._connection is None:
-            return
-        try:
-            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            tag, size_bytes = HEADER.unpack(_received(self._connection, HEADER.size))
-            if (tag, size_bytes) != (self._tag, len(self._target)):
-                raise ConnectionError(
-                    f"message {tag} has {size_bytes} bytes, and {len(self._target)} were expected of {self._tag}"
-                )
-            _receive_into(self._connection, self._target)
-        except OSError as error:
-            # What came next would be taken for another answer. Who asks again hears of it at once.
-            self._connection.close()
-            raise TransferError(
-                f"rank {self._network.rank} did not get {what} from rank {self._peer} within "
-                f"{self._network.timeout_s:.0f} s; that rank died, hangs, or follows another plan: {error}"
-            ) from error
-
-
 class Network:
     """The connections of one rank to all others. Any thread may send; one at a time may receive."""
 
@@ -238,24 +197,47 @@ class Network:
             raise
 
     def send(self, buffers: Sequence[Buffer], peer: int, *, tag: int) -> None:
-        """Send these, one behind the other; they must not change any more. Nothing travels if they are empty."""
-        if views := [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers if buffer.size]:
-            self._courier.give(views, peer, tag)
+        """Send these, one behind the other, once the peer asks for them; they must not change any more."""
+        views = [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers if buffer.size]
+        self._courier.give(views, peer, tag)
 
-    def receive(self, buffer: Buffer, peer: int, *, tag: int) -> Receiving:
-        """Post a receive into `buffer`, which has no gaps and as many bytes as are sent.
+    def ask(self, peer: int, *, tag: int) -> None:
+        """Have a peer send something, which is to be received then.
 
         Raises:
             TransferError: if the peer is gone.
         """
-        if not buffer.size:
-            return Receiving(self, None, memoryview(b""), peer, tag)
         try:
-            connection = self._connection(peer)
-            connection.sendall(QUESTION.pack(tag))
+            self._connection(peer).sendall(QUESTION.pack(tag))
         except OSError as error:
             raise TransferError(f"rank {self.rank} cannot receive from rank {peer}: {error}") from error
-        return Receiving(self, connection, buffer.data.cast("B"), peer, tag)
+
+    def receive(self, buffer: Buffer, *, peer: int, tag: int, what: str, deadline: float) -> None:
+        """Fill `buffer`, which has no gaps and as many bytes as are sent, with what was asked for.
+
+        Args:
+            what: for the message of the error.
+            deadline: of `time.monotonic`.
+
+        Raises:
+            TransferError: if the peer is gone, or has not sent it in time.
+        """
+        connection, target = self._connections[peer], buffer.reshape(-1).view(np.uint8).data
+        try:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            its_tag, size_bytes = HEADER.unpack(_received(connection, HEADER.size))
+            if (its_tag, size_bytes) != (tag, len(target)):
+                raise ConnectionError(
+                    f"message {its_tag} has {size_bytes} bytes, and {len(target)} were expected of {tag}"
+                )
+            _receive_into(connection, target)
+        except OSError as error:
+            # What came next would be taken for another answer. Who asks again hears of it at once.
+            connection.close()
+            raise TransferError(
+                f"rank {self.rank} did not get {what} from rank {peer} within {self.timeout_s:.0f} s; "
+                f"that rank died, hangs, or follows another plan: {error}"
+            ) from error
 
     def barrier(self) -> None:
         """Return once every rank has come here.

@@ -1,5 +1,6 @@
 """Several ranks in one process: each has a store, host memory and a data plane, and a real network between them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
-from corral.workers.model.data_plane import DataPlane, Membership, TransferCounts
+from corral.workers.model.data_plane import DataPlane, Membership
 from corral.workers.model.data_store import DataStore
+from corral.workers.model.network import Network
 
 DEADLINE_S = 60.0
 
@@ -42,12 +45,28 @@ def connected_ranks(
             host=host,
             timeout_s=timeout_s,
         )
-        ranks.append(Rank(store, DataPlane(store, member, TransferCounts())))
+        ranks.append(Rank(store, DataPlane(store, member)))
     try:
         on_all(ranks, lambda _, rank: rank.plane.begin(epoch))
         yield ranks
     finally:
         on_all(ranks, lambda _, rank: rank.plane.close())
+
+
+@contextmanager
+def counted_bytes() -> Iterator[Callable[[], list[int]]]:
+    """Gives what each rank of this process has sent over the network since the block began, be it only where values
+    lie."""
+    sent: Counter[int] = Counter()
+    send = Network.send
+
+    def count(network: Network, buffers: Sequence[Array], peer: int, *, tag: int) -> None:
+        sent[network.rank] += sum(buffer.nbytes for buffer in buffers)
+        send(network, buffers, peer, tag=tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Network, "send", count)
+        yield lambda: [sent[rank] for rank in range(4)]
 
 
 def on_all(ranks: Sequence[Rank], act: Callable[[int, Rank], None]) -> None:
