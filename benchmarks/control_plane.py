@@ -48,9 +48,8 @@ from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.master_worker import rare_collections  # noqa: E402
-from corral.workers.master.sample_source import TrajectorySource  # noqa: E402
-from corral.workers.master.sequence_buffer import SequenceBuffer  # noqa: E402
-from corral.workers.master.step import StepRunner  # noqa: E402
+from corral.workers.master.sample_source import SequenceBuffer, TrajectorySource  # noqa: E402
+from corral.workers.master.step_order import StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
 from tests.name_services import MemoryNameService  # noqa: E402

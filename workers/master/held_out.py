@@ -20,8 +20,7 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.data.prompts import held_out_uids
 from corral.workers.master.calls import MeshCalls
-from corral.workers.master.sample_source import SampleHolders
-from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.sample_source import SampleHolders, SequenceBuffer
 
 COUNT = "count"
 """The statistic that says over how many (pairs, tokens) the others of a go are means."""

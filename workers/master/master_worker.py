@@ -55,12 +55,12 @@ A whole asynchronous step:
      2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver.py
-     6      model/samples.py and data_store.py there, trainer_gang.py, sample_source.py and
-            sequence_buffer.py here, the rule in scheduling/staleness.py
-     7      step.py: a coroutine for each call, with step_order.py (whose inputs are there, whose ranks are free);
-            calls.py: what a call consists of, with dealing.py (who works on which samples, and what has to move);
+     6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
+            scheduling/staleness.py
+     7      step_order.py: a coroutine for each call (whose inputs are there, whose ranks are free);
+            calls.py: what a call consists of (who works on which samples, and what has to move);
             trainer_gang.py, which asks the ranks. There model/model_worker.py, with
-            models.py, role_model.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
+            models.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
      8, 10  step.py, weights.py, commits.py, which lets training go on meanwhile, checkpoint/;
             model/saves_behind.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and
@@ -125,8 +125,7 @@ from corral.workers.master.commits import CommitFailedError, Commits
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.held_out import HeldOut
-from corral.workers.master.sample_source import DatasetSource, SampleSource, TrajectorySource
-from corral.workers.master.sequence_buffer import SequenceBuffer
+from corral.workers.master.sample_source import DatasetSource, SampleSource, SequenceBuffer, TrajectorySource
 from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.master.weights import PublishedVersions

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from corral.workers.master.sequence_buffer import BufferedSample
+from corral.workers.master.sample_source import BufferedSample
 
 logger = logging.getLogger(__name__)
 

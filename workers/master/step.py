@@ -8,16 +8,8 @@
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                         │
          └──────────────── evaluate (when due) ◄─────────────────────────────────────────────────────────────┘
 
-What is where is known by the source and its buffer, who computes by the gang and its calls, what is durable by commits
-and weights; here they are asked in turn. For every call of the graph, at the same time:
-
-    ┌──► inputs of n_seqs samples ──► ranks of its mesh ──► MeshCalls ──► outputs noted ──┬──► push weights, publish
-    │    (StepState)                  (RankLocks)                                         │ after its last go
-    └───────────────── until the whole batch was taken ◄──────────────────────────────────┘
-
-Nothing waits for a level of the graph: calls on ranks apart from each other run side by side as soon as their inputs
-are there, inference and training alike. What a call waits for is always another call of the same step, whose requests
-have a deadline, so that no wait there needs one of its own.
+What is where is known by the source and its buffer, who computes by the gang and its calls (`StepRunner` runs them in
+their order), what is durable by commits and weights; here they are asked in turn.
 
 What counts is decided through the LogWriter of this epoch: once a later epoch has claimed the log, it raises, and this
 one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop; a commit
@@ -27,16 +19,14 @@ is written beside the steps that follow it (`Commits`).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import msgspec
 
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
-from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.model_function_call import ModelFunctionCall, PublishWeightsHook, PushWeightsHook
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
@@ -44,12 +34,11 @@ from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.loaded_models import check_reallocations, check_rows
-from corral.workers.master.outcome import CallTimes, StepOutcome, joined
+from corral.workers.master.outcome import StepOutcome
 from corral.workers.master.sample_source import SampleSource
-from corral.workers.master.step_order import RankLocks, StepState
+from corral.workers.master.step_order import StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
-from corral.workers.streams.closing import all_or_first_error
 
 logger = logging.getLogger(__name__)
 
@@ -231,14 +220,14 @@ class TrainerEpoch:
         if uids:
             self._gang.clear(self._buffer.release(uids))
 
-    def _show(self, progress: "Progress") -> None:
+    def _show(self, running: Sequence[str], waits_for: Mapping[str, Sequence[str]]) -> None:
         """Say in rl-status which calls run, and which wait for which."""
-        waiting = [f"{call} waits for {', '.join(others)}" for call, others in progress.waiting.items() if others]
+        waiting = [f"{call} waits for {', '.join(others)}" for call, others in waits_for.items() if others]
         graph, context = self._epoch.graph, self._epoch.context
-        ranks = {rank for call in progress.running for rank in self._calls.ranks_of(graph.call(call))}
+        ranks = {rank for call in running for rank in self._calls.ranks_of(graph.call(call))}
         context.presence.enter(
             "train step",
-            waiting_for="; ".join([*progress.running, *waiting]),
+            waiting_for="; ".join([*running, *waiting]),
             waits_for=[self._gang.workers[rank] for rank in sorted(ranks)],
             deadline_s=context.plan.supervision.step_timeout_s,
         )
@@ -348,123 +337,3 @@ class TrainerEpoch:
     def _is_complete(self) -> bool:
         max_steps = self._epoch.spec.control.max_steps
         return self._remaining() <= 0 or (max_steps is not None and self._step >= max_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Which calls of the present step run, and which wait for which others; for whoever looks on."""
-
-    running: tuple[str, ...]
-    waiting: Mapping[str, Sequence[str]]
-    """Calls that a call waits for, by call."""
-
-
-class StepRunner:
-    """The calls of one graph on one batch: one coroutine for each, which waits for its own inputs and ranks.
-
-    Example:
-        outcome = await StepRunner(graph, calls, batch, version=12, publish=weights_of_version_13).run()
-    """
-
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        calls: MeshCalls,
-        batch: Sequence[str],
-        *,
-        version: int,
-        publish: Callable[[], Awaitable[None]],
-        on_progress: Callable[[Progress], None] = lambda _: None,
-    ) -> None:
-        """
-        Args:
-            version: policy version before this step.
-            publish: makes the weights that have just changed known to whoever generates.
-            on_progress: told whenever a call starts or ends.
-        """
-        self._graph = graph
-        self._calls = calls
-        self._version = version
-        self._publish = publish
-        self._on_progress = on_progress
-        self._state = StepState(graph, batch)
-        self._outcome = StepOutcome(graph)
-        self._locks = RankLocks()
-        self._running: set[str] = set()
-        self._changed = asyncio.Event()
-        """Set when a go has ended, and then replaced."""
-
-    async def run(self) -> StepOutcome:
-        """Run every call on the whole batch.
-
-        Raises: what the first call that fails raises; the others are cancelled.
-        """
-        await all_or_first_error(*(self._run_call(call) for call in self._graph.step_calls))
-        return self._outcome
-
-    async def _run_call(self, call: ModelFunctionCall) -> None:
-        times = self._outcome.times.setdefault(call.name, CallTimes())
-        is_ended = True  # a call that takes nothing is followed by nothing
-        while not self._state.is_over(call.name):
-            if uids := await self._inputs(call, times):
-                is_ended = await self._go(call, uids, times)
-        if not is_ended:
-            await self._go(call, [], times)
-
-    async def _go(self, call: ModelFunctionCall, uids: Sequence[str], times: CallTimes) -> bool:
-        """One go of a call, and what follows it if it is the last; whether it is.
-
-        What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
-        before it may drop all samples that it had still to take.
-        """
-        asked, state, outcome = time.monotonic(), self._state, self._outcome
-        async with self._locks.hold(call.name, self._calls.ranks_of(call)):
-            started = time.monotonic()
-            self._running.add(call.name)
-            self._report()
-            is_last_go = state.is_last_go(call.name, uids)
-            result = await self._calls.run_call(call, uids, version=self._version, is_last_go=is_last_go)
-            if result.trained is not None:
-                outcome.train_replies.setdefault(call.name, []).append(result.trained)
-            if is_last_go:
-                await self._hand_on_weights(call)
-            self._running.remove(call.name)
-        times.ranks_s += started - asked
-        times.run_s += time.monotonic() - started
-        state.finish_go(call.name, uids)
-        state.drop(result.dropped)
-        outcome.dropped.update(result.dropped)
-        self._report()
-        self._changed.set()
-        self._changed = asyncio.Event()
-        return is_last_go
-
-    async def _hand_on_weights(self, call: ModelFunctionCall) -> None:
-        """Weights that have changed, and are sound, go where they are wanted."""
-        replies = self._outcome.train_replies.get(call.name)
-        if not replies or (learned := joined(replies)).is_skipped or learned.is_damaged:
-            return
-        for hook in call.post_hooks:
-            if isinstance(hook, PublishWeightsHook):
-                await self._publish()
-            elif isinstance(hook, PushWeightsHook):
-                await self._calls.reallocate(call.model_name, hook.target, eta=hook.eta)
-
-    async def _inputs(self, call: ModelFunctionCall, times: CallTimes) -> list[str]:
-        """The samples of the next go; none if all that remained was dropped meanwhile."""
-        while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
-            waits_for, started = self._state.waits_for(call.name), time.monotonic()
-            await self._changed.wait()
-            waited_s = time.monotonic() - started
-            times.inputs_s += waited_s
-            for other in waits_for:
-                times.waited_for[other] = times.waited_for.get(other, 0.0) + waited_s
-        return uids or []
-
-    def _report(self) -> None:
-        waiting = {
-            call.name: self._state.waits_for(call.name) or self._locks.holders(self._calls.ranks_of(call))
-            for call in self._graph.step_calls
-            if call.name not in self._running and not self._state.is_over(call.name)
-        }
-        self._on_progress(Progress(running=tuple(sorted(self._running)), waiting=waiting))

@@ -1,4 +1,12 @@
-"""Which call of a train step may run now: that whose inputs are there (StepState), on ranks that are free (RankLocks).
+"""The calls of a step on one batch, each as soon as its inputs are there and its ranks are free.
+
+    ┌──► inputs of n_seqs samples ──► ranks of its mesh ──► MeshCalls ──► outputs noted ──┬──► push weights, publish
+    │    (StepState)                  (RankLocks)                                         │ after its last go
+    └───────────────── until the whole batch was taken ◄──────────────────────────────────┘
+
+For every call of the graph at the same time, in a coroutine of its own (StepRunner). Nothing waits for a level of the
+graph: calls on ranks apart from each other run side by side, inference and training alike. What a call waits for is
+always another call of the same step, whose requests have a deadline, so that no wait here needs one of its own.
 
     batch ──► remaining of each call ──next_go: n_seqs of them have its input keys──► a go ──finish_go──► output keys
                      ▲                                                                 │
@@ -17,11 +25,130 @@ same order follows from it, and the order of request ids carries that guarantee 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.model_function_call import ModelFunctionCall, PublishWeightsHook, PushWeightsHook
+from corral.workers.master.calls import MeshCalls
+from corral.workers.master.outcome import CallTimes, StepOutcome, joined
+from corral.workers.streams.closing import all_or_first_error
+
+OnProgress = Callable[[Sequence[str], Mapping[str, Sequence[str]]], None]
+"""Told which calls of the present step run, and for each of the others which calls it waits for."""
+
+
+class StepRunner:
+    """The calls of one graph on one batch: one coroutine for each, which waits for its own inputs and ranks.
+
+    Example:
+        outcome = await StepRunner(graph, calls, batch, version=12, publish=weights_of_version_13).run()
+    """
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        calls: MeshCalls,
+        batch: Sequence[str],
+        *,
+        version: int,
+        publish: Callable[[], Awaitable[None]],
+        on_progress: OnProgress = lambda running, waits_for: None,
+    ) -> None:
+        """
+        Args:
+            version: policy version before this step.
+            publish: makes the weights that have just changed known to whoever generates.
+            on_progress: told whenever a call starts or ends.
+        """
+        self._graph = graph
+        self._calls = calls
+        self._version = version
+        self._publish = publish
+        self._on_progress = on_progress
+        self._state = StepState(graph, batch)
+        self._outcome = StepOutcome(graph)
+        self._locks = RankLocks()
+        self._running: set[str] = set()
+        self._changed = asyncio.Event()
+        """Set when a go has ended, and then replaced."""
+
+    async def run(self) -> StepOutcome:
+        """Run every call on the whole batch.
+
+        Raises: what the first call that fails raises; the others are cancelled.
+        """
+        await all_or_first_error(*(self._run_call(call) for call in self._graph.step_calls))
+        return self._outcome
+
+    async def _run_call(self, call: ModelFunctionCall) -> None:
+        times = self._outcome.times.setdefault(call.name, CallTimes())
+        is_ended = True  # a call that takes nothing is followed by nothing
+        while not self._state.is_over(call.name):
+            if uids := await self._inputs(call, times):
+                is_ended = await self._go(call, uids, times)
+        if not is_ended:
+            await self._go(call, [], times)
+
+    async def _go(self, call: ModelFunctionCall, uids: Sequence[str], times: CallTimes) -> bool:
+        """One go of a call, and what follows it if it is the last; whether it is.
+
+        What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
+        before it may drop all samples that it had still to take.
+        """
+        asked, state, outcome = time.monotonic(), self._state, self._outcome
+        async with self._locks.hold(call.name, self._calls.ranks_of(call)):
+            started = time.monotonic()
+            self._running.add(call.name)
+            self._report()
+            is_last_go = state.is_last_go(call.name, uids)
+            result = await self._calls.run_call(call, uids, version=self._version, is_last_go=is_last_go)
+            if result.trained is not None:
+                outcome.train_replies.setdefault(call.name, []).append(result.trained)
+            if is_last_go:
+                await self._hand_on_weights(call)
+            self._running.remove(call.name)
+        times.ranks_s += started - asked
+        times.run_s += time.monotonic() - started
+        state.finish_go(call.name, uids)
+        state.drop(result.dropped)
+        outcome.dropped.update(result.dropped)
+        self._report()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return is_last_go
+
+    async def _hand_on_weights(self, call: ModelFunctionCall) -> None:
+        """Weights that have changed, and are sound, go where they are wanted."""
+        replies = self._outcome.train_replies.get(call.name)
+        if not replies or (learned := joined(replies)).is_skipped or learned.is_damaged:
+            return
+        for hook in call.post_hooks:
+            if isinstance(hook, PublishWeightsHook):
+                await self._publish()
+            elif isinstance(hook, PushWeightsHook):
+                await self._calls.reallocate(call.model_name, hook.target, eta=hook.eta)
+
+    async def _inputs(self, call: ModelFunctionCall, times: CallTimes) -> list[str]:
+        """The samples of the next go; none if all that remained was dropped meanwhile."""
+        while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
+            waits_for, started = self._state.waits_for(call.name), time.monotonic()
+            await self._changed.wait()
+            waited_s = time.monotonic() - started
+            times.inputs_s += waited_s
+            for other in waits_for:
+                times.waited_for[other] = times.waited_for.get(other, 0.0) + waited_s
+        return uids or []
+
+    def _report(self) -> None:
+        waiting = {
+            call.name: self._state.waits_for(call.name) or self._locks.holders(self._calls.ranks_of(call))
+            for call in self._graph.step_calls
+            if call.name not in self._running and not self._state.is_over(call.name)
+        }
+        self._on_progress(sorted(self._running), waiting)
 
 
 class StepState:

@@ -30,7 +30,7 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.model_function_call import ModelName
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
-from corral.workers.master.sequence_buffer import BufferedSample, buffered
+from corral.workers.master.sample_source import BufferedSample, buffered
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,

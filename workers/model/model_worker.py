@@ -8,7 +8,7 @@
     data plane  Give                                            before a call, to take its inputs
     models                                                      after a call, to move its model away
 
-    gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py ◄── row_loader.py
+    gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.

@@ -19,8 +19,8 @@ from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.parallel import ParallelDims
+from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.model.role_model import RoleModel
 
 _HEADER_BYTES: Final = 512  # the same for every tensor, so that none has to be told its length first
 
@@ -49,7 +49,7 @@ def joint_ranks(source: Mesh, target: Mesh) -> tuple[int, ...]:
 
 
 def reallocate(
-    source: RoleModel | None, target: RoleModel | None, group: ParallelContext | None, *, eta: float
+    source: MeshEngine | None, target: MeshEngine | None, group: ParallelContext | None, *, eta: float
 ) -> None:
     """Carry out this rank's part; every rank of both meshes calls it.
 
@@ -58,15 +58,15 @@ def reallocate(
         target: the model that takes; None on a rank that holds no part of it.
         group: this rank among the ranks of both; None where they are the same ranks.
     """
-    given = source.engine.export_weights() if source is not None else None
+    given = source.export_weights() if source is not None else None
     if group is None:
         if given is None or target is None:
             raise ValueError("models on the same ranks are both held by each of these ranks, and one is missing here")
-        target.engine.import_weights(given, eta=eta)
+        target.import_weights(given, eta=eta)
         return
     travelling = _broadcast(given, group)
     if target is not None:
-        target.engine.import_weights(travelling, eta=eta)
+        target.import_weights(travelling, eta=eta)
     else:
         for _ in travelling:  # this rank helps to make the tensors whole, and keeps nothing
             pass

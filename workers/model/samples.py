@@ -9,24 +9,61 @@
 A trial has one source of the two; the master hears of samples as metadata. A record that its rollout worker has given
 up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O
 thread, also while the main thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
+
+Of rows, prompt and answer are one sequence, and the loss is on the answer only:
+
+    {"prompt": "12+34=", "answer": "46"}  ──►  input_ids = prompt ids, answer ids, end-of-answer;  prompt_mask
+    {"prompt": "12+34=", "chosen": "46", "rejected": "45"}  ──►  two such sequences as one group, the chosen one first
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 
-from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.workers.data.prompts import is_held_out
+import numpy as np
+
+from corral.experiments.inputs.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
+from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec
+from corral.workers.data.prompts import is_held_out, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import VerdictKind, uid_of_delivery
 from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.row_loader import RowLoader
 from corral.workers.requests.messages import SampleMetadata
 
 _BATCHES = 8  # held or on their way: rollout workers go on while some train steps are late
 _CAPACITY_BYTES = 2**30
+
+
+class RowLoader:
+    """Turns a uid into a sample; `model` is the directory with the tokenizer."""
+
+    def __init__(self, spec: DatasetSpec, model: Path) -> None:
+        self._rows = load_planned_rows(spec)
+        self._tokenizer = load_tokenizer(model)
+        self._end_of_answer = end_of_answer_id(model, self._tokenizer)
+        self._max_prompt_tokens = spec.config.max_prompt_tokens
+
+    def load(self, uid: str) -> SequenceSample:
+        """The sample of a uid.
+
+        Raises:
+            ValueError: if its prompt is longer than the dataset allows.
+        """
+        _, row_id = split_uid(uid)
+        row = self._rows[row_id]
+        prompt = encode_prompt(self._tokenizer, row.prompt)
+        if len(prompt) > self._max_prompt_tokens:
+            raise ValueError(
+                f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
+                f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
+            )
+        encoded = [[*prompt, *encode_answer(self._tokenizer, text), self._end_of_answer] for text in row.answers]
+        sequences = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+        masks = [np.arange(len(ids)) < len(prompt) for ids in sequences]
+        return SequenceSample.from_group(uid, {"input_ids": sequences, "prompt_mask": masks})
 
 
 @dataclass(frozen=True, slots=True)

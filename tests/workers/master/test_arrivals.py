@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.master.sequence_buffer import buffered
+from corral.workers.master.sample_source import buffered
 from corral.workers.master.trainer_gang import Arrivals
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import Later, WorkerRequestStream

@@ -16,8 +16,8 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.policy_version import Lineage
 from corral.workers.master.calls import MeshCalls
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
-from corral.workers.master.step import StepRunner
+from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
+from corral.workers.master.step_order import StepRunner
 from corral.workers.requests.messages import (
     CallRequest,
     DataTransfer,

@@ -11,8 +11,8 @@ from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.parallel import ParallelDims
-from corral.workers.master.dealing import Dealer
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer, note_held
+from corral.workers.master.calls import Dealer
+from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, note_held
 
 
 def call(name: str, role: str, reads: tuple[str, ...], *makes: str) -> ModelFunctionCall:

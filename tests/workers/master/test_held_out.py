@@ -13,7 +13,7 @@ from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.data.prompts import is_held_out, split_uid
 from corral.workers.master.held_out import HeldOut, merge_goes
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
 
 
 @given(st.lists(st.lists(st.floats(0.0, 5.0), max_size=5), min_size=1, max_size=6))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.workers.master.sample_source import DatasetSource, TrajectorySource
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.sample_source import BufferedSample, DatasetSource, SequenceBuffer, TrajectorySource
 from corral.workers.requests.messages import Rejection
 
 KEYS = frozenset({"input_ids"})

@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.master.sequence_buffer import BufferedSample, Places, SequenceBuffer, note_held
+from corral.workers.master.sample_source import BufferedSample, Places, SequenceBuffer, note_held
 
 
 def row(uid: str, *, order: int, owner: int = 0) -> BufferedSample:

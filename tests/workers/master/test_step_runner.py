@@ -1,7 +1,7 @@
 """Calls of a step run side by side where their ranks allow it, on a clock that the test drives."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -9,8 +9,7 @@ import pytest
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.master.outcome import CallResult, StepOutcome
-from corral.workers.master.step import Progress, StepRunner
-from corral.workers.master.step_order import RankLocks
+from corral.workers.master.step_order import RankLocks, StepRunner
 from corral.workers.requests.messages import TrainReply
 
 RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}
@@ -53,6 +52,10 @@ class Calls:
         self._ends: dict[str, asyncio.Future[None]] = {}
         self.drops: dict[str, dict[str, str]] = {}
         self.num_published = 0
+        self.waits_for: Mapping[str, Sequence[str]] = {}
+
+    def note_progress(self, running: Sequence[str], waits_for: Mapping[str, Sequence[str]]) -> None:
+        self.waits_for = waits_for
 
     def ranks_of(self, call: ModelFunctionCall) -> set[int]:
         return RANKS[call.role]
@@ -87,21 +90,20 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def start(graph: DataflowGraph, calls: Calls, progress: list[Progress] | None = None) -> "asyncio.Task[StepOutcome]":
-    seen: list[Progress] = [] if progress is None else progress
+def start(graph: DataflowGraph, calls: Calls) -> "asyncio.Task[StepOutcome]":
     batch = ["a", "b", "c", "d"]
-    step = StepRunner(graph, cast(Any, calls), batch, version=7, publish=calls.publish, on_progress=seen.append)
+    step = StepRunner(graph, cast(Any, calls), batch, version=7, publish=calls.publish, on_progress=calls.note_progress)
     return asyncio.create_task(step.run())
 
 
 def test_calls_on_other_ranks_run_side_by_side_and_none_waits_for_a_level() -> None:
     async def scenario() -> StepOutcome:
-        calls, progress = Calls(), list[Progress]()
-        step = start(split_ppo(), calls, progress)
+        calls = Calls()
+        step = start(split_ppo(), calls)
         await settle()
         assert calls.running == {"ref_inf", "rew_inf"}  # critic_inf waits for the ranks of rew_inf
-        assert progress[-1].waiting["critic_inf"] == ["rew_inf"]
-        assert progress[-1].waiting["actor_train"] == ["ref_inf", "rew_inf", "critic_inf"]
+        assert calls.waits_for["critic_inf"] == ["rew_inf"]
+        assert calls.waits_for["actor_train"] == ["ref_inf", "rew_inf", "critic_inf"]
         await calls.end("rew_inf")
         assert calls.running == {"ref_inf", "critic_inf"}
         await calls.end("critic_inf")

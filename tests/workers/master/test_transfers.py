@@ -5,8 +5,8 @@ import pytest
 
 from corral.scheduling.redistribution import Parcel
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
-from corral.workers.master.dealing import TransferPlanner
-from corral.workers.master.sequence_buffer import BufferedSample, SequenceBuffer
+from corral.workers.master.calls import TransferPlanner
+from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import DataTransfer, Give
 
 KEYS = ("input_ids", "rewards")

@@ -29,7 +29,7 @@ from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
-from corral.workers.master.sequence_buffer import BufferedSample
+from corral.workers.master.sample_source import BufferedSample
 from corral.workers.master.trainer_gang import WrittenFiles
 from corral.workers.requests.messages import (
     Evaluate,
