@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,10 +123,10 @@ def give_weights(world: ParallelContext, models: tuple[Path, Path], make: MakeEn
     contexts = mesh_contexts(world, {**alone, "both": Mesh(ranks=world.mesh.ranks, dims=ParallelDims(dp=2))})
     own = contexts[f"rank {world.rank}"]
     assert own is not None
-    role: Any = SimpleNamespace(engine=make(models[world.rank], own, FLOAT32))
-    reallocate(role if world.rank == 0 else None, role if world.rank == 1 else None, contexts["both"], eta=1.0)
+    engine = make(models[world.rank], own, FLOAT32)
+    reallocate(engine if world.rank == 0 else None, engine if world.rank == 1 else None, contexts["both"], eta=1.0)
     if world.rank == 1:
-        role.engine.save_weights(directory / "taken")
+        engine.save_weights(directory / "taken")
     dist.barrier(group=world.group)
 
 
