@@ -30,8 +30,6 @@ class DataStore:
         """Where arrays are kept for other ranks of this host to see; None while there are none."""
         self._lock = threading.RLock()
         self._samples: dict[str, SequenceSample] = {}
-        self.size_bytes = 0
-        """Bytes of the arrays held."""
 
     def put(self, sample: SequenceSample) -> None:
         """Add samples, or keys of samples that are here already; a key that is here already is replaced."""
@@ -48,17 +46,8 @@ class DataStore:
         """Add single samples that are nobody else's, with arrays that lie where this store keeps its own."""
         with self._lock:
             for piece in pieces:
-                self._put_one(piece)
-
-    def _put_one(self, piece: SequenceSample) -> None:
-        held = self._samples.get(piece.uids[0])
-        if held is None:
-            self._samples[piece.uids[0]] = piece
-            self.size_bytes += piece.size_bytes
-        else:
-            self.size_bytes -= held.size_bytes
-            held.update_(piece)
-            self.size_bytes += held.size_bytes
+                if (held := self._samples.setdefault(piece.uids[0], piece)) is not piece:
+                    held.update_(piece)
 
     def gather(self, uids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
         """These keys of these samples, packed in the order asked for; no uids make an empty sample of the same keys.
@@ -97,20 +86,16 @@ class DataStore:
         sample = self._samples.get(uid)
         return sample is not None and key in sample.data
 
-    def drop(self, uids: Iterable[str]) -> int:
-        """Forget samples; unknown uids are passed over, since a drop may be repeated. Returns how many there were."""
+    def drop(self, uids: Iterable[str]) -> None:
+        """Forget samples; unknown uids are passed over, since a drop may be repeated."""
         with self._lock:
-            dropped = [sample for uid in uids if (sample := self._samples.pop(uid, None)) is not None]
-            self.size_bytes -= sum(sample.size_bytes for sample in dropped)
-        return len(dropped)
+            for uid in uids:
+                self._samples.pop(uid, None)
 
     @property
     def uids(self) -> list[str]:
         """Samples held, oldest first."""
         return list(self._samples)
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     def __contains__(self, uid: object) -> bool:
         return uid in self._samples

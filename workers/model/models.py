@@ -16,7 +16,8 @@ same order.
 import gc
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +116,8 @@ class RoleModel:
         if self._engine is None:
             self._interfaces = self._make_interfaces()
             directory = weights or self.spec.model.path
-            try:
+            with _blamed_on_the_plan(f"model {self.spec.model_name} of {directory}: "):
                 self._engine = self._make_engine(directory)
-            except ValueError as error:
-                raise BadConfigurationError(f"model {self.spec.model_name} of {directory}: {error}") from error
         if state is not None:
             numbers = self._engine.load_state(state, on_progress=on_progress)
             for name, interface in self._interfaces.items():
@@ -190,12 +189,10 @@ class RoleModel:
         interfaces: dict[str, ModelInterface] = {}
         for call in self._calls:
             name = call.implementation
-            try:
+            with _blamed_on_the_plan(f"model {self.spec.model_name} cannot run {name}: "):
                 if name not in interfaces:
                     interfaces[name] = make_interface(name, settings)
                 check_call(interfaces[name], call)
-            except (ValueError, ImportError) as error:
-                raise BadConfigurationError(f"model {self.spec.model_name} cannot run {name}: {error}") from error
         return interfaces
 
     def _make_engine(self, directory: Path) -> MeshEngine:
@@ -249,7 +246,8 @@ class Models:
         self._models = {
             role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed) for role in spec.roles
         }
-        self._generator = _generator(spec, seed=seed)
+        with _blamed_on_the_plan():
+            self._generator = Generator(spec, spec.generation, seed=seed) if spec.generation is not None else None
         self._evaluators = {
             call.name: _make_evaluator(spec, self._models[call.model_name])
             for call in spec.calls
@@ -342,13 +340,12 @@ class Models:
         return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
 
 
-def _generator(spec: ModelWorkerSpec, *, seed: int) -> Generator | None:
-    if spec.generation is None:
-        return None
+@contextmanager
+def _blamed_on_the_plan(prefix: str = "") -> Iterator[None]:
     try:
-        return Generator(spec, spec.generation, seed=seed)
-    except ValueError as error:
-        raise BadConfigurationError(str(error)) from error
+        yield
+    except (ValueError, ImportError) as error:
+        raise BadConfigurationError(f"{prefix}{error}") from error
 
 
 def _described(generated: Generated, version: str) -> SampleMetadata:
@@ -373,10 +370,8 @@ def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) 
 def _make_evaluator(spec: ModelWorkerSpec, model: RoleModel) -> Evaluator:
     if spec.evaluation is None:
         raise BadConfigurationError("the plan has a call that evaluates, and no held-out problems")
-    try:
+    with _blamed_on_the_plan():
         return Evaluator(spec.evaluation, spec.tokenizer, reward=spec.reward, context=model.context)
-    except ValueError as error:
-        raise BadConfigurationError(str(error)) from error
 
 
 def _megatron_engine() -> "type[MegatronEngine]":

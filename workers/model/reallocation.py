@@ -77,7 +77,7 @@ def _broadcast(given: Iterable[tuple[str, Tensor]] | None, group: ParallelContex
     if given is not None:
         for name, tensor in given:
             whole = tensor.contiguous()
-            _tell(_Header(name, tuple(whole.shape), _name_of(whole.dtype)), group)
+            _tell(_Header(name, tuple(whole.shape), str(whole.dtype).removeprefix("torch.")), group)
             dist.broadcast(whole, group_src=0, group=group.group)
             yield name, whole
         _tell(None, group)
@@ -104,7 +104,3 @@ def _tell(header: _Header | None, group: ParallelContext) -> _Header | None:
     packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     dist.broadcast(packed, group_src=0, group=group.group)
     return msgspec.json.decode(bytes(packed.tolist()), type=_Header | None)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

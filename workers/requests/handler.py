@@ -212,9 +212,13 @@ class WorkerRequestStream(Closing):
         elif isinstance(request, NonBlockingRequest):
             self._answer_now(request_id, request)
         elif request_id.epoch > self.max_epoch and not isinstance(request, Initialize):
-            self._finish(request_id, _not_initialized(request_id, request, self.max_epoch))
+            came = f"{type(request).__name__} of epoch {request_id.epoch} came before its Initialize"
+            refused = _refused("EpochNotInitializedError", f"{came}; this worker still follows epoch {self.max_epoch}")
+            self._finish(request_id, refused)
         elif request_id < self._newest:
-            self._finish(request_id, _out_of_order(request_id, request, self._newest))
+            came = f"{type(request).__name__} {request_id} came after {self._newest}"
+            refused = _refused("OutOfOrderError", f"{came}, and other workers may have run it before")
+            self._finish(request_id, refused)
         else:
             self._raise_epoch(request_id.epoch)
             self._newest = request_id
@@ -275,18 +279,5 @@ class WorkerRequestStream(Closing):
         return frames
 
 
-def _out_of_order(request_id: RequestId, request: BlockingRequest, newest: RequestId) -> ErrorReply:
-    return ErrorReply(
-        error_type="OutOfOrderError",
-        message=f"{type(request).__name__} {request_id} came after {newest}, and other workers may have run it before",
-        traceback="",
-    )
-
-
-def _not_initialized(request_id: RequestId, request: BlockingRequest, max_epoch: int) -> ErrorReply:
-    return ErrorReply(
-        error_type="EpochNotInitializedError",
-        message=f"{type(request).__name__} of epoch {request_id.epoch} came before its Initialize; "
-        f"this worker still follows epoch {max_epoch}",
-        traceback="",
-    )
+def _refused(error_type: str, message: str) -> ErrorReply:
+    return ErrorReply(error_type=error_type, message=message, traceback="")

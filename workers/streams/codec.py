@@ -25,20 +25,10 @@ SCHEMA_VERSION = 1
 Buffer = bytes | memoryview
 Tensors = Mapping[str, NDArray[Any]]
 
+_OWN_NAMES = ("int8", "int16", "int32", "int64", "uint8", "bool", "float16", "float32", "float64")
 _WIRE_NAME_BY_DTYPE: dict[np.dtype[Any], str] = {
-    np.dtype(dtype): name
-    for dtype, name in (
-        ("<i1", "int8"),
-        ("<i2", "int16"),
-        ("<i4", "int32"),
-        ("<i8", "int64"),
-        ("u1", "uint8"),
-        ("?", "bool"),
-        ("<f2", "float16"),
-        ("<f4", "float32"),
-        ("<f8", "float64"),
-        ("<u2", "bfloat16"),  # numpy has no bfloat16: its bits travel, and are handed over, as uint16
-    )
+    **{np.dtype(name).newbyteorder("<"): name for name in _OWN_NAMES},
+    np.dtype("<u2"): "bfloat16",  # numpy has no bfloat16: its bits travel, and are handed over, as uint16
 }
 _DTYPE_BY_WIRE_NAME = {name: dtype for dtype, name in _WIRE_NAME_BY_DTYPE.items()}
 _MAX_TENSORS = 4096
