@@ -88,7 +88,8 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
     from corral.workers.backends.files.weights import write_weights
     from corral.workers.backends.fsdp.state import make_shard
     from corral.workers.backends.train_state import TrainStateHeader
-    from corral.workers.model.saves_behind import RoleSave, SavesBehind
+    from corral.workers.model.model_worker import SavesBehind
+    from corral.workers.model.models import RoleSave
     from corral.workers.requests.messages import SaveCheckpoint
 
     torch.set_num_threads(1)

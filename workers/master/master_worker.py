@@ -62,7 +62,7 @@ A whole asynchronous step:
             trainer_gang.py, which asks the ranks. There model/model_worker.py, with
             models.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
      8, 10  step.py, weights.py, commits.py, which lets training go on meanwhile, checkpoint/;
-            model/saves_behind.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
+            model/model_worker.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
      9      `_publish` below, manager/gserver_manager.py

@@ -9,7 +9,7 @@ prompt follow from the trial's seed, the prompt's order and the weights alone, i
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.requests.messages import SampleMetadata
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
@@ -51,6 +52,17 @@ class Generated:
     dropped_because: str = ""
     cause: str = ""
     """What the reward said, where it failed."""
+
+    def described(self, version: str) -> SampleMetadata:
+        """For the master; `version` is the tag of the weights that answered."""
+        return SampleMetadata(
+            uid=self.uid,
+            keys=() if self.sample is None else tuple(self.sample.seqlens),
+            num_tokens=[] if self.sample is None else self.sample.answer_lengths(),
+            versions=(version,),
+            order=self.order,
+            dropped_because=self.dropped_because,
+        )
 
 
 class Generator:
@@ -172,15 +184,14 @@ class Generator:
         prompts: Sequence[list[int]],
         groups: Sequence[list[PartialAnswer | None]],
     ) -> list[Generated]:
-        with ExitStack() as stack:
-            judge = RewardJudge(
-                load_callable(self._reward.function),
-                self._tokenizer,
-                stop_token_ids=self._stop_token_ids,
-                timeout_s=self._reward.timeout_s,
-                retries=self._reward.retries,
-            )
-            stack.callback(judge.close)
+        judge = RewardJudge(
+            load_callable(self._reward.function),
+            self._tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            timeout_s=self._reward.timeout_s,
+            retries=self._reward.retries,
+        )
+        with closing(judge):
             judged = [self._judge(judge, *prompt) for prompt in zip(uids, orders, rows, prompts, groups, strict=True)]
             return list(await asyncio.gather(*judged))
 

@@ -4,7 +4,7 @@
     samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
     models    ModelConfig                                       Initialize  Generate  Inference  TrainStep  Evaluate
                                                                 Reallocate  SaveWeights
-    saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and saves_behind.py writes
+    saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and SavesBehind writes
     data plane  Give                                            before a call, to take its inputs
     models                                                      after a call, to move its model away
 
@@ -12,15 +12,29 @@
                       └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.
+
+What a commit asked for is written by a thread of its own, while this rank goes on with other requests.
+
+    main thread   SaveCheckpoint ──► copies in host memory ──begin──► "copied"    TrainStep, Inference, ... at once
+                                                              │
+    this thread                                               └──► write, hash, fsync ──► WrittenReply ──► look again
+    I/O thread    Written ──► deferred ─────────────────────────────────────────────────────────────────┴──► reply
+
+Guarantee: what is written is not changed by any later call, since it is a copy; that it counts only when it is whole is
+the commit's doing, which names no file that was not reported here.
 """
 
 import logging
 import math
 import re
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -38,7 +52,6 @@ from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
 from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
-from corral.workers.model.saves_behind import SavesBehind
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
     CallRequest,
@@ -66,12 +79,93 @@ from corral.workers.requests.messages import (
     StatsReply,
     TrainStep,
     Written,
+    WrittenReply,
 )
+from corral.workers.streams.closing import Closing
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _FETCH_AT_MOST = 1024  # of a master that names no number
+
+
+class Write(Protocol):
+    """Writes files."""
+
+    def __call__(self, *, on_progress: Callable[[], None]) -> WrittenReply:
+        """What it has written, which is on disk; `on_progress` is called every few megabytes, and may raise."""
+
+
+class _GivenUpError(Exception):
+    """Nobody wants what is being written any more."""
+
+
+class SavesBehind(Closing):
+    """One thread that writes what roles of this rank have copied, in the order in which they did.
+
+    Example:
+        saves.begin("actor", partial(save.copied().write, request))
+        saves.written("actor")      # None until all of it is on disk
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saves")
+        self._by_role: dict[str, Future[WrittenReply]] = {}
+        self._given_up = threading.Event()
+        self._on_written: Callable[[], None] = lambda: None
+
+    def announce_to(self, on_written: Callable[[], None]) -> None:
+        """Call this, in any thread, whenever a role's files are there or will not be."""
+        self._on_written = on_written
+
+    def begin(self, role: str, write: Write) -> None:
+        """Write a role's files; what it wrote before is forgotten."""
+        given_up = self._given_up
+
+        def on_progress() -> None:
+            if given_up.is_set():
+                raise _GivenUpError
+
+        self._by_role[role] = self._executor.submit(_outcome, write, on_progress)
+        self._by_role[role].add_done_callback(lambda _: self._on_written())
+
+    def written(self, role: str) -> WrittenReply | None:
+        """What `begin` was last given for this role, once it has ended; None before.
+
+        Raises: what the writing raised, except an error of the file system, which the reply tells.
+        """
+        future = self._by_role[role]
+        return future.result() if future.done() else None
+
+    def write_now(self, role: str, write: Write, *, on_progress: Callable[[], None]) -> None:
+        """Write a role's files in this thread, before anything else."""
+        future: Future[WrittenReply] = Future()
+        future.set_result(_outcome(write, on_progress))
+        self._by_role[role] = future
+
+    def forget(self) -> None:
+        """An epoch is over, or the worker leaves: nobody reads what is being written, and its memory is wanted back.
+
+        It waits for a write(2) or an fsync that is under way; the deadline is that of the caller's phase.
+        """
+        self._given_up.set()
+        for future in self._by_role.values():
+            future.cancel()
+        wait(self._by_role.values())
+        self._by_role.clear()
+        self._given_up = threading.Event()
+
+    def close(self) -> None:
+        self.forget()
+        self._executor.shutdown()
+
+
+def _outcome(write: Write, on_progress: Callable[[], None]) -> WrittenReply:
+    try:
+        return write(on_progress=on_progress)
+    except OSError as error:
+        # A full disk ends this save and not the rank, whose weights are ahead of every commit.
+        return WrittenReply(state={}, weights={}, failed_because=f"{type(error).__name__}: {error}")
 
 
 class RequestNotServedError(ValueError):

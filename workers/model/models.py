@@ -18,6 +18,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +30,18 @@ from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
+from corral.workers.backends.files.share import WeightShare
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers
+from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.generator import Generated, Generator
+from corral.workers.model.generator import Generator
 from corral.workers.model.reallocation import group_name, reallocate
-from corral.workers.model.saves_behind import RoleSave
 from corral.workers.requests.messages import (
     Evaluate,
     Generate,
@@ -49,12 +50,34 @@ from corral.workers.requests.messages import (
     ModelConfigReply,
     Reallocate,
     SampleMetadata,
+    SaveCheckpoint,
     TrainReply,
     TrainStep,
+    WrittenReply,
 )
 
 if TYPE_CHECKING:
     from corral.workers.backends.megatron.engine import MegatronEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSave:
+    """What a commit has of a role, as far as this rank writes it."""
+
+    state: StateShard
+    weights: WeightShare | None
+    """None where the commit takes those that were published."""
+
+    def copied(self) -> "RoleSave":
+        """The same in host memory; a collective."""
+        return RoleSave(state=self.state.copied(), weights=self.weights and self.weights.copied())
+
+    def write(self, request: SaveCheckpoint, *, on_progress: Callable[[], None]) -> WrittenReply:
+        """Write it into the directories that the request names."""
+        return WrittenReply(
+            weights={} if self.weights is None else self.weights.write(Path(request.weights), on_progress=on_progress),
+            state=self.state.write(Path(request.state), on_progress=on_progress),
+        )
 
 
 class RoleModel:
@@ -285,7 +308,7 @@ class Models:
         for generated in made:
             if generated.sample is not None:
                 self._store.put(generated.sample)
-        return [_described(generated, request.version) for generated in made]
+        return [generated.described(request.version) for generated in made]
 
     def inference(self, request: Inference) -> None:
         """Compute a call's output keys and keep them beside its inputs."""
@@ -346,18 +369,6 @@ def _blamed_on_the_plan(prefix: str = "") -> Iterator[None]:
         yield
     except (ValueError, ImportError) as error:
         raise BadConfigurationError(f"{prefix}{error}") from error
-
-
-def _described(generated: Generated, version: str) -> SampleMetadata:
-    sample = generated.sample
-    return SampleMetadata(
-        uid=generated.uid,
-        keys=() if sample is None else tuple(sample.seqlens),
-        num_tokens=[] if sample is None else sample.answer_lengths(),
-        versions=(version,),
-        order=generated.order,
-        dropped_because=generated.dropped_because,
-    )
 
 
 def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) -> ParallelContext:

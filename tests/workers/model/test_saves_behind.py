@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.model.saves_behind import SavesBehind
+from corral.workers.model.model_worker import SavesBehind
 from corral.workers.requests.messages import WrittenReply
 
 DONE = WrittenReply(state={"state": FileEntry(digest="0" * 64, size=7)}, weights={})
