@@ -66,11 +66,11 @@ def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_r
             await asyncio.wait_for(news.wait(), 60)
             news.clear()
             assert await names(arrivals) == [(1, "0:a"), (1, "0:b")] and await names(arrivals) == []
+            await until(lambda: len(ranks[1].asked) == 2, waiting_for="the second request")
+            assert len(ranks[0].asked) == 1
             ranks[0].receive(first, "0:c")
             await asyncio.wait_for(news.wait(), 60)
             assert await names(arrivals) == [(0, "0:c")]
-            await until(lambda: len(ranks[1].asked) == 2, waiting_for="the second request")
-            assert len(ranks[0].asked) == 1
 
     with_master(run, as_role("master_worker"))
 
