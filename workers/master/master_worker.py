@@ -133,11 +133,8 @@ from corral.workers.streams.errors import StaleEpochError
 
 logger = logging.getLogger(__name__)
 
-_COLLECTION_THRESHOLDS = (
-    500_000,
-    20,
-    20,
-)  # objects, more than a step keeps; younger collections before an older one is looked at
+# Objects, more than a step keeps; younger collections before an older one is looked at.
+_COLLECTION_THRESHOLDS = (500_000, 20, 20)
 
 
 class MasterWorker(Worker):
@@ -177,22 +174,20 @@ class MasterWorker(Worker):
             try:
                 async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
                     outcome = await self._run_epoch(writer, gang)
-            except (GangLostError, CommitFailedError) as error:
+            except (GangLostError, CommitFailedError, NotFiniteError) as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
                 self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
-                last = writer.state.last_commit
-                has_committed = last is not None and last.epoch == writer.epoch
-                num_lost = 1 if has_committed else num_lost + 1
-                self._require_progress(num_lost, str(error))
-                continue
-            except NotFiniteError as error:
-                logger.warning("epoch %d ends: %s", writer.epoch, error)
-                self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
-                if taken_back_to == writer.state.head:
+                if not isinstance(error, NotFiniteError):
+                    last = writer.state.last_commit
+                    has_committed = last is not None and last.epoch == writer.epoch
+                    num_lost = 1 if has_committed else num_lost + 1
+                    self._require_progress(num_lost, str(error))
+                elif taken_back_to == writer.state.head:
                     raise TrainingNotFiniteError(
                         f"{error}, and so it was before training went back to its last commit"
                     ) from error
-                taken_back_to = writer.state.head
+                else:
+                    taken_back_to = writer.state.head
                 continue
             logger.info("the trial is %s", outcome.value)
             self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
@@ -209,7 +204,8 @@ class MasterWorker(Worker):
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = await self._recover(writer)
-        _log_start(writer, recovery)
+        start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
+        logger.info("epoch %d goes on from %s", writer.epoch, start)
         async with Disk() as disk:
             epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
             weights = PublishedVersions(epoch, gang, publish=self._publish)
@@ -299,13 +295,6 @@ class MasterWorker(Worker):
             self._published = self.context.lease(self.context.keys.policy_version(), text)
         else:
             self._published.update(text)
-
-
-def _log_start(writer: LogWriter, recovery: RecoveryPoint) -> None:
-    if recovery.commit is None:
-        logger.info("epoch %d starts from the initial weights", writer.epoch)
-    else:
-        logger.info("epoch %d continues from the commit of step %d", writer.epoch, recovery.commit.step)
 
 
 @contextmanager

@@ -126,7 +126,8 @@ class TrainerGang:
         self._context = context
         self._spec = spec
         self._epoch = epoch
-        self._workers = [f"model_worker/{rank}" for rank in range(spec.num_model_workers)]
+        self.workers: Sequence[str] = [f"model_worker/{rank}" for rank in range(spec.num_model_workers)]
+        """By rank."""
         self._step_timeout_s = context.plan.supervision.step_timeout_s
         self.news = asyncio.Event()
         """Set when samples have arrived, and when a worker has died; who looks at either clears it first."""
@@ -142,18 +143,20 @@ class TrainerGang:
                     context.security,
                     address=context.address,
                     epoch=self._epoch,
-                    workers=frozenset(self._workers),
+                    workers=frozenset(self.workers),
                     on_worker_dead=self._note_dead,
                 )
             )
             self._arrivals = Arrivals(
                 self._client,
-                {rank: self._workers[rank] for rank in self._spec.sample_ranks},
+                {rank: self.workers[rank] for rank in self._spec.sample_ranks},
                 wake=self.news.set,
             )
             owner = f"epoch {self._epoch} {context.incarnation}"
             stack.enter_context(context.lease(context.keys.master_stream(), self._client.endpoint, owner=owner))
-            await self._wait_for_workers()
+            with context.presence.during("connect", waits_for=self.workers, deadline_s=None):
+                timeout_s = context.plan.supervision.setup_timeout_s
+                await self._client.wait_for_workers(self.workers, timeout_s=timeout_s)
             self._opened = stack.pop_all()
         return self
 
@@ -178,7 +181,7 @@ class TrainerGang:
             states={role: str(directory) for role, directory in states.items()},
             step=step,
         )
-        await self._post(dict.fromkeys(range(len(self._workers)), request), deadline_s=math.inf)
+        await self._post(dict.fromkeys(range(len(self.workers)), request), deadline_s=math.inf)
 
     async def count_rows(self) -> dict[int, int]:
         """Rows of the dataset that each rank reads at which samples come in, by rank."""
@@ -234,7 +237,7 @@ class TrainerGang:
         """What `begin_save` has begun to write, when every rank has ended; they have as long as a step."""
         ranks = self._spec.mesh(ModelName(role)).ranks
         pending = self._client.post(
-            {self._workers[rank]: Written(role=role) for rank in ranks}, deadline_s=self._step_timeout_s
+            {self.workers[rank]: Written(role=role) for rank in ranks}, deadline_s=self._step_timeout_s
         )
         self._unwritten.append(pending)
         try:
@@ -254,14 +257,14 @@ class TrainerGang:
 
     def host_by_rank(self) -> dict[int, str]:
         """Which ranks share a host, and with it memory."""
-        hellos = {rank: self._client.hello_of(worker) for rank, worker in enumerate(self._workers)}
+        hellos = {rank: self._client.hello_of(worker) for rank, worker in enumerate(self.workers)}
         return {rank: hello.host if hello is not None else "" for rank, hello in hellos.items()}
 
     # Any request
 
     def attach(self, requests: Mapping[int, Rider]) -> None:
         """Requests that ride with the next message to their ranks, whose answer is theirs, too."""
-        self._client.attach({self._workers[rank]: request for rank, request in requests.items()})
+        self._client.attach({self.workers[rank]: request for rank, request in requests.items()})
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         """Non-blocking requests to some ranks."""
@@ -272,9 +275,9 @@ class TrainerGang:
         return await self._post(requests, deadline_s=self._step_timeout_s)
 
     async def _post(self, requests: Mapping[int, Request], *, deadline_s: float) -> dict[int, ReplyPayload]:
-        by_worker = {self._workers[rank]: request for rank, request in requests.items()}
+        by_worker = {self.workers[rank]: request for rank, request in requests.items()}
         replies = await self._guard(self._client.post(by_worker, deadline_s=deadline_s).results())
-        return {rank: replies[self._workers[rank]] for rank in requests}
+        return {rank: replies[self.workers[rank]] for rank in requests}
 
     # Parts
 
@@ -288,16 +291,6 @@ class TrainerGang:
             await asyncio.sleep(_DEATH_NOTICE_S)
             self.check_alive()
             raise
-
-    @property
-    def workers(self) -> Sequence[str]:
-        """The model workers, by rank."""
-        return self._workers
-
-    async def _wait_for_workers(self) -> None:
-        timeout_s = self._context.plan.supervision.setup_timeout_s
-        with self._context.presence.during("connect", waits_for=self._workers, deadline_s=None):
-            await self._client.wait_for_workers(self._workers, timeout_s=timeout_s)
 
     def _note_dead(self, worker: str) -> None:
         self._lost_because = f"{worker} died"

@@ -168,20 +168,13 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
         rows = RowLoader(spec.dataset, spec.tokenizer)
         yield Samples(store, rows=rows, held_out=held_out, num_rows=spec.dataset.num_rows)
         return
-    with open_receiver(context, index=spec.index, batch_size=context.plan.master.train_batch_size) as receiver:
-        yield Samples(store, receiver=receiver, held_out=held_out)
-
-
-@contextmanager
-def open_receiver(context: WorkerContext, *, index: int, batch_size: int) -> Iterator[TrajectoryReceiver]:
-    """What rollout workers find under `index`, this rank; `batch_size` samples make one train step."""
     with (
         TrajectoryReceiver(
             context.security,
             address=context.address,
-            capacity_records=_BATCHES * batch_size,
+            capacity_records=_BATCHES * context.plan.master.train_batch_size,
             capacity_bytes=_CAPACITY_BYTES,
         ) as receiver,
-        context.lease(context.keys.trajectory_receiver(index), receiver.endpoint),
+        context.lease(context.keys.trajectory_receiver(spec.index), receiver.endpoint),
     ):
-        yield receiver
+        yield Samples(store, receiver=receiver, held_out=held_out)

@@ -73,15 +73,8 @@ class ZapHandler:
             allowed = self._roles_by_domain.get(domain, frozenset())
             if role in allowed:
                 return role
-        socket_name = domain.decode(errors="replace")
-        if role is None:
-            logger.warning("refused a connection from %s to %s: unknown key (another trial's?)", address, socket_name)
-        else:
-            logger.warning(
-                "refused a connection from %s to %s: this socket serves %s, not the role %s",
-                address,
-                socket_name,
-                ", ".join(sorted(allowed)),
-                role,
-            )
+        why = "unknown key (another trial's?)"
+        if role is not None:
+            why = f"this socket serves {', '.join(sorted(allowed))}, not the role {role}"
+        logger.warning("refused a connection from %s to %s: %s", address, domain.decode(errors="replace"), why)
         return None

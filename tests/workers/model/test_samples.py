@@ -14,7 +14,7 @@ from corral.scheduling.policy_version import VersionSpan
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import Trajectory
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.samples import Samples, open_receiver, open_samples
+from corral.workers.model.samples import Samples, open_samples
 from corral.workers.requests.messages import SampleMetadata
 from corral.workers.streams.security import StreamSecurity
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
@@ -144,7 +144,8 @@ def test_rollout_workers_find_a_receiver_while_it_is_open(
     with context_of(*trial_of(tmp_path), "model_worker") as without_keys:
         context = replace(without_keys, security=as_role("model_worker"))
         key = context.keys.trajectory_receiver(3)
-        with open_receiver(context, index=3, batch_size=2):
+        spec = context.specification(ModelWorkerSpec).model_copy(update={"index": 3, "dataset": None})
+        with open_samples(context, spec, DataStore()):
             assert context.names.get(key).startswith(f"tcp://{context.address}:")
         with pytest.raises(NameNotFoundError):
             context.names.get(key)
