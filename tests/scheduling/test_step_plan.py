@@ -153,7 +153,7 @@ def _pairs_of_a_random_run(step: StepPlan, chance: random.Random) -> Iterable[tu
     """Run the calls of a step as the master does, goes starting and ending in any order."""
     state = StepState(step.graph, [str(number) for number in range(step.batch_size)])
     running: dict[str, list[str]] = {}
-    while running or not state.is_done:
+    while running or not all(state.is_over(each.name) for each in step.graph.step_calls):
         busy = {rank for name in running for rank in step.mesh(step.graph.call(name)).ranks}
         ready = {
             each.name: uids

@@ -167,10 +167,6 @@ class StepState:
         self._remaining = {call.name: dict.fromkeys(batch) for call in graph.step_calls}
         """By call, what it has not taken yet, oldest first: its output keys exist for all others."""
 
-    @property
-    def is_done(self) -> bool:
-        return not any(self._remaining.values())
-
     def is_over(self, name: str) -> bool:
         """Whether a call has taken the whole batch."""
         return not self._remaining[name]
@@ -193,11 +189,8 @@ class StepState:
 
     def finish_go(self, name: str, uids: Sequence[str]) -> None:
         """A call has taken these samples, and made its output keys of them."""
-        if self.is_last_go(name, uids):
-            self._remaining[name].clear()
-        else:
-            for uid in uids:
-                del self._remaining[name][uid]
+        for uid in uids:
+            del self._remaining[name][uid]
 
     def drop(self, uids: Iterable[str]) -> None:
         """The step goes on without these samples."""
@@ -232,8 +225,8 @@ class RankLocks:
     """
 
     def __init__(self) -> None:
-        self._holder_by_rank: dict[int, str] = {}
         self._wishes: list[_Wish] = []
+        """Granted or not, in the order in which they were made."""
 
     @asynccontextmanager
     async def hold(self, name: str, ranks: Collection[int]) -> AsyncIterator[None]:
@@ -245,22 +238,18 @@ class RankLocks:
             await wish.granted.wait()
             yield
         finally:
-            if wish.granted.is_set():
-                for rank in wish.ranks:
-                    del self._holder_by_rank[rank]
-            else:
-                self._wishes.remove(wish)
+            self._wishes.remove(wish)
             self._grant()
 
     def holders(self, ranks: Collection[int]) -> list[str]:
         """The calls that have one of these ranks now."""
-        return sorted({holder for rank in ranks if (holder := self._holder_by_rank.get(rank))})
+        return sorted(
+            {wish.name for wish in self._wishes if wish.granted.is_set() and not wish.ranks.isdisjoint(ranks)}
+        )
 
     def _grant(self) -> None:
         spoken_for: set[int] = set()
-        for wish in list(self._wishes):
-            if not wish.ranks & (self._holder_by_rank.keys() | spoken_for):
-                self._holder_by_rank.update(dict.fromkeys(wish.ranks, wish.name))
-                self._wishes.remove(wish)
+        for wish in self._wishes:
+            if wish.ranks.isdisjoint(spoken_for):  # nobody who asked before shares a rank with it, or waits for one
                 wish.granted.set()
             spoken_for |= wish.ranks

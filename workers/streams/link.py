@@ -27,7 +27,7 @@ from corral.workers.streams.errors import (
     WrongTrialKeyError,
 )
 from corral.workers.streams.refusals import Refusals
-from corral.workers.streams.router import SocketReader, event_of
+from corral.workers.streams.router import SocketReader, read_events
 from corral.workers.streams.security import MonitoredSocket, StreamSecurity
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class _Connection:
         self._on_up = on_up
         self._is_accepted = False
         self._reader = SocketReader(client.socket, self._deliver)
-        self._monitor_reader = SocketReader(client.monitor, self._deliver_event)
+        self._monitor_reader = read_events(client.monitor, self._handle_event)
 
     def send(self, frames: list[Buffer]) -> bool:
         try:
@@ -89,10 +89,9 @@ class _Connection:
         if len(frames) > 1 or len(frames[0]) > 0:  # the rest are probes
             self._on_message([frame.buffer for frame in frames])
 
-    def _deliver_event(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 2 or self.end.done():
+    def _handle_event(self, event: int) -> None:
+        if self.end.done():
             return
-        event = event_of(frames)
         if event == zmq.EVENT_CONNECTED:
             self._is_accepted = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -91,9 +91,14 @@ class SocketReader:
         self.look_again()
 
 
-def event_of(frames: list[zmq.Frame]) -> int:
-    """What a message of a socket monitor tells."""
-    return int(parse_monitor_message([frame.bytes for frame in frames])["event"])
+def read_events(monitor: "zmq.Socket[bytes]", on_event: Callable[[int], None]) -> SocketReader:
+    """Calls `on_event` with everything that a socket monitor tells."""
+
+    def deliver(frames: list[zmq.Frame]) -> None:
+        if len(frames) == 2:
+            on_event(int(parse_monitor_message([frame.bytes for frame in frames])["event"]))
+
+    return SocketReader(monitor, deliver)
 
 
 class RouterEndpoint(Generic[BodyT]):
@@ -133,7 +138,7 @@ class RouterEndpoint(Generic[BodyT]):
         self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
         self._reader = SocketReader(self._server.socket, self._deliver)
-        self._monitor_reader = SocketReader(self._server.monitor, self._deliver_event)
+        self._monitor_reader = read_events(self._server.monitor, self._handle_event)
 
     @property
     def endpoint(self) -> str:
@@ -190,10 +195,7 @@ class RouterEndpoint(Generic[BodyT]):
         except MalformedMessageError as error:
             self._malformed.note(f"of a {peer.role}: {error}")
 
-    def _deliver_event(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 2:
-            return
-        event = event_of(frames)
+    def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_DISCONNECTED:
             self._schedule_probes()
         elif event in (

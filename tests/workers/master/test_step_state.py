@@ -46,9 +46,9 @@ def test_a_call_waits_for_its_own_keys_and_takes_as_many_as_it_says() -> None:
     )
     assert not state.is_last_go("reader", ["a", "b", "c"])
     state.finish_go("reader", ["a", "b", "c"])
-    assert (state.next_go("reader"), state.is_last_go("reader", ["d"]), state.is_done) == (["d"], True, False)
+    assert (state.next_go("reader"), state.is_last_go("reader", ["d"]), state.is_over("reader")) == (["d"], True, False)
     state.finish_go("reader", ["d"])
-    assert state.is_done
+    assert state.is_over("reader")
 
 
 def test_a_train_step_begins_when_all_calls_on_its_model_have_seen_the_weights_before_it() -> None:
@@ -95,7 +95,7 @@ def test_in_whatever_order_calls_end_each_takes_each_sample_once_after_its_produ
     state = StepState(graph, batch)
     running: dict[str, list[str]] = {}
     taken: dict[str, list[str]] = {call.name: [] for call in graph.calls}
-    while not state.is_done:
+    while not all(state.is_over(call_.name) for call_ in graph.calls):
         for call_ in graph.calls:
             if call_.name not in running and (uids := state.next_go(call_.name)) is not None:
                 for producer in graph.predecessors(call_.name):
