@@ -63,6 +63,7 @@ _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 _COPY = 1.0  # the eta of a pull
 
 
+@dataclass
 class MeshCalls:
     """Runs calls, each on the mesh of its model.
 
@@ -71,16 +72,16 @@ class MeshCalls:
         outcome = await StepRunner(graph, calls, batch, version=12, publish=publish).run()
     """
 
-    def __init__(
-        self, spec: MasterWorkerSpec, graph: DataflowGraph, gang: TrainerGang, buffer: SequenceBuffer, lineage: Lineage
-    ) -> None:
-        self._spec = spec
-        self._graph = graph
-        self._gang = gang
-        self._buffer = buffer
-        self._lineage = lineage
+    spec: MasterWorkerSpec
+    graph: DataflowGraph
+    gang: TrainerGang
+    buffer: SequenceBuffer
+    lineage: Lineage
+
+    def __post_init__(self) -> None:
+        spec, graph = self.spec, self.graph
         self._dealer = Dealer(spec, graph)
-        self._transfers = TransferPlanner(gang.host_by_rank(), key_specs(spec.declared_keys))
+        self._transfers = TransferPlanner(self.gang.host_by_rank(), key_specs(spec.declared_keys))
         meshes = {call.model_name: spec.mesh(call.model_name) for call in graph.calls}
         self._ranks_of_shares = {
             name: [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)] for name, mesh in meshes.items()
@@ -89,8 +90,8 @@ class MeshCalls:
 
     def ranks_of(self, call: ModelFunctionCall) -> frozenset[int]:
         """The ranks that a call needs for itself: its mesh, and those that its model's weights come from or go to."""
-        names = {call.model_name, *(name for pair in self._graph.reallocations(call) for name in pair)}
-        return frozenset(rank for name in names for rank in self._spec.mesh(name).ranks)
+        names = {call.model_name, *(name for pair in self.graph.reallocations(call) for name in pair)}
+        return frozenset(rank for name in names for rank in self.spec.mesh(name).ranks)
 
     def end_step(self) -> int:
         """Let go of the step's samples. Returns the bytes of samples that went from rank to rank since a step's end."""
@@ -125,14 +126,14 @@ class MeshCalls:
                 if sample.dropped_because:
                     dropped[sample.uid] = sample.dropped_because
                 else:
-                    self._buffer.fill(sample)
+                    self.buffer.fill(sample)
         return CallResult(dropped=dropped)
 
     async def reallocate(self, source: ModelName, target: ModelName, *, eta: float) -> None:
         """Let a model take over another one's weights: eta of them, and 1 - eta of its own."""
-        ranks = {*self._spec.mesh(source).ranks, *self._spec.mesh(target).ranks}
+        ranks = {*self.spec.mesh(source).ranks, *self.spec.mesh(target).ranks}
         request = Reallocate(source=str(source), target=str(target), eta=eta)
-        await self._gang.start(dict.fromkeys(sorted(ranks), request))
+        await self.gang.start(dict.fromkeys(sorted(ranks), request))
 
     async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
         """Statistics of some held-out rows, or of problems of the call's own."""
@@ -145,8 +146,8 @@ class MeshCalls:
         """The call's mesh, the share of each data-parallel rank, and the replies by rank."""
         for hook in call.pre_hooks:
             await self.reallocate(hook.source, call.model_name, eta=_COPY)
-        mesh = self._spec.mesh(call.model_name)
-        shares = self._dealer.deal(call, self._buffer.find(uids))
+        mesh = self.spec.mesh(call.model_name)
+        shares = self._dealer.deal(call, self.buffer.find(uids))
         return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
 
     async def _ask(
@@ -157,13 +158,13 @@ class MeshCalls:
         transfers = self._transfers.plan(share_by_ranks.items(), call.input_keys)
         self._moved_bytes += transfers.size_bytes
         asked_anyway = transfers.gives.keys() & set(mesh.ranks)
-        self._gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
+        self.gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
         given = asyncio.ensure_future(
-            self._gang.tell({rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway})
+            self.gang.tell({rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway})
         )
         offloads = is_last_go and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
         asked = asyncio.ensure_future(
-            self._gang.start(
+            self.gang.start(
                 {
                     rank: self._request(
                         call,
@@ -199,7 +200,7 @@ class MeshCalls:
         if call.call_type is CallType.TRAIN_STEP:
             return TrainStep(mfc=call.name, uids=uids, take=take, offloads=offloads, version=version, reports=reports)
         if call.call_type is CallType.GENERATE:
-            orders, tag = [sample.order for sample in samples], str(self._lineage.version(version))
+            orders, tag = [sample.order for sample in samples], str(self.lineage.version(version))
             return Generate(mfc=call.name, uids=uids, take=take, offloads=offloads, orders=orders, version=tag)
         return Inference(mfc=call.name, uids=uids, take=take, offloads=offloads)
 

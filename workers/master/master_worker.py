@@ -213,7 +213,7 @@ class MasterWorker(Worker):
             buffer = SequenceBuffer(is_consumed=commits.ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             return await TrainerEpoch(
-                epoch,
+                epoch=epoch,
                 source=self._source(epoch, buffer, gang, commits.ledger),
                 gang=gang,
                 calls=calls,

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
@@ -54,30 +54,23 @@ class NotFiniteError(RuntimeError):
     """Loss or gradient was not finite too often in a row: only weights from before can still be trained."""
 
 
+@dataclass(kw_only=True)
 class TrainerEpoch:
     """Trains from the last commit on; `run` returns how it ended."""
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        *,
-        source: SampleSource,
-        gang: TrainerGang,
-        calls: MeshCalls,
-        held_out: HeldOut,
-        weights: PublishedVersions,
-        commits: Commits,
-    ) -> None:
-        self._epoch = epoch
-        self._source = source
-        self._buffer = held_out.buffer
-        self._gang = gang
-        self._calls = calls
-        self._held_out = held_out
-        self._weights = weights
-        self._commits = commits
-        self._ledger = commits.ledger
-        self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=gang.news.set)
+    epoch: Epoch
+    source: SampleSource
+    gang: TrainerGang
+    calls: MeshCalls
+    held_out: HeldOut
+    weights: PublishedVersions
+    commits: Commits
+
+    def __post_init__(self) -> None:
+        epoch = self.epoch
+        self._buffer = self.held_out.buffer
+        self._ledger = self.commits.ledger
+        self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=self.gang.news.set)
         self._step = epoch.first_step
         self._nonfinite_in_a_row = 0
         self._skipped_updates = 0
@@ -93,7 +86,7 @@ class TrainerEpoch:
     @property
     def version(self) -> PolicyVersion:
         """The weights that the model workers hold."""
-        return self._epoch.lineage.version(self._step)
+        return self.epoch.lineage.version(self._step)
 
     async def run(self) -> Outcome:
         """Train until the run is complete or a stop is asked for.
@@ -104,7 +97,7 @@ class TrainerEpoch:
             NotFiniteError: the same, because the present weights or samples give no finite loss.
             CommitFailedError: the same, because what is trained cannot be written.
         """
-        async with self._watch, self._commits:
+        async with self._watch, self.commits:
             await self._begin()
             while not self._is_complete():
                 await self._evaluate_if_due()
@@ -114,14 +107,14 @@ class TrainerEpoch:
                 await self._train(batch)
             await self._evaluate_if_due(last=True)
             await self._commit_all()
-            await self._weights.export("final", self.version)
-            await self._epoch.disk.run(self._epoch.writer.done)
+            await self.weights.export("final", self.version)
+            await self.epoch.disk.run(self.epoch.writer.done)
             return Outcome.COMPLETE
 
     async def _begin(self) -> None:
         """Let the ranks load the last commit, and publish it; what they hold against the plan is refused."""
-        epoch, gang, presence = self._epoch, self._gang, self._epoch.context.presence
-        await epoch.disk.run(self._commits.cut_lines)
+        epoch, gang, presence = self.epoch, self.gang, self.epoch.context.presence
+        await epoch.disk.run(self.commits.cut_lines)
         with presence.during("initialize", waits_for=gang.workers, deadline_s=None):
             await gang.initialize(step=self._step, weights=epoch.initial_weights, states=epoch.initial_states)
         if epoch.spec.source == "dataset":
@@ -129,7 +122,7 @@ class TrainerEpoch:
         models = await gang.describe_models()
         check_reallocations(epoch.graph, models)
         await epoch.note("models_loaded", models={name: msgspec.to_builtins(model) for name, model in models.items()})
-        await self._weights.publish_first(self.version)
+        await self.weights.publish_first(self.version)
         presence.enter("train")
         presence.beat(version=str(self.version))
 
@@ -137,12 +130,12 @@ class TrainerEpoch:
 
     async def _next_batch(self) -> list[str] | None:
         """The uids of the next batch; None if the trial is asked to stop, or the last prompts were dropped."""
-        source, news = self._source, self._gang.news
+        source, news = self.source, self.gang.news
         while True:
             news.clear()  # before all looks: what happens after one of them ends the wait below
             self._watch.check()
-            self._commits.check()
-            self._gang.check_alive()
+            self.commits.check()
+            self.gang.check_alive()
             await self._publish_again_if_damaged()
             if self._watch.stop_requested:
                 return None
@@ -150,9 +143,7 @@ class TrainerEpoch:
             if batch is not None or self._is_complete():
                 return batch or []
             producers = source.waits_for()
-            self._epoch.context.presence.enter(
-                "wait for a batch", waiting_for=source.waiting_for(), waits_for=producers
-            )
+            self.epoch.context.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=producers)
             started = time.monotonic()
             # Woken by an arrival, a worker's death, or the log watch; of what servers refuse it has to ask.
             with suppress(TimeoutError):
@@ -162,9 +153,9 @@ class TrainerEpoch:
 
     async def _publish_again_if_damaged(self) -> None:
         """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
-        begun = self._commits.begun_step
-        if await self._weights.publish_again_if_damaged(self.version) and begun == self._step > 0:
-            await self._commits.begin(self._step, self.version)
+        begun = self.commits.begun_step
+        if await self.weights.publish_again_if_damaged(self.version) and begun == self._step > 0:
+            await self.commits.begin(self._step, self.version)
 
     # The calls on it
 
@@ -172,10 +163,10 @@ class TrainerEpoch:
         """Let the calls of the graph run on a batch; what they learned counts from here on, and is committed later."""
         if not batch:
             return
-        epoch, started, published_before_s = self._epoch, time.monotonic(), self._publishing_s
-        with epoch.during("train step", self._gang.workers):
+        epoch, started, published_before_s = self.epoch, time.monotonic(), self._publishing_s
+        with epoch.during("train step", self.gang.workers):
             outcome = await StepRunner(
-                epoch.graph, self._calls, batch, version=self._step, publish=self._publish, on_progress=self._show
+                epoch.graph, self.calls, batch, version=self._step, publish=self._publish, on_progress=self._show
             ).run()
         for notice in outcome.notices:
             await epoch.tell(notice, step=self._step + 1)
@@ -190,7 +181,7 @@ class TrainerEpoch:
         else:
             self._nonfinite_in_a_row = 0
         if outcome.is_skipped:
-            await self._source.give_back(batch)
+            await self.source.give_back(batch)
             return
         self._step += 1
         self._ledger.train(self._step, batch)
@@ -198,37 +189,37 @@ class TrainerEpoch:
         timing = {
             "time/train_s": time.monotonic() - started - publishing_s,
             "time/publish_s": publishing_s,
-            "data/transfer_bytes": float(self._calls.end_step()),
+            "data/transfer_bytes": float(self.calls.end_step()),
         }
         await epoch.disk.run(self._add_lines, outcome.metrics() | timing | self._take_waits(), batch)
         await self._commit_if_due()
         epoch.context.presence.beat(version=str(self.version))
         self._free(batch)
-        await self._weights.remove_old(self.version)
+        await self.weights.remove_old(self.version)
         if self._exports.is_due(now := self._moment()):
-            await self._weights.export(f"step-{self._step:08d}", self.version)
+            await self.weights.export(f"step-{self._step:08d}", self.version)
             self._exports.note(now)
 
     async def _publish(self) -> None:
         """The present step has made weights: they go to whoever generates before the step is over."""
         started = time.monotonic()
-        await self._weights.publish(self._epoch.lineage.version(self._step + 1))
+        await self.weights.publish(self.epoch.lineage.version(self._step + 1))
         self._publishing_s += time.monotonic() - started
 
     def _free(self, uids: Sequence[str] | Mapping[str, str]) -> None:
         """Let the ranks forget samples that are trained on, or dropped."""
         if uids:
-            self._gang.clear(self._buffer.release(uids))
+            self.gang.clear(self._buffer.release(uids))
 
     def _show(self, running: Sequence[str], waits_for: Mapping[str, Sequence[str]]) -> None:
         """Say in rl-status which calls run, and which wait for which."""
         waiting = [f"{call} waits for {', '.join(others)}" for call, others in waits_for.items() if others]
-        graph, context = self._epoch.graph, self._epoch.context
-        ranks = {rank for call in running for rank in self._calls.ranks_of(graph.call(call))}
+        graph, context = self.epoch.graph, self.epoch.context
+        ranks = {rank for call in running for rank in self.calls.ranks_of(graph.call(call))}
         context.presence.enter(
             "train step",
             waiting_for="; ".join([*running, *waiting]),
-            waits_for=[self._gang.workers[rank] for rank in sorted(ranks)],
+            waits_for=[self.gang.workers[rank] for rank in sorted(ranks)],
             deadline_s=context.plan.supervision.step_timeout_s,
         )
 
@@ -244,10 +235,10 @@ class TrainerEpoch:
             f"{batch[0]}"
         )
         logger.warning("%s", cause)
-        await self._epoch.note("step_not_finite", step=step, cause=cause)
-        is_too_often = self._nonfinite_in_a_row >= self._epoch.spec.control.max_nonfinite_steps
+        await self.epoch.note("step_not_finite", step=step, cause=cause)
+        is_too_often = self._nonfinite_in_a_row >= self.epoch.spec.control.max_nonfinite_steps
         if outcome.is_damaged or outcome.is_torn or is_too_often:
-            await self._commits.settle()  # what it holds was finite, and is where training goes back to
+            await self.commits.settle()  # what it holds was finite, and is where training goes back to
             raise NotFiniteError(cause)
 
     # What it left
@@ -261,7 +252,7 @@ class TrainerEpoch:
         self._waited_s, self._skipped_updates = {}, 0
         return {
             "time/commit_s": self._committing_s,
-            "time/save_s": self._commits.take_writing_s(),
+            "time/save_s": self.commits.take_writing_s(),
             "time/wait_s": sum(waited.values()),
             **{f"time/wait_s/{kind}": seconds for kind, seconds in waited.items()},
             "train/skipped_nonfinite": float(skipped),
@@ -269,56 +260,56 @@ class TrainerEpoch:
 
     def _add_lines(self, stats: dict[str, float], batch: Sequence[str]) -> None:
         """A train step's line, and one for each of its samples."""
-        self._epoch.writer.check()  # the files are the present epoch's
+        self.epoch.writer.check()  # the files are the present epoch's
         samples = self._buffer.samples
-        stats["data/epoch"] = self._num_settled / self._epoch.spec.num_prompts
+        stats["data/epoch"] = self._num_settled / self.epoch.spec.num_prompts
         stats["data/samples_trained"] = float(self._ledger.trained_count)
         stats["data/samples_dropped"] = float(self._ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
-        self._commits.lines.add_metrics(self._step, stats)
-        self._commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
+        self.commits.lines.add_metrics(self._step, stats)
+        self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 
     async def _evaluate_if_due(self, *, last: bool = False) -> None:
-        epoch, now = self._epoch, self._moment()
+        epoch, now = self.epoch, self._moment()
         is_due = self._evaluations.is_due(now) or (last and self._evaluations.last.step != now.step)
         if not is_due or not epoch.graph.evaluate_calls:
             return
-        with epoch.during("evaluate", self._gang.workers):
+        with epoch.during("evaluate", self.gang.workers):
             for call in epoch.graph.evaluate_calls:
-                values = await self._held_out.evaluate(call, version=self._step)
+                values = await self.held_out.evaluate(call, version=self._step)
                 stats = {f"eval/{key}": value for key, value in values.items()}
-                await epoch.disk.run(self._commits.lines.add_metrics, self._step, stats)
+                await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
         self._evaluations.note(now)
 
     # A commit
 
     async def _commit_if_due(self) -> None:
         started = time.monotonic()
-        if not self._commits.covers(self._step) and self._commits_due.is_due(self._moment()):
-            await self._commits.begin(self._step, self.version)
+        if not self.commits.covers(self._step) and self._commits_due.is_due(self._moment()):
+            await self.commits.begin(self._step, self.version)
             self._commits_due.note(self._moment())
         self._committing_s = time.monotonic() - started
 
     async def _commit_all(self) -> None:
         """Commit whatever is not, and wait for it."""
-        await self._commits.settle()
-        while not self._commits.covers(self._step):
-            await self._weights.publish_again_if_damaged(self.version)
-            await self._commits.begin(self._step, self.version)
-            await self._commits.settle()  # raises once too many have failed
+        await self.commits.settle()
+        while not self.commits.covers(self._step):
+            await self.weights.publish_again_if_damaged(self.version)
+            await self.commits.begin(self._step, self.version)
+            await self.commits.settle()  # raises once too many have failed
 
     async def _stop(self) -> Outcome:
         """Commit what is trained and end the attempt in the log; `rl-submit --resume` goes on from there."""
         await self._commit_all()
-        await self._epoch.disk.run(self._append_stop)
+        await self.epoch.disk.run(self._append_stop)
         return Outcome.STOPPED
 
     def _append_stop(self) -> None:
-        request = self._epoch.trial.read_stop_request()
+        request = self.epoch.trial.read_stop_request()
         by, then = (request.by, request.then) if request else ("master_worker", "")
-        reason = f"checkpointed at step {self._commits.committed_step}"
-        self._epoch.writer.stop(by=by, reason=reason, then=then)
+        reason = f"checkpointed at step {self.commits.committed_step}"
+        self.epoch.writer.stop(by=by, reason=reason, then=then)
 
     # What is done, and what is left
 
@@ -328,12 +319,12 @@ class TrainerEpoch:
         return self._ledger.trained_count + self._ledger.dropped_count
 
     def _moment(self) -> Moment:
-        passes = self._num_settled // self._epoch.spec.num_prompts
+        passes = self._num_settled // self.epoch.spec.num_prompts
         return Moment(step=self._step, passes=passes, time_s=time.monotonic())
 
     def _remaining(self) -> int:
-        return self._epoch.spec.num_prompts * self._epoch.spec.control.total_train_epochs - self._num_settled
+        return self.epoch.spec.num_prompts * self.epoch.spec.control.total_train_epochs - self._num_settled
 
     def _is_complete(self) -> bool:
-        max_steps = self._epoch.spec.control.max_steps
+        max_steps = self.epoch.spec.control.max_steps
         return self._remaining() <= 0 or (max_steps is not None and self._step >= max_steps)

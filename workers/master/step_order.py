@@ -28,7 +28,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import ModelFunctionCall, PublishWeightsHook, PushWeightsHook
@@ -40,6 +40,7 @@ OnProgress = Callable[[Sequence[str], Mapping[str, Sequence[str]]], None]
 """Told which calls of the present step run, and for each of the others which calls it waits for."""
 
 
+@dataclass
 class StepRunner:
     """The calls of one graph on one batch: one coroutine for each, which waits for its own inputs and ranks.
 
@@ -47,29 +48,20 @@ class StepRunner:
         outcome = await StepRunner(graph, calls, batch, version=12, publish=weights_of_version_13).run()
     """
 
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        calls: MeshCalls,
-        batch: Sequence[str],
-        *,
-        version: int,
-        publish: Callable[[], Awaitable[None]],
-        on_progress: OnProgress = lambda running, waits_for: None,
-    ) -> None:
-        """
-        Args:
-            version: policy version before this step.
-            publish: makes the weights that have just changed known to whoever generates.
-            on_progress: told whenever a call starts or ends.
-        """
-        self._graph = graph
-        self._calls = calls
-        self._version = version
-        self._publish = publish
-        self._on_progress = on_progress
-        self._state = StepState(graph, batch)
-        self._outcome = StepOutcome(graph)
+    graph: DataflowGraph
+    calls: MeshCalls
+    batch: Sequence[str]
+    _: KW_ONLY
+    version: int
+    """Of the policy before this step."""
+    publish: Callable[[], Awaitable[None]]
+    """Makes the weights that have just changed known to whoever generates."""
+    on_progress: OnProgress = lambda running, waits_for: None
+    """Called whenever a call starts or ends."""
+
+    def __post_init__(self) -> None:
+        self._state = StepState(self.graph, self.batch)
+        self._outcome = StepOutcome(self.graph)
         self._locks = RankLocks()
         self._running: set[str] = set()
         self._changed = asyncio.Event()
@@ -80,7 +72,7 @@ class StepRunner:
 
         Raises: what the first call that fails raises; the others are cancelled.
         """
-        await all_or_first_error(*(self._run_call(call) for call in self._graph.step_calls))
+        await all_or_first_error(*(self._run_call(call) for call in self.graph.step_calls))
         return self._outcome
 
     async def _run_call(self, call: ModelFunctionCall) -> None:
@@ -99,12 +91,12 @@ class StepRunner:
         before it may drop all samples that it had still to take.
         """
         asked, state, outcome = time.monotonic(), self._state, self._outcome
-        async with self._locks.hold(call.name, self._calls.ranks_of(call)):
+        async with self._locks.hold(call.name, self.calls.ranks_of(call)):
             started = time.monotonic()
             self._running.add(call.name)
             self._report()
             is_last_go = state.is_last_go(call.name, uids)
-            result = await self._calls.run_call(call, uids, version=self._version, is_last_go=is_last_go)
+            result = await self.calls.run_call(call, uids, version=self.version, is_last_go=is_last_go)
             if result.trained is not None:
                 outcome.train_replies.setdefault(call.name, []).append(result.trained)
             if is_last_go:
@@ -127,9 +119,9 @@ class StepRunner:
             return
         for hook in call.post_hooks:
             if isinstance(hook, PublishWeightsHook):
-                await self._publish()
+                await self.publish()
             elif isinstance(hook, PushWeightsHook):
-                await self._calls.reallocate(call.model_name, hook.target, eta=hook.eta)
+                await self.calls.reallocate(call.model_name, hook.target, eta=hook.eta)
 
     async def _inputs(self, call: ModelFunctionCall, times: CallTimes) -> list[str]:
         """The samples of the next go; none if all that remained was dropped meanwhile."""
@@ -144,11 +136,11 @@ class StepRunner:
 
     def _report(self) -> None:
         waiting = {
-            call.name: self._state.waits_for(call.name) or self._locks.holders(self._calls.ranks_of(call))
-            for call in self._graph.step_calls
+            call.name: self._state.waits_for(call.name) or self._locks.holders(self.calls.ranks_of(call))
+            for call in self.graph.step_calls
             if call.name not in self._running and not self._state.is_over(call.name)
         }
-        self._on_progress(sorted(self._running), waiting)
+        self.on_progress(sorted(self._running), waiting)
 
 
 class StepState:
