@@ -97,9 +97,8 @@ class LogWatch(AsyncClosing):
         try:
             self._writer.check()
             request = self._trial.read_stop_request()
-        except (
-            OSError
-        ) as error:  # the next look may see it; that a replaced master commits nothing does not rest on this
+        except OSError as error:
+            # The next look may see it; that a replaced master commits nothing does not rest on this.
             if not self._is_blind:
                 logger.warning("the trial log cannot be looked at, and is tried again: %s", error)
             self._is_blind = True
