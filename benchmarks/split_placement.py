@@ -38,9 +38,8 @@ from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.data.prompts import ordered_uids  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
-from corral.workers.master.outcome import StepOutcome  # noqa: E402
 from corral.workers.master.sample_source import DatasetSource, SequenceBuffer  # noqa: E402
-from corral.workers.master.step_order import StepRunner  # noqa: E402
+from corral.workers.master.step_order import StepOutcome, StepRunner  # noqa: E402
 from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs  # noqa: E402
 from tests.workers.backends.training_helpers import save_tiny_model  # noqa: E402

@@ -25,8 +25,8 @@ from corral.scheduling.parallel import ParallelDims
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.weight_transport.filling import Patience
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
-from corral.workers.weight_transport.transport import Patience
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
 

@@ -23,7 +23,7 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend, NewWeights
 from corral.workers.generation.server_client import GenerationServerClient, ServerError
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
-from corral.workers.weight_transport.transport import Arrived, StagedVersion, StagingError
+from corral.workers.weight_transport.filling import Arrived, StagedVersion, StagingError
 
 if TYPE_CHECKING:  # it loads torch, and the manager, which speaks to this end, does not
     from corral.workers.weight_transport.staging import WeightStaging

@@ -38,7 +38,6 @@ from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_f
 from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpecs, key_spec, key_specs
-from corral.workers.master.outcome import CallResult
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.requests.messages import (
@@ -61,6 +60,16 @@ Shares = Sequence[Sequence[BufferedSample]]
 """The samples of each data-parallel rank of a mesh, by dp rank."""
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 _COPY = 1.0  # the eta of a pull
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """What one go of a call did, beside the keys that it made."""
+
+    trained: TrainReply | None = None
+    """What it did to the weights, if it is a train step."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Samples that the step goes on without, and why; no other call of the step may have taken them before."""
 
 
 @dataclass

@@ -1,7 +1,15 @@
-"""What one trainer epoch is: the claim that it writes under, the commit that it goes on from, and the plan."""
+"""What one trainer epoch is: the claim that it writes under, the commit that it goes on from, and the plan.
+
+What the ranks have loaded when it begins is held against the plan and against each other:
+
+    Spec ────────► rows that each rank reads ──► as many as the plan counted?
+    ModelConfig ─► shape of each model ────────► those that take over each other's weights: are they alike?
+
+What differs would be seen only later, as a row that is missing, or in the middle of a collective whose sizes differ.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +24,9 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow, dataset_keys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import WEIGHTS, RecoveryPoint, state_folder, weights_folder
-from corral.workers.lifecycle.worker import WorkerContext
+from corral.workers.lifecycle.worker import BadConfigurationError, WorkerContext
 from corral.workers.master.disk import Disk
-from corral.workers.requests.messages import TrainNotice
+from corral.workers.requests.messages import ModelConfigReply, TrainNotice
 
 logger = logging.getLogger(__name__)
 
@@ -95,3 +103,40 @@ class Epoch:
         level = logging.WARNING if notice.is_alarm else logging.INFO
         logger.log(level, "%s", "; ".join([notice.text, notice.details, *notice.causes]))
         await self.note("train_notice", attempt=self.context.attempt, step=step, **msgspec.to_builtins(notice))
+
+
+def check_rows(rows_by_rank: Mapping[int, int], *, planned: int) -> None:
+    """See that every rank reads the rows that steps are counted by.
+
+    Raises:
+        BadConfigurationError: naming the rank, its rows, and those of the plan.
+    """
+    for rank, rows in rows_by_rank.items():
+        if rows != planned:
+            raise BadConfigurationError(
+                f"model_worker/{rank} reads {rows} rows of the dataset, and the plan counts {planned}; "
+                "submit the trial again, so that it is planned for the dataset as it is now"
+            )
+
+
+def check_reallocations(graph: DataflowGraph, models: Mapping[str, ModelConfigReply]) -> None:
+    """See that models which take over each other's weights have the same parameters.
+
+    Raises:
+        BadConfigurationError: naming the call, both models and their shapes.
+    """
+    for call in graph.calls:
+        for source, target in graph.reallocations(call):
+            given, taken = models[str(source)], models[str(target)]
+            if given != taken:
+                raise BadConfigurationError(
+                    f"call {call.name!r} hands the weights of {source} ({_shown(given)}) to {target} "
+                    f"({_shown(taken)}); start both from models of the same shape"
+                )
+
+
+def _shown(model: ModelConfigReply) -> str:
+    return (
+        f"{model.architecture or 'a model'} of {model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"vocabulary {model.vocab_size}, {model.num_parameters:,} parameters"
+    )

@@ -68,7 +68,7 @@ A whole asynchronous step:
      9      `_publish` below, manager/gserver_manager.py
     11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py;
-            loaded_models.py: what the ranks have loaded, held against the plan
+            epoch.py: what the ranks have loaded, held against the plan
 
 1 to 5 and 11 go on all the time; the master goes through 6 to 10 batch by batch, and within a batch calls on ranks
 apart from each other run at the same time, 8 and 9 of one role beside 7 of another. Epochs follow each other:

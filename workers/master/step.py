@@ -31,12 +31,10 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
-from corral.workers.master.epoch import Epoch
+from corral.workers.master.epoch import Epoch, check_reallocations, check_rows
 from corral.workers.master.held_out import HeldOut
-from corral.workers.master.loaded_models import check_reallocations, check_rows
-from corral.workers.master.outcome import StepOutcome
 from corral.workers.master.sample_source import SampleSource
-from corral.workers.master.step_order import StepRunner
+from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
 

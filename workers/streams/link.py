@@ -26,8 +26,7 @@ from corral.workers.streams.errors import (
     StreamTimeoutError,
     WrongTrialKeyError,
 )
-from corral.workers.streams.refusals import Refusals
-from corral.workers.streams.router import SocketReader, read_events
+from corral.workers.streams.router import Refusals, SocketReader, read_events
 from corral.workers.streams.security import MonitoredSocket, StreamSecurity
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,8 @@ peer that has spoken: with ROUTER_MANDATORY the send fails exactly for those tha
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Generic
@@ -17,8 +19,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
-from corral.workers.streams.refusals import Refusals
 from corral.workers.streams.security import StreamSecurity
+
+logger = logging.getLogger(__name__)
 
 PROBE: list[Buffer] = [b""]
 """A message without meaning; no encoded header is empty."""
@@ -30,6 +33,27 @@ _COPIED_BYTES = 65536  # sharing a smaller frame with libzmq costs more than a c
 _BURST = 128  # messages of one socket that are handled before the loop's other tasks get their turn
 # The monitor speaks before the ROUTER has let go of the connection: look again a little later.
 _PROBE_DELAYS_S = (0.005, 0.02, 0.25)
+_LOG_INTERVAL_S = 10.0
+
+
+class Refusals:
+    """What a socket turned away, counted always and logged now and then.
+
+    Whoever holds a key, or only reaches a port, decides how much is turned away; a line for each would fill the disk.
+    """
+
+    def __init__(self, what: str) -> None:
+        """what: such as "malformed messages to the control socket", for the log."""
+        self._what = what
+        self._next_line_at = float("-inf")
+        self.count = 0
+
+    def note(self, last: object) -> None:
+        """One more; `last` says what it was."""
+        self.count += 1
+        if (now := time.monotonic()) >= self._next_line_at:
+            self._next_line_at = now + _LOG_INTERVAL_S
+            logger.warning("%d %s were refused so far, the last one: %s", self.count, self._what, last)
 
 
 @dataclass(frozen=True, slots=True)

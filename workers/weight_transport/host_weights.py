@@ -34,7 +34,7 @@ from corral.experiments.trial.flocks import (
     try_lock,
 )
 from corral.experiments.trial.memory_groups import memory_groups
-from corral.workers.weight_transport.transport import Arrived, Patience
+from corral.workers.weight_transport.filling import Arrived, Patience
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry
-from corral.workers.weight_transport.filling import FindWay, NoWayError, Pieces, Way
-from corral.workers.weight_transport.transport import Patience
+from corral.workers.weight_transport.filling import FindWay, NoWayError, Patience, Pieces, Way
 
 _SILENCE_S: Final = 20.0  # longer than a host that computes leaves a socket alone, shorter than any version takes
 

@@ -22,10 +22,18 @@ from corral.workers.checkpoint.content_digest import digest_of
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
 from corral.workers.weight_transport.adapters import by_adapter
 from corral.workers.weight_transport.deltas import by_deltas
-from corral.workers.weight_transport.filling import Encode, Filling, Held, whole
+from corral.workers.weight_transport.filling import (
+    Arrived,
+    Encode,
+    Filling,
+    Held,
+    Patience,
+    StagedVersion,
+    StagingError,
+    whole,
+)
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
 from corral.workers.weight_transport.peers import PeerFiles, Peers
-from corral.workers.weight_transport.transport import Arrived, Patience, StagedVersion, StagingError
 
 logger = logging.getLogger(__name__)
 

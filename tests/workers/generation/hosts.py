@@ -19,11 +19,10 @@ from corral.workers.generation.control import ControlClient, ControlServer, Stag
 from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session, serve
-from corral.workers.weight_transport.filling import Encode, Encoded, Filling, whole
+from corral.workers.weight_transport.filling import Encode, Encoded, Filling, StagedVersion, whole
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.peers import Peers
 from corral.workers.weight_transport.staging import WeightStaging
-from corral.workers.weight_transport.transport import StagedVersion
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
 from tests.workers.loop_thread import LoopThread, loop_thread
 from tests.workers.trusted import trust

@@ -19,9 +19,8 @@ from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.control import GivenWeights
 from corral.workers.generation.server_client import ServerError
 from corral.workers.weight_transport.deltas import by_deltas
-from corral.workers.weight_transport.filling import Filling, Held, whole
+from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
 from corral.workers.weight_transport.peers import PeerFiles, Peers
-from corral.workers.weight_transport.transport import Arrived, Patience
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.generation.hosts import TRIAL, Host, Hosts, running_hosts

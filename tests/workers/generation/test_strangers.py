@@ -16,9 +16,8 @@ from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError, get_text
 from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.filling import Filling, Held, whole
+from corral.workers.weight_transport.filling import Filling, Held, Patience, whole
 from corral.workers.weight_transport.peers import PeerFiles, Peers
-from corral.workers.weight_transport.transport import Patience
 from tests.strangers import Stranger
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK
 from tests.workers.trusted import trust

@@ -9,7 +9,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.lifecycle.worker import BadConfigurationError
-from corral.workers.master.loaded_models import check_reallocations, check_rows
+from corral.workers.master.epoch import check_reallocations, check_rows
 from corral.workers.requests.messages import ModelConfigReply
 from tests.workers.master.trials import SHAPE, Gang, run_master, trial_of
 

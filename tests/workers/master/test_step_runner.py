@@ -8,8 +8,8 @@ import pytest
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.outcome import CallResult, StepOutcome
-from corral.workers.master.step_order import RankLocks, StepRunner
+from corral.workers.master.calls import CallResult
+from corral.workers.master.step_order import RankLocks, StepOutcome, StepRunner
 from corral.workers.requests.messages import TrainReply
 
 RANKS = {"actor": {0, 1}, "ref": {0, 1}, "critic": {2, 3}, "reward": {2, 3}}

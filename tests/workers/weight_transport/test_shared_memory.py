@@ -15,10 +15,9 @@ import pytest
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
-from corral.workers.weight_transport.filling import Encoded, Filling, whole
+from corral.workers.weight_transport.filling import Encoded, Filling, StagedVersion, StagingError, whole
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
-from corral.workers.weight_transport.transport import StagedVersion, StagingError
 from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, make_version
 

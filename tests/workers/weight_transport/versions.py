@@ -7,8 +7,8 @@ import numpy as np
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
+from corral.workers.weight_transport.filling import Patience
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
-from corral.workers.weight_transport.transport import Patience
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.trusted import trust
 
