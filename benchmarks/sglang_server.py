@@ -22,7 +22,7 @@ from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.server_client import GenerationServerClient
-from corral.workers.generation.sglang import SglangBackend, SglangSettings
+from corral.workers.generation.sglang import SglangBackend
 from corral.workers.streams.https import open_session
 from tests.workers.trusted import connection_to, trust
 
@@ -73,21 +73,20 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
         engine=EngineConfig.model_validate({"dtype": dtype, "max_running_requests": max_running_requests}),
         sglang=SglangConfig(python=sglang_python(SglangConfig()), flags=dict(flags)),
     )
-    settings = SglangSettings(
-        spec=spec,
-        address=_ADDRESS,
-        api_key=Secret(_KEY),
-        admin_key=Secret(_KEY + ", as administrator"),
-        trust=trust(),
-        log_path=folder / "sglang.log",
-        seed=1,
-        version="0.0",
-        start_timeout_s=_START_TIMEOUT_S,
-    )
     with asyncio.Runner() as runner:
         session = runner.run(_session())
         client = GenerationServerClient(session, api_key=_KEY, admin_key=_KEY + ", as administrator")
-        backend = SglangBackend(settings, client=client)
+        backend = SglangBackend(
+            spec=spec,
+            client=client,
+            address=_ADDRESS,
+            api_key=Secret(_KEY),
+            admin_key=Secret(_KEY + ", as administrator"),
+            trust=trust(),
+            log_path=folder / "sglang.log",
+            seed=1,
+            start_timeout_s=_START_TIMEOUT_S,
+        )
         try:
             url = runner.run(backend.start())
             assert backend.pid is not None

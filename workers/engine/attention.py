@@ -41,22 +41,11 @@ def power_of_two_at_least(count: int) -> int:
 class KVCache:
     """Keys and values of every layer, each [num_rows, num_kv_heads, capacity, head_dim]."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_rows: int,
-        max_total_tokens: int,
-    ) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
+    def __init__(self, empty: Tensor, *, num_layers: int, max_rows: int, max_total_tokens: int) -> None:
+        """empty: [0, num_kv_heads, 0, head_dim], of the type and on the device that they are to have."""
+        _, self._num_kv_heads, _, self._head_dim = empty.shape
         self._max_rows = max_rows
         self._max_total_tokens = max_total_tokens
-        empty = torch.empty((0, num_kv_heads, 0, head_dim), dtype=dtype, device=device)
         self._keys = [empty] * num_layers
         self._values = [empty] * num_layers
 

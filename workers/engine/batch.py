@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from corral.workers.engine.answer_text import DecodeText
-from corral.workers.engine.attention import RowSpans, TokenAttention, call_cost
+from corral.workers.engine.attention import KVCache, RowSpans, TokenAttention, call_cost
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.device_rows import DecodeRows, UnreadTokens
 from corral.workers.engine.prefill import Prefill
@@ -82,7 +82,12 @@ class ContinuousBatch:
         self._eos_token_ids = frozenset(eos_token_ids)
         self.load_text_decoder = load_text_decoder
         self._decoder = decoder
-        self._cache = decoder.new_cache(max_rows=max_running_requests, max_total_tokens=max_total_tokens)
+        self._cache = KVCache(
+            decoder.empty_keys,
+            num_layers=decoder.num_layers,
+            max_rows=max_running_requests,
+            max_total_tokens=max_total_tokens,
+        )
         self._spans = RowSpans(call_cost=call_cost(self._cache))
         self._scheduler = BatchScheduler(
             max_running_requests=max_running_requests,
@@ -105,7 +110,7 @@ class ContinuousBatch:
 
     @property
     def num_queued(self) -> int:
-        return self._scheduler.num_queued
+        return len(self._scheduler.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -211,11 +216,17 @@ class ContinuousBatch:
         Returns:
             Their outputs, and those of requests whose last token was still to be read.
         """
+
+        def is_wanted(active: ActiveRequest) -> bool:
+            return request_ids is None or active.request.request_id in request_ids
+
         with torch.inference_mode():
             ended = self._read()
-            return ended + self._end_where(
-                lambda active: request_ids is None or active.request.request_id in request_ids
-            )
+            rows = [(row, AbortFinish()) for row, active in enumerate(self._scheduler.running) if is_wanted(active)]
+            ended += self._end_rows(rows, version=self.version)
+        return ended + [
+            active.output(AbortFinish(), version=self.version) for active in self._scheduler.withdraw(is_wanted)
+        ]
 
     def pause(self, mode: PauseMode) -> list[RequestOutput]:
         """Stop stepping, with all tokens read; whatever changes meanwhile, each has the version that made it.
@@ -329,15 +340,14 @@ class ContinuousBatch:
 
     def _take_in(self, unread: UnreadTokens) -> list[RequestOutput]:
         reasons: dict[int, FinishReason] = {}
-        for token in unread.read():
-            active = token.active
-            if not math.isfinite(token.logprob):
+        for active, token_id, logprob, original_logprob in unread.read():
+            if not math.isfinite(logprob):
                 reasons[id(active)] = AbortFinish("the model's logits are not finite")
                 continue
             self.tokens_generated += 1
-            if token.original_logprob is not None:
-                active.original_logprobs.append(token.original_logprob)
-            reason = active.append(token.token_id, token.logprob, version=unread.version)
+            if original_logprob is not None:
+                active.original_logprobs.append(original_logprob)
+            reason = active.append(token_id, logprob, version=unread.version)
             if reason is not None:
                 reasons[id(active)] = reason
         if not reasons:
@@ -349,12 +359,6 @@ class ContinuousBatch:
             if isinstance(reason, AbortFinish):
                 self._cache.clear(row)
         return self._end_rows(ended, version=unread.version)
-
-    def _end_where(self, is_wanted: Callable[[ActiveRequest], bool]) -> list[RequestOutput]:
-        queued = self._scheduler.withdraw(is_wanted)
-        rows = [(row, AbortFinish()) for row, active in enumerate(self._scheduler.running) if is_wanted(active)]
-        ended = self._end_rows(rows, version=self.version)
-        return ended + [active.output(AbortFinish(), version=self.version) for active in queued]
 
     def _end_rows(self, ended: Sequence[tuple[int, FinishReason]], *, version: str) -> list[RequestOutput]:
         """Take rows (ascending) out of the batch; others move into the gaps."""

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS
-from corral.workers.engine.attention import KVCache
 from corral.workers.engine.layer import Layer, Mixture, layer_tensors, norm_of, whole
 from corral.workers.engine.linear import QUANTIZABLE_DTYPES, Int8Linear, Linear
 from corral.workers.engine.requests import ExpertRows
@@ -116,16 +115,10 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def new_cache(self, *, max_rows: int, max_total_tokens: int) -> KVCache:
-        return KVCache(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-            max_rows=max_rows,
-            max_total_tokens=max_total_tokens,
-        )
+    @property
+    def empty_keys(self) -> Tensor:
+        """[0, num_kv_heads, 0, head_dim]: the keys of no rows, whose type and device are the cache's."""
+        return self._embedding.new_empty((0, self.num_kv_heads, 0, self.head_dim))
 
     def pack_weights(self) -> None:
         """Round the weights that are quantised, and make faster copies, where the device has such; again after every

@@ -19,7 +19,6 @@ On a CPU there is no way to go: they are read where they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,14 +77,8 @@ class DecodeRows:
         self._num_taken += 1
 
 
-class ReadToken(NamedTuple):
-    """One token of one request; a tuple, since one is made for every token."""
-
-    active: ActiveRequest
-    token_id: int
-    logprob: float
-    original_logprob: float | None
-    """None where it was not asked for."""
+ReadToken = tuple[ActiveRequest, int, float, float | None]
+"""Token id and log-probability of one token of a request; its original log-probability where that was asked for."""
 
 
 class UnreadTokens:
@@ -119,7 +112,7 @@ class UnreadTokens:
             original_logprob = next(original) if active.request.wants_original_logprobs else None
             if not active.has_ended:
                 active.num_unread -= 1
-                yield ReadToken(active, token_id, logprob, original_logprob)
+                yield active, token_id, logprob, original_logprob
 
 
 def _host_copy(tensor: Tensor | None) -> Tensor | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from corral.workers.engine.answer_text import DecodeText, answer_text
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, OutputListener
 from corral.workers.engine.messages import BadRequestError, GenerateBody, error_body, generate_reply, parse
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
-from corral.workers.engine.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +96,8 @@ class GenerateEndpoint:
             self._num_in_flight -= len(plan)
 
     async def _whole(self, body: GenerateBody, plan: list[GenerationRequest]) -> web.Response:
-        started = time.monotonic()
         outputs = await self._outputs(plan, listener=None)
-        latency_s = time.monotonic() - started
-        replies = [
-            self._reply(output, body, asked.sampling, latency_s=latency_s)
-            for asked, output in zip(plan, outputs, strict=True)
-        ]
+        replies = [self._reply(output, body, asked) for asked, output in zip(plan, outputs, strict=True)]
         return web.json_response(replies[0] if body.is_single else replies)
 
     async def _outputs(self, plan: list[GenerationRequest], *, listener: OutputListener | None) -> list[RequestOutput]:
@@ -116,7 +109,6 @@ class GenerateEndpoint:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        started = time.monotonic()
         place = {asked.request_id: index for index, asked in enumerate(plan)}
         event_loop, is_awake = asyncio.get_running_loop(), asyncio.Event()
         latest: dict[str, RequestOutput] = {}  # one output of each request, what the engine thread last said of it
@@ -141,7 +133,7 @@ class GenerateEndpoint:
                 latest.clear()
                 for output in taken:
                     index = place[output.request_id]
-                    reply = self._reply(output, body, plan[index].sampling, latency_s=time.monotonic() - started)
+                    reply = self._reply(output, body, plan[index])
                     await response.write(_event(reply if body.is_single else {**reply, "index": index}))
             await whole
         except (ValueError, EngineStoppedError) as error:
@@ -154,13 +146,11 @@ class GenerateEndpoint:
         await response.write_eof()
         return response
 
-    def _reply(
-        self, output: RequestOutput, body: GenerateBody, sampling: SamplingParams, *, latency_s: float
-    ) -> dict[str, Any]:
+    def _reply(self, output: RequestOutput, body: GenerateBody, asked: GenerationRequest) -> dict[str, Any]:
         text = None
         if self._decode is not None:
-            text = answer_text(output.output_ids, output.finish_reason, sampling, self._decode)
-        return generate_reply(output, body, text=text, latency_s=latency_s)
+            text = answer_text(output.output_ids, output.finish_reason, asked.sampling, self._decode)
+        return generate_reply(output, body, text=text)
 
     def _abort(self, plan: list[GenerationRequest]) -> None:
         self._loop.abort(asked.request_id for asked in plan)

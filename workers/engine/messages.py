@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import base64
 import reprlib
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import msgspec
 import numpy as np
 from pydantic import (
     AfterValidator,
@@ -30,14 +30,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from corral.workers.engine.requests import (
-    AbortFinish,
-    ExpertRows,
-    FinishReason,
-    LengthFinish,
-    RequestOutput,
-    StopFinish,
-)
+from corral.workers.engine.requests import ExpertRows, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
 
 _ERRORS_IN_MESSAGE = 3
@@ -154,24 +147,12 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 def _problem(entry: ErrorDetails) -> str:
     where = ".".join(str(part) for part in entry["loc"] if part not in (_SHARED, _LISTED))
-    return f"{where + ': ' if where else ''}{entry['msg']}, got {reprlib.repr(entry['input'])}"
+    return f"{where}: {entry['msg']}, got {reprlib.repr(entry['input'])}" if where else entry["msg"]
 
 
 def error_body(message: str) -> dict[str, Any]:
     """What a client gets in place of an answer."""
     return {"error": {"message": message}}
-
-
-def _finish_reason(reason: FinishReason | None) -> dict[str, Any] | None:
-    match reason:
-        case None:
-            return None
-        case StopFinish(matched=matched):
-            return {"type": "stop", "matched": matched}
-        case LengthFinish(length=length):
-            return {"type": "length", "length": length}
-        case AbortFinish(message=message):
-            return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
 def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[float | int | None]]:
@@ -183,21 +164,17 @@ def encode_experts(rows: ExpertRows) -> str:
     return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode("ascii")
 
 
-def generate_reply(output: RequestOutput, body: GenerateBody, *, text: str | None, latency_s: float) -> dict[str, Any]:
+def generate_reply(output: RequestOutput, body: GenerateBody, *, text: str | None) -> dict[str, Any]:
     """One answer as SGLang gives it, with a tokenizer or (text: None) without; triples: [logprob, token id, null]."""
     meta_info: dict[str, Any] = {
         "id": output.request_id,
-        "finish_reason": _finish_reason(output.finish_reason),
+        "finish_reason": msgspec.to_builtins(output.finish_reason),
         "prompt_tokens": len(output.prompt),
         "completion_tokens": len(output.output_ids),
         "cached_tokens": output.cached_tokens,
         "weight_version": output.weight_version,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
-        ],
+        "weight_versions": [span._asdict() for span in output.weight_versions],
         "num_retractions": output.num_retractions,
-        "e2e_latency": latency_s,
-        "response_sent_to_client_ts": time.time(),
     }
     if body.return_logprob:
         scored_prompt = output.prompt[body.logprob_start_len :] if output.input_logprobs else ()

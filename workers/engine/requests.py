@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,27 +49,28 @@ class StopStrings:
         return next((string for string in self._strings if string in text), None)
 
 
-@dataclass(frozen=True, slots=True)
-class StopFinish:
+class StopFinish(msgspec.Struct, frozen=True, tag="stop"):
     """A stop token or end of sequence, which is the last of the output; or a stop string, which its text has."""
 
     matched: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class LengthFinish:
+class LengthFinish(msgspec.Struct, frozen=True, tag="length"):
     """max_new_tokens reached."""
 
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortFinish:
+class AbortFinish(msgspec.Struct, frozen=True, tag="abort"):
     """Ended by a caller or by a weight update; the output holds what was generated so far."""
 
     message: str = "Aborted"
+    status_code: None = None
+    """As SGLang says it, and so the next one."""
+    err_type: None = None
 
 
+# As JSON they are what SGLang says, by "type".
 FinishReason = StopFinish | LengthFinish | AbortFinish
 
 

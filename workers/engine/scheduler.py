@@ -43,10 +43,6 @@ class BatchScheduler:
         self.waiting: deque[ActiveRequest] = deque()
 
     @property
-    def num_queued(self) -> int:
-        return len(self.waiting)
-
-    @property
     def longest_reserved(self) -> int:
         return max((request.reserved_tokens for request in self.running), default=0)
 

@@ -1,6 +1,6 @@
 """New weights for a live model: read, check and build everything aside; the model itself is never written into.
 
-    directory -> names, shapes, dtypes -> finite values -> StagedWeights -> a model like the live one, with them in it
+    directory -> names, shapes, dtypes -> finite values -> tensors -> a model like the live one, with them in it
                  any failure: WeightsRejectedError, and the old weights serve on untouched
 
 All of it may run in another thread while the engine generates. Values are converted to the engine's dtype, exactly as
@@ -13,18 +13,18 @@ at the start of the server. Which weights it computes with is asked as of SGLang
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from corral.workers.engine.stored_tensors import StoredTensor, fingerprint, stored_tensors
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -37,14 +37,6 @@ _LOADABLE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.f
 
 class WeightsRejectedError(ValueError):
     """A weight directory is unreadable or does not fit the model; the old weights are still in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """Checked weights by parameter name, on the CPU, in the engine's dtype."""
-
-    directory: Path
-    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +94,42 @@ def _shape_of(piece: Piece, shape: torch.Size) -> tuple[int, ...]:
     return (piece.rows.stop - piece.rows.start, shape[2])
 
 
-def stage_weights(directory: Path, layout: WeightLayout) -> StagedWeights:
+def stage_weights(directory: Path, layout: WeightLayout) -> dict[str, Tensor]:
     """Read a Hugging Face safetensors directory completely, or refuse it.
 
     That the files are those that were published is for the worker to see, whatever engine reads them then: see
-    `workers/generation/weight_updates.py`.
+    `workers/generation/weight_updates.py`. Read, not mapped: the values must be here now, and not when the engine
+    stands still.
+
+    Returns:
+        By parameter name, on the CPU, in the engine's dtype.
 
     Raises:
         WeightsRejectedError: naming the file or tensor, what was expected and what was found.
     """
     with _rejecting(directory):
-        files = _weight_files(directory)
-        _check_names(layout, files)
-        tensors = _assembled(_read_tensors(directory, layout, files), layout)
+        stored = _stored_tensors(directory)
+        _check(layout, stored)  # all headers before the first value: a wrong model is refused in milliseconds
+        tensors = {name: torch.empty(shape, dtype=layout.dtype) for name, shape in layout.fused.items()}
+        for name, place in stored.items():
+            tensor = _read(name, place, layout.dtype)
+            if (piece := layout.pieces.get(name)) is None:
+                tensors[name] = tensor
+            else:
+                tensors[piece.parameter][piece.expert, piece.rows] = tensor
     if layout.has_tied_head:
         _take_out_tied_head(tensors)
-    return StagedWeights(directory=directory, tensors=tensors)
+    return tensors
 
 
-def model_with(staged: StagedWeights, model: nn.Module) -> nn.Module:
+def model_with(tensors: Mapping[str, Tensor], model: nn.Module) -> nn.Module:
     """A model of the same modules with these parameters, on the same device; it shares the buffers, and no parameter.
 
     Parameters that are one in `model`, such as a tied head and its embedding, are one in it, too.
     """
     new_by_id: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, parameter in model.named_parameters():
-        new_by_id[id(parameter)] = nn.Parameter(staged.tensors[name].to(parameter.device), requires_grad=False)
+        new_by_id[id(parameter)] = nn.Parameter(tensors[name].to(parameter.device), requires_grad=False)
     return copy.deepcopy(model, new_by_id)
 
 
@@ -137,32 +139,39 @@ def _rejecting(directory: Path) -> Iterator[None]:
         yield
     except WeightsRejectedError as error:
         raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
 
 
-def _weight_files(directory: Path) -> dict[str, str]:
-    """File name by tensor name."""
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     index_path = directory / _INDEX_FILE
     if not index_path.exists():
-        with safe_open(directory / _SINGLE_FILE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+        return stored_tensors(directory / _SINGLE_FILE)
     weight_map = json.loads(index_path.read_bytes()).get("weight_map")
     if not isinstance(weight_map, dict):
         raise WeightsRejectedError(f"{_INDEX_FILE} has no weight_map")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise WeightsRejectedError(f"{_INDEX_FILE} places {name} in {file_name!r}, which is no plain file name")
-    return weight_map
+    files = {file_name: stored_tensors(directory / file_name) for file_name in sorted(set(weight_map.values()))}
+    if absent := sorted(name for name, file_name in weight_map.items() if name not in files[file_name]):
+        raise WeightsRejectedError(f"{len(absent)} tensors are not in the files of {_INDEX_FILE}: {_some(absent)}")
+    return {name: files[file_name][name] for name, file_name in weight_map.items()}
 
 
-def _check_names(layout: WeightLayout, files: Mapping[str, str]) -> None:
-    expected = set(layout.shapes)
-    found = set(files) - ({_TIED_HEAD} if layout.has_tied_head else set())
-    if missing := sorted(expected - found):
+def _check(layout: WeightLayout, stored: Mapping[str, StoredTensor]) -> None:
+    if missing := sorted(layout.shapes.keys() - stored.keys()):
         raise WeightsRejectedError(f"{len(missing)} tensors are missing: {_some(missing)}")
-    if unknown := sorted(found - expected):
+    known = layout.shapes.keys() | ({_TIED_HEAD} if layout.has_tied_head else set())
+    if unknown := sorted(stored.keys() - known):
         raise WeightsRejectedError(f"{len(unknown)} tensors are not the model's: {_some(unknown)}")
+    for name, place in stored.items():
+        if (shape := layout.shapes.get(name, place.shape)) != place.shape:
+            raise WeightsRejectedError(f"tensor {name} has shape {place.shape}, the model's is {shape}")
+        if place.dtype not in _LOADABLE_DTYPES:
+            raise WeightsRejectedError(
+                f"tensor {name} has dtype {place.dtype}, expected one of {', '.join(sorted(_LOADABLE_DTYPES))}"
+            )
 
 
 def _some(names: list[str]) -> str:
@@ -170,62 +179,13 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= _NAMES_IN_MESSAGE else f"{shown}, ..."
 
 
-def _read_tensors(directory: Path, layout: WeightLayout, files: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """All headers are checked before the first value is read: a wrong model is refused in milliseconds."""
-    for file_name in sorted(set(files.values())):
-        with safe_open(directory / file_name, framework="pt") as file:
-            for name in _names_in(files, file_name):
-                _check_header(name, file.get_slice(name), layout)
-    for file_name in sorted(set(files.values())):
-        for name, stored in _read_values(directory / file_name, _names_in(files, file_name)):
-            tensor = stored.to(layout.dtype)
-            if not bool(torch.isfinite(tensor).all()):
-                raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {layout.dtype}")
-            yield name, tensor
-
-
-def _assembled(stored: Iterable[tuple[str, Tensor]], layout: WeightLayout) -> dict[str, Tensor]:
-    """The parameters, from the tensors of the files."""
-    tensors = {name: torch.empty(shape, dtype=layout.dtype) for name, shape in layout.fused.items()}
-    for name, tensor in stored:
-        piece = layout.pieces.get(name)
-        if piece is None:
-            tensors[name] = tensor
-        else:
-            tensors[piece.parameter][piece.expert, piece.rows] = tensor
-    return tensors
-
-
-def _read_values(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The values of a file whose header was checked.
-
-    Read, not mapped: the values must be here now, and not when the engine stands still. And by ourselves: each tensor
-    of `safe_open` leaves some 60 bytes behind for good, and a server reads hundreds of them for every train step.
-    """
-    with open(path, "rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
-        for name in names:
-            tensor = torch.empty(header[name]["shape"], dtype=_LOADABLE_DTYPES[header[name]["dtype"]])
-            file.seek(8 + header_size + header[name]["data_offsets"][0])
-            values = tensor.view(-1).view(torch.uint8).numpy()
-            if file.readinto(values.data) != values.nbytes:
-                raise OSError(f"{path} ends within tensor {name}")
-            yield name, tensor
-
-
-def _names_in(files: Mapping[str, str], file_name: str) -> list[str]:
-    return [name for name, holder in files.items() if holder == file_name]
-
-
-def _check_header(name: str, header: Any, layout: WeightLayout) -> None:
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-    if name in layout.shapes and shape != layout.shapes[name]:
-        raise WeightsRejectedError(f"tensor {name} has shape {shape}, the model's is {layout.shapes[name]}")
-    if dtype not in _LOADABLE_DTYPES:
-        raise WeightsRejectedError(
-            f"tensor {name} has dtype {dtype}, expected one of {', '.join(sorted(_LOADABLE_DTYPES))}"
-        )
+def _read(name: str, place: StoredTensor, dtype: torch.dtype) -> Tensor:
+    stored = torch.empty(place.shape, dtype=_LOADABLE_DTYPES[place.dtype])
+    place.read_into(stored.view(-1).view(torch.uint8).numpy().data)
+    tensor = stored.to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {dtype}")
+    return tensor
 
 
 def _take_out_tied_head(tensors: dict[str, Tensor]) -> None:
@@ -238,7 +198,6 @@ def _take_out_tied_head(tensors: dict[str, Tensor]) -> None:
 
 
 _HASH_THREADS: Final = 2  # two large tensors are what is asked for with every update
-_HASH_BYTES: Final = 8
 
 
 class Checksums:
@@ -267,9 +226,5 @@ class Checksums:
     def _hashed(self, name: str) -> tuple[int, str]:
         tensor = self._parameters[name]
         num_writes = tensor._version  # of before: a write meanwhile is seen the next time
-        return num_writes, _checksum(tensor)
-
-
-def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.data).digest()[:_HASH_BYTES].hex()
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return num_writes, fingerprint(data.data)

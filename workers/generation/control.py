@@ -1,7 +1,7 @@
 """How the manager tells a generation worker to take over weights: HTTP of the worker's own, beside its server's.
 
     manager: ControlClient ──POST /stage, /bring_to, admin key──► worker: ControlServer ──► WeightUpdates
-    worker of another host ──GET /weights/DIGEST/FILE, admin key────────┘ └──► GivenWeights
+    worker of another host ──GET /weights/DIGEST/FILE, admin key────────┘ └──► give_weights
 
 Apart from the server's, since the worker must know what happens to its server, and what must not reach the server.
 
@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,48 +32,27 @@ from corral.workers.generation.server_client import RefusedError, ServerError, g
 from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
 
-_SLOWEST_BYTES_PER_S: Final = 10e6  # who takes less is faster with the shared file system
-_LONGEST_PAUSE_S: Final = 30.0
+_SLOWEST_BYTES_PER_S = 10e6  # who takes a file slower than this is faster with the shared file system
+_LONGEST_PAUSE_S = 30.0  # that one may make besides
 
+GIVEN_PATH: Final = "/weights/{digest}/{name:.+}"
 Held = Callable[[str], Path | None]
 """The directory of a version by the digest of its manifest, or None if it is not held."""
 
 
-class GivenWeights:
-    """Answers on the running loop, behind whoever checks keys."""
-
-    def __init__(
-        self,
-        held: Held,
-        *,
-        slowest_bytes_per_s: float = _SLOWEST_BYTES_PER_S,
-        longest_pause_s: float = _LONGEST_PAUSE_S,
-    ) -> None:
-        """
-        Args:
-            slowest_bytes_per_s: by which a receiver has to take a file.
-            longest_pause_s: what it may take besides.
-        """
-        self._held = held
-        self._slowest_bytes_per_s = slowest_bytes_per_s
-        self._longest_pause_s = longest_pause_s
-
-    def routes(self) -> list[web.RouteDef]:
-        """For an application."""
-        return [web.get("/weights/{digest}/{name:.+}", self._give)]
-
-    async def _give(self, request: web.Request) -> web.StreamResponse:
-        digest, name = request.match_info["digest"], request.match_info["name"]
-        directory = self._held(digest)
-        if directory is None:
-            return web.Response(status=404, text=f"this worker does not hold {digest}")
-        try:
-            manifest = await asyncio.to_thread(read_manifest, directory, digest)
-        except CorruptCheckpointError as error:
-            return web.Response(status=404, text=str(error))
-        if (entry := manifest.files.get(name)) is None:
-            return web.Response(status=404, text=f"{digest} has no file {name!r}")
-        return _TimedFile(directory / name, timeout_s=self._longest_pause_s + entry.size / self._slowest_bytes_per_s)
+async def give_weights(held: Held, request: web.Request) -> web.StreamResponse:
+    """Answers GET /weights/DIGEST/FILE, behind whoever checks keys."""
+    digest, name = request.match_info["digest"], request.match_info["name"]
+    directory = held(digest)
+    if directory is None:
+        return web.Response(status=404, text=f"this worker does not hold {digest}")
+    try:
+        manifest = await asyncio.to_thread(read_manifest, directory, digest)
+    except CorruptCheckpointError as error:
+        return web.Response(status=404, text=str(error))
+    if (entry := manifest.files.get(name)) is None:
+        return web.Response(status=404, text=f"{digest} has no file {name!r}")
+    return _TimedFile(directory / name, timeout_s=_LONGEST_PAUSE_S + entry.size / _SLOWEST_BYTES_PER_S)
 
 
 class _TimedFile(web.FileResponse):
@@ -134,8 +114,13 @@ class ControlServer:
     async def start(self) -> str:
         """Listen; returns the URL."""
         application = web.Application(middlewares=[self._guard])
-        application.add_routes([web.post("/bring_to", self._bring_to), web.post("/stage", self._stage)])
-        application.add_routes(GivenWeights(self._updates.held).routes())
+        application.add_routes(
+            [
+                web.post("/bring_to", self._bring_to),
+                web.post("/stage", self._stage),
+                web.get(GIVEN_PATH, partial(give_weights, self._updates.held)),
+            ]
+        )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
         return await serve(self._runner, self._address, self._tls)
 

@@ -154,17 +154,16 @@ def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) 
 def _sglang(
     spec: GenerationServerSpec, context: WorkerContext, *, seed: int, client: GenerationServerClient
 ) -> GenerationBackend:
-    from corral.workers.generation.sglang import SglangBackend, SglangSettings
+    from corral.workers.generation.sglang import SglangBackend
 
-    settings = SglangSettings(
+    return SglangBackend(
         spec=spec,
+        client=client,
         address=context.address,
         api_key=context.secrets.http_api_key,
         admin_key=context.secrets.http_admin_key,
         trust=context.trust,
         log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
         seed=seed,
-        version=spec.initial_version,
         start_timeout_s=context.plan.supervision.setup_timeout_s,
     )
-    return SglangBackend(settings, client=client)

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -54,11 +54,13 @@ _READY_INTERVAL_S = 0.2
 _EXIT_USAGE = 2  # of argparse
 
 
-@dataclass(frozen=True, kw_only=True)
-class SglangSettings:
-    """What one server is started with."""
+@dataclass(kw_only=True)
+class SglangBackend:
+    """Starts, watches and ends one SGLang server."""
 
     spec: GenerationServerSpec
+    client: GenerationServerClient
+    """By which it is told to take over weights."""
     address: str
     """The interface to listen on."""
     api_key: Secret
@@ -67,32 +69,20 @@ class SglangSettings:
     """By which it proves itself; its own settings lie in the same private folder while it reads them."""
     log_path: Path
     seed: int
-    version: str
-    """Tag of the initial weights."""
     start_timeout_s: float
     """Longest time until it is ready."""
+    _is_reading: bool = field(default=False, init=False)
+    """Whether it reads weights at the moment: its scheduler answers nothing meanwhile, however long that takes.
 
-
-class SglangBackend:
-    """Starts, watches and ends one SGLang server."""
-
-    def __init__(self, settings: SglangSettings, *, client: GenerationServerClient) -> None:
-        """
-        Args:
-            client: by which it is told to take over weights.
-        """
-        self._settings = settings
-        self._client = client
-        self._is_reading = False
-        """Whether it reads weights at the moment: its scheduler answers nothing meanwhile, however long that takes.
-
-        Not during the pause before and after, so that a server that hangs is noticed while it is asked for those.
-        """
-        self._process: SglangProcess | None = None
-        self._lost = ""
-        """Why nobody knows which weights it holds: it is paused then, and is to be started anew."""
-        self._url = ""
-        self._progress = Progress(running=0, queued=0, tokens_generated=0, version="")
+    Not during the pause before and after, so that a server that hangs is noticed while it is asked for those.
+    """
+    _process: SglangProcess | None = field(default=None, init=False)
+    _lost: str = field(default="", init=False)
+    """Why nobody knows which weights it holds: it is paused then, and is to be started anew."""
+    _url: str = field(default="", init=False)
+    _progress: Progress = field(
+        default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0, version=""), init=False
+    )
 
     @property
     def pid(self) -> int | None:
@@ -106,15 +96,14 @@ class SglangBackend:
             BadConfigurationError: if SGLang does not know a flag, or the interpreter cannot be run.
             BackendLostError: if it ended, or was not ready in time.
         """
-        settings = self._settings
         self._lost = ""
-        secrets_file = settings.trust.secrets_directory / f"sglang-{settings.spec.index}.yaml"
+        secrets_file = self.trust.secrets_directory / f"sglang-{self.spec.index}.yaml"
         secrets_file.unlink(missing_ok=True)
-        keys = secret_settings(api_key=settings.api_key.reveal(), admin_key=settings.admin_key.reveal())
+        keys = secret_settings(api_key=self.api_key.reveal(), admin_key=self.admin_key.reveal())
         write_new_file(secrets_file, keys.encode())
         try:
-            with _bound_socket(settings.address) as bound:
-                self._url = f"https://{settings.address}:{bound.getsockname()[1]}"
+            with _bound_socket(self.address) as bound:
+                self._url = f"https://{self.address}:{bound.getsockname()[1]}"
                 self._process = self._launch(bound, secrets_file)
             await self._until_ready(self._process)
         finally:
@@ -133,10 +122,10 @@ class SglangBackend:
         if self._lost:
             raise ServerError(f"{self._url} is about to be started again: {self._lost}")
         before = replace(
-            new, version=await self._client.version(self._url), directory=await self._client.model_path(self._url)
+            new, version=await self.client.version(self._url), directory=await self.client.model_path(self._url)
         )
         ordered = time.monotonic()
-        async with self._client.paused(self._url, new.mode):
+        async with self.client.paused(self._url, new.mode):
             try:
                 failed = await self._take_over(new, before)
             except BaseException as error:
@@ -163,7 +152,7 @@ class SglangBackend:
             logger.warning("reads version %s again, which it held: %s", before.version, again)
             await new.proof.expect(before.directory)
             await self._load(before)
-        await self._client.give_up_requests(self._url)
+        await self.client.give_up_requests(self._url)
         return failure if again is not None else None
 
     async def _try_load(self, weights: NewWeights) -> ServerError | None:
@@ -177,7 +166,7 @@ class SglangBackend:
     async def _load(self, weights: NewWeights) -> None:
         self._is_reading = True
         try:
-            await self._client.load(
+            await self.client.load(
                 self._url,
                 version=weights.version,
                 weights=weights.directory,
@@ -195,7 +184,7 @@ class SglangBackend:
             BackendLostError: if it died, or hangs.
         """
         assert self._process is not None
-        async with open_session(self._settings.trust.client()) as session:
+        async with open_session(self.trust.client()) as session:
             heard_at = time.monotonic()
             while True:
                 self._raise_if_ended(self._process)
@@ -208,7 +197,7 @@ class SglangBackend:
                     silent_s = time.monotonic() - heard_at
                     if self._is_reading:
                         heard_at = time.monotonic()
-                    elif silent_s > self._settings.spec.sglang.probe_timeout_s:
+                    elif silent_s > self.spec.sglang.probe_timeout_s:
                         raise BackendLostError(f"SGLang at {self._url} hangs: {silent_s:.0f} s of {error}") from error
                 await asyncio.sleep(_LOOK_INTERVAL_S)
 
@@ -218,20 +207,19 @@ class SglangBackend:
             await self._process.stop()
 
     def _launch(self, bound: socket.socket, secrets_file: Path) -> SglangProcess:
-        settings = self._settings
-        gpu, num_ranks = has_gpu(os.environ), settings.spec.tensor_parallel_size
+        gpu, num_ranks = has_gpu(os.environ), self.spec.tensor_parallel_size
         try:
             check_gpus(os.environ, num_ranks=num_ranks)
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
         command = sglang_command(
-            settings.spec,
-            host=settings.address,
+            self.spec,
+            host=self.address,
             port=bound.getsockname()[1],
             descriptor=bound.fileno(),
-            identity=settings.trust.path,
-            seed=settings.seed,
-            version=settings.version,
+            identity=self.trust.path,
+            seed=self.seed,
+            version=self.spec.initial_version,
             secrets_file=secrets_file,
             has_gpu=gpu,
         )
@@ -242,10 +230,10 @@ class SglangBackend:
                 environment=sglang_environment(
                     os.environ, has_gpu=gpu, num_ranks=num_ranks, cpus=sorted(os.sched_getaffinity(0))
                 ),
-                log_path=settings.log_path,
+                log_path=self.log_path,
                 descriptors=[bound.fileno()],
                 grace_s=GPU_GRACE_S if gpu else STOP_GRACE_S,
-                scrub=SecretFilter([settings.api_key, settings.admin_key]).scrub,
+                scrub=SecretFilter([self.api_key, self.admin_key]).scrub,
             )
         except OSError as error:
             raise BadConfigurationError(
@@ -253,8 +241,8 @@ class SglangBackend:
             ) from error
 
     async def _until_ready(self, process: SglangProcess) -> None:
-        deadline = time.monotonic() + self._settings.start_timeout_s
-        async with open_session(self._settings.trust.client()) as session:
+        deadline = time.monotonic() + self.start_timeout_s
+        async with open_session(self.trust.client()) as session:
             while True:
                 if process.poll() == _EXIT_USAGE:
                     raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
@@ -266,8 +254,8 @@ class SglangBackend:
                 except ServerError as error:
                     if time.monotonic() > deadline:
                         raise BackendLostError(
-                            f"SGLang at {self._url} was not ready within {self._settings.start_timeout_s:.0f} s "
-                            f"({error}); its log is {self._settings.log_path}"
+                            f"SGLang at {self._url} was not ready within {self.start_timeout_s:.0f} s "
+                            f"({error}); its log is {self.log_path}"
                         ) from error
                 await asyncio.sleep(_READY_INTERVAL_S)
 
@@ -277,12 +265,12 @@ class SglangBackend:
             return
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         because = f" after {process.first_error}" if process.first_error else ""  # SGLang ends itself by SIGKILL
-        log = self._settings.log_path
+        log = self.log_path
         raise BackendLostError(f"SGLang ended {how}{because}; its log is {log}, which ends\n{process.last_words()}")
 
     async def _look(self, session: aiohttp.ClientSession) -> Progress:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
-        key = self._settings.api_key.reveal()
+        key = self.api_key.reveal()
         await get_json(session, f"{self._url}/server_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
         metrics = await get_text(session, f"{self._url}/metrics", key=key, timeout_s=_LOOK_TIMEOUT_S)
         info = await get_json(session, f"{self._url}/model_info", key=key, timeout_s=_LOOK_TIMEOUT_S)

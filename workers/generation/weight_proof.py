@@ -18,16 +18,15 @@ the log says so once. One that was found stale is believed no more before a chec
 """
 
 import asyncio
-import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from corral.workers.engine.stored_tensors import StoredTensor, stored_tensors
 from corral.workers.generation.server_client import Fingerprints, GenerationServerClient, ServerError
 
 logger = logging.getLogger(__name__)
@@ -36,18 +35,6 @@ logger = logging.getLogger(__name__)
 _PROBED: Final = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.o_proj\.weight", re.ASCII)
 _FINAL_NORM: Final = "model.norm.weight"
 _FUSED: Final = ("qkv_proj", "gate_up_proj", "experts")  # SGLang's own names, which are in no file
-_HASH_BYTES: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the bytes of a tensor are."""
-
-    path: Path
-    begin: int
-    end: int
-    dtype: str
-    """As safetensors names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +59,13 @@ class Probe:
             OSError: a file cannot be read.
             ValueError: a file is no safetensors.
         """
-        places = dict(_places(directory))
+        places: dict[str, StoredTensor] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            places |= stored_tensors(path)
         layers = sorted((int(match["layer"]), name) for name in places if (match := _PROBED.fullmatch(name)))
         probed = {name for _, name in (*layers[:1], *layers[-1:])} | ({_FINAL_NORM} & places.keys())
         return cls(
-            {name: _fingerprint(places[name]) for name in sorted(probed)},
+            {name: places[name].fingerprint() for name in sorted(probed)},
             {name: places[name].dtype for name in sorted(probed)},
             (*_FUSED, *sorted(places.keys() - probed)),
         )
@@ -128,28 +117,6 @@ def compare(
     if is_comparable:
         return Held.NEW, []
     return (Held.UNMOVED if moved and not any(moved) else Held.UNKNOWN), []
-
-
-def _places(directory: Path) -> Iterator[tuple[str, _Place]]:
-    for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield name, _Place(path, 8 + header_size + begin, 8 + header_size + end, entry["dtype"])
-
-
-def _fingerprint(place: _Place) -> str:
-    with open(place.path, "rb") as file:
-        file.seek(place.begin)
-        return fingerprint(file.read(place.end - place.begin))
-
-
-def fingerprint(data: bytes | memoryview) -> str:
-    """Of the bytes of a tensor."""
-    return hashlib.sha256(data).digest()[:_HASH_BYTES].hex()
 
 
 class StaleServerError(ServerError):

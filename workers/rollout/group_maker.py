@@ -40,9 +40,8 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, ThreadsHangError
 from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
-from corral.workers.rollout.reward_threads import ThreadsHangError
 from corral.workers.rollout.routed_experts import AnswerExperts
 from corral.workers.rollout.trajectories import make_sample
 from corral.workers.streams.errors import StreamError
@@ -222,6 +221,13 @@ class FailureKind(Enum):
     REFUSED = "request_refused"
 
 
+_FAILURES: dict[type[Exception], FailureKind] = {
+    RewardFailedError: FailureKind.REWARD,
+    PromptTooLongError: FailureKind.TOO_LONG,
+    RequestRefusedError: FailureKind.REFUSED,
+}
+
+
 class PromptFailedError(RuntimeError):
     """A prompt is given up."""
 
@@ -294,12 +300,9 @@ class GroupMaker:
                 return await self._try(uid, row, seeds_by_call)
             except (GenerationFailedError, StreamError, ThreadsHangError):
                 raise
-            except RewardFailedError as error:  # the judge has tried it again already
-                raise PromptFailedError(FailureKind.REWARD, str(error)) from error
-            except PromptTooLongError as error:
-                raise PromptFailedError(FailureKind.TOO_LONG, str(error)) from error
-            except RequestRefusedError as error:
-                raise PromptFailedError(FailureKind.REFUSED, str(error)) from error
+            except tuple(_FAILURES) as error:  # what a further try would meet again; the judge has made its own
+                kind = next(kind for cause, kind in _FAILURES.items() if isinstance(error, cause))
+                raise PromptFailedError(kind, str(error)) from error
             except BaseException as error:  # user code: even SystemExit may come out of it, and CancelledError
                 if _is_being_cancelled():
                     raise

@@ -1,16 +1,20 @@
 """RewardJudge: calls the reward function with a deadline and retries; what fails is a failure, never a reward of zero.
 
-answer ids ──decode──► RewardThreads ──a finite number in time──► reward
-                            └──raised, too late, not finite──► next try ... ──► RewardFailedError
+answer ids ──decode──► a thread ──a finite number in time──► reward
+                           └──raised, too late, not finite──► next try ... ──► RewardFailedError
+
+A thread cannot be ended from outside. So one that hangs is left behind until its call returns, if ever, and blocks
+nobody else; too many of them at a time are an error: only a new process is rid of them.
 """
 
 import asyncio
 import logging
+import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.reward_threads import RewardThreads
 from corral.workers.rollout.rewards import Problem, RewardFunction
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.trials import checked_reward
@@ -18,6 +22,11 @@ from corral.workers.user_code.trials import checked_reward
 logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
+_MAX_LEFT_BEHIND = 64  # each holds a stack and whatever its call holds, such as a connection or an open file
+
+
+class ThreadsHangError(RuntimeError):
+    """So many calls hang that only a new process can go on."""
 
 
 class RewardFailedError(RuntimeError):
@@ -41,7 +50,10 @@ class RewardJudge:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._timeout_s = timeout_s
         self._tries = 1 + retries
-        self._threads = RewardThreads(_NUM_THREADS)
+        self._places = asyncio.Semaphore(_NUM_THREADS)
+        self._places_of: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._num_left_behind = 0
         self._is_closed = False
 
     async def __call__(self, problem: Problem, answer: PartialAnswer) -> float:
@@ -60,8 +72,6 @@ class RewardJudge:
         text = self._tokenizer.decode(list(output_ids[:-1] if ended else output_ids))
         cause, error = "", None
         for _ in range(self._tries):
-            if self._is_closed:
-                raise asyncio.CancelledError
             outcome = await self._call_once(problem, text)
             if isinstance(outcome, float):
                 return outcome
@@ -72,14 +82,38 @@ class RewardJudge:
 
     async def _call_once(self, problem: Problem, text: str) -> float | BaseException | None:
         """What came out of one call: a reward, what it raised, or None if its time was up."""
-        call = self._threads.submit(lambda: checked_reward(self._reward(problem, text)))
+        if self._places_of is not (loop := asyncio.get_running_loop()):  # an evaluation has a loop for each batch
+            self._places, self._places_of = asyncio.Semaphore(_NUM_THREADS), loop
+        async with self._places:  # without a deadline: every call before it has one
+            if self._is_closed:
+                raise asyncio.CancelledError
+            if self._num_left_behind >= _MAX_LEFT_BEHIND:
+                raise ThreadsHangError(
+                    f"{self._num_left_behind} calls of user code have not returned after their deadline; threads "
+                    "cannot be ended, so this process has to: give the function a time limit of its own"
+                )
+            outcome: Future[float | BaseException] = Future()
+            threading.Thread(target=self._run, args=(problem, text, outcome), name="reward", daemon=True).start()
+            try:
+                await asyncio.wait([asyncio.wrap_future(outcome)], timeout=self._timeout_s)
+            finally:
+                with self._lock:
+                    self._num_left_behind += outcome.cancel()
+        return None if outcome.cancelled() else outcome.result()
+
+    def _run(self, problem: Problem, text: str, outcome: "Future[float | BaseException]") -> None:
+        """In a thread of its own. What it raises is a value: StopIteration and SystemExit travel through no future."""
+        value: float | BaseException
         try:
-            await asyncio.wrap_future(call.started)  # without a deadline: every call before it has one
-            await asyncio.wait([asyncio.wrap_future(call.outcome)], timeout=self._timeout_s)
-        finally:
-            self._threads.abandon(call)
-        return call.outcome.result() if call.outcome.done() else None
+            value = checked_reward(self._reward(problem, text))
+        except BaseException as error:
+            value = error
+        with self._lock:
+            if outcome.cancelled():
+                self._num_left_behind -= 1
+            else:
+                outcome.set_result(value)
 
     def close(self) -> None:
+        """Nothing is judged any more; what runs is left to end by itself."""
         self._is_closed = True
-        self._threads.close()

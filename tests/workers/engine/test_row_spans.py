@@ -75,15 +75,8 @@ def test_attention_in_spans_is_that_of_each_row_over_its_own_past(
 ) -> None:
     torch.manual_seed(0)
     lengths = [20, 20, 33, 2, 1, 33, 7]
-    cache = KVCache(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_rows=8,
-        max_total_tokens=8 * 64,
-    )
+    empty = torch.empty(0, NUM_KV_HEADS, 0, HEAD_DIM, dtype=dtype)
+    cache = KVCache(empty, num_layers=NUM_LAYERS, max_rows=8, max_total_tokens=8 * 64)
     cache.reserve(num_rows=len(lengths), length=max(lengths), longest_reserved=64)
     past = torch.randn(2, NUM_LAYERS, len(lengths), NUM_KV_HEADS, max(lengths), HEAD_DIM, dtype=dtype)
     for layer in range(NUM_LAYERS):
@@ -113,7 +106,6 @@ def test_attention_in_spans_is_that_of_each_row_over_its_own_past(
 
 def test_a_call_costs_as_much_as_fewer_positions_the_larger_they_are() -> None:
     def cost(num_kv_heads: int) -> int | None:
-        kind = {"dtype": torch.float32, "device": torch.device("cpu"), "max_rows": 1, "max_total_tokens": 1}
-        return call_cost(KVCache(num_layers=1, num_kv_heads=num_kv_heads, head_dim=32, **kind))
+        return call_cost(KVCache(torch.empty(0, num_kv_heads, 0, 32), num_layers=1, max_rows=1, max_total_tokens=1))
 
     assert (cost(4), cost(8)) == (256, 128)

@@ -44,7 +44,7 @@ def names(requests: Iterable[ActiveRequest]) -> list[int]:
 def test_requests_are_admitted_in_order_until_the_rows_are_full() -> None:
     scheduler = scheduler_of(10, 10, 10, 10)
     assert names(scheduler.admit()) == [0, 1, 2]
-    assert scheduler.num_queued == 1
+    assert len(scheduler.waiting) == 1
 
 
 def test_the_longest_reservation_counts_for_every_row() -> None:

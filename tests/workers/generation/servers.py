@@ -23,7 +23,7 @@ from corral.workers.engine.engine import PauseMode
 from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.embedded import EmbeddedBackend, load_engine
 from corral.workers.generation.server_client import GenerationServerClient
-from corral.workers.generation.sglang import SglangBackend, SglangSettings
+from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
@@ -243,15 +243,14 @@ def sglang(
     spec = server_spec("sglang", weights, **config)
     # Else the server says only every 40 tokens how many requests it runs. Unchecked: a trial may not set all of them.
     unchecked = spec.sglang.model_copy(update={"flags": {"decode-log-interval": 1, **flags}})
-    settings = SglangSettings(
+    return SglangBackend(
         spec=spec.model_copy(update={"sglang": unchecked}),
+        client=client,
         address=LOOPBACK,
         api_key=Secret(API_KEY),
         admin_key=Secret(ADMIN_KEY),
         trust=trust(),
         log_path=folder / "sglang.log",
         seed=1,
-        version="0.0",
         start_timeout_s=DEADLINE_S,
     )
-    return SglangBackend(settings, client=client)

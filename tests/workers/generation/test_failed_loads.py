@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from corral.experiments.trial.secrets import Secret
 from corral.workers.generation.backend import NewWeights
 from corral.workers.generation.server_client import GenerationServerClient, ServerError
-from corral.workers.generation.sglang import SglangBackend, SglangSettings
+from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import Probe, WeightProof
 from corral.workers.streams.https import open_session
 from tests.workers.generation.servers import LOOPBACK, server_spec
@@ -101,18 +101,17 @@ def update(
 
 
 def backend_at(url: str, folder: Path, client: GenerationServerClient) -> SglangBackend:
-    settings = SglangSettings(
+    backend = SglangBackend(
         spec=server_spec("sglang", folder),
+        client=client,
         address=LOOPBACK,
         api_key=Secret("a"),
         admin_key=Secret("b"),
         trust=trust(),
         log_path=folder / "log",
         seed=1,
-        version="0.1",
         start_timeout_s=1.0,
     )
-    backend = SglangBackend(settings, client=client)
     backend._url = url
     return backend
 

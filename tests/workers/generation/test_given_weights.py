@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,7 @@ from aiohttp import web
 
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.generation.control import GivenWeights
+from corral.workers.generation import control
 from corral.workers.generation.server_client import ServerError
 from corral.workers.weight_transport.deltas import by_deltas
 from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
@@ -210,14 +211,16 @@ def open_files() -> set[str]:
     return {file.path for file in psutil.Process().open_files()}
 
 
-def test_a_receiver_that_takes_nothing_holds_no_file_for_ever(hosts: Hosts) -> None:
+def test_a_receiver_that_takes_nothing_holds_no_file_for_ever(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_SLOWEST_BYTES_PER_S", 1e9)
+    monkeypatch.setattr(control, "_LONGEST_PAUSE_S", 0.1)
     published = hosts.publish(1, sizes=(60_000_000, 17))  # more than sockets hold
     directory, name = published.directory, "model-00000.bin"
 
     async def start() -> web.AppRunner:
-        given = GivenWeights(lambda digest: directory, slowest_bytes_per_s=1e9, longest_pause_s=0.1)
         application = web.Application()
-        application.add_routes(given.routes())
+        give = partial(control.give_weights, lambda digest: directory)
+        application.add_routes([web.get(control.GIVEN_PATH, give)])
         runner = web.AppRunner(application, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK, 0).start()

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout import judging
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, ThreadsHangError
 from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.reward_threads import RewardThreads, ThreadsHangError
 from corral.workers.rollout.rewards import Problem
 
 
@@ -45,8 +45,8 @@ def judge(reward: Any, *, timeout_s: float = 15.0, retries: int = 2) -> RewardJu
 
 @pytest.mark.parametrize("ids", [[52, 50, 0], [52, 50, 1], [52, 50]])
 def test_an_answer_is_judged_without_its_end(ids: list[int]) -> None:
-    judging = judge(lambda problem, text: float(text == problem["answer"]))
-    assert asyncio.run(judging({"answer": "42"}, PartialAnswer(max_new_tokens=4, output_ids=ids))) == 1.0
+    judge_of = judge(lambda problem, text: float(text == problem["answer"]))
+    assert asyncio.run(judge_of({"answer": "42"}, PartialAnswer(max_new_tokens=4, output_ids=ids))) == 1.0
 
 
 def test_a_reward_that_fails_on_every_try_is_a_failure_with_its_cause() -> None:
@@ -84,8 +84,8 @@ def test_many_slow_rewards_at_once_are_none_dropped() -> None:
         return float(problem["number"])
 
     async def judge_all() -> list[float]:
-        judging = judge(slow, timeout_s=0.2, retries=0)
-        return await asyncio.gather(*(judging({"number": number}, ANSWER) for number in range(64)))
+        judge_of = judge(slow, timeout_s=0.2, retries=0)
+        return await asyncio.gather(*(judge_of({"number": number}, ANSWER) for number in range(64)))
 
     assert asyncio.run(judge_all()) == [float(number) for number in range(64)]
 
@@ -97,9 +97,9 @@ def test_rewards_that_hang_are_failures_and_block_nobody_else(never: threading.E
         return 1.0
 
     async def judge_both() -> list[float | BaseException]:
-        judging = judge(reward, timeout_s=0.2, retries=1)
-        hung = [judging({"hangs": True}, ANSWER) for _ in range(4)]
-        well = [judging({"hangs": False}, ANSWER) for _ in range(8)]
+        judge_of = judge(reward, timeout_s=0.2, retries=1)
+        hung = [judge_of({"hangs": True}, ANSWER) for _ in range(4)]
+        well = [judge_of({"hangs": False}, ANSWER) for _ in range(8)]
         async with asyncio.timeout(20):
             return await asyncio.gather(*hung, *well, return_exceptions=True)
 
@@ -117,43 +117,59 @@ def test_a_call_that_nobody_waits_for_any_more_blocks_nobody_else(never: threadi
         return 1.0
 
     async def give_up_and_judge() -> float:
-        judging = judge(reward)
+        judge_of = judge(reward)
         for _ in range(8):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(judging({"hangs": True}, ANSWER), 0.01)
+                await asyncio.wait_for(judge_of({"hangs": True}, ANSWER), 0.01)
         async with asyncio.timeout(20):
-            return await judging({"hangs": False}, ANSWER)
+            return await judge_of({"hangs": False}, ANSWER)
 
     assert asyncio.run(give_up_and_judge()) == 1.0
 
 
-def test_too_many_hung_calls_are_an_error_until_some_return(never: threading.Event) -> None:
-    threads = RewardThreads(1, max_abandoned=2)
-    calls = []
-    for _ in range(2):
-        calls.append(threads.submit(lambda: float(never.wait())))
-        calls[-1].started.result(timeout=120)
-        threads.abandon(calls[-1])
-    with pytest.raises(ThreadsHangError, match="2 calls of user code have not returned"):
-        threads.submit(lambda: 1.0)
-    never.set()
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            call = threads.submit(lambda: 1.0)
-            break
-        except ThreadsHangError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    assert call.outcome.result(timeout=120) == 1.0
-    assert not any(call.outcome.done() for call in calls), "what an abandoned call returns is nobody's result"
+def test_too_many_hung_calls_are_an_error_until_some_return(
+    never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "_MAX_LEFT_BEHIND", 2)
+
+    def reward(problem: Problem, text: str) -> float:
+        if problem["hangs"]:
+            never.wait()
+        return 1.0
+
+    async def hang_and_judge() -> float:
+        well = judge(reward, timeout_s=0.05, retries=0)
+        for _ in range(2):
+            with pytest.raises(RewardFailedError, match="no result within"):
+                await well({"hangs": True}, ANSWER)
+        with pytest.raises(ThreadsHangError, match="2 calls of user code have not returned"):
+            await well({"hangs": False}, ANSWER)
+        never.set()
+        well._timeout_s = 120.0
+        async with asyncio.timeout(120):
+            while True:
+                try:
+                    return await well({"hangs": False}, ANSWER)
+                except ThreadsHangError:
+                    await asyncio.sleep(0.01)
+
+    assert asyncio.run(hang_and_judge()) == 1.0
+
+
+def test_a_judge_serves_one_event_loop_after_the_other() -> None:
+    well = judge(lambda problem, text: 1.0)
+
+    async def judge_many() -> list[float]:
+        return await asyncio.gather(*(well({}, ANSWER) for _ in range(32)))
+
+    assert [asyncio.run(judge_many()) for _ in range(2)] == [[1.0] * 32] * 2
 
 
 def test_a_worker_that_leaves_cancels_what_it_judges_and_fails_nothing() -> None:
     async def leave() -> None:
-        judging = judge(lambda problem, text: 1.0)
-        judging.close()
-        await judging({}, ANSWER)
+        judge_of = judge(lambda problem, text: 1.0)
+        judge_of.close()
+        await judge_of({}, ANSWER)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(leave())
