@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.generation.server_client import RefusedError, ServerError, get_text, post
+from corral.workers.generation.server_client import RefusedError, ServerError, call
 from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
 
@@ -189,7 +189,7 @@ class ControlClient:
     async def _order(self, url: str, published: PublishedWeights, sources: Sequence[str], timeout_s: float) -> str:
         body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s, "sources": list(sources)}
         try:
-            return await post(self._session, url, body, key=self._admin_key, timeout_s=timeout_s)
+            return await call(self._session, url, key=self._admin_key, timeout_s=timeout_s, body=body)
         except RefusedError as error:
             if error.status == _TORN:
                 raise WeightsTornError(str(error)) from error
@@ -197,4 +197,4 @@ class ControlClient:
 
     async def probe(self, url: str) -> None:
         """ServerError unless the server at `url` says that it takes requests."""
-        await get_text(self._session, f"{url}/ready", key=self._api_key, timeout_s=_PROBE_TIMEOUT_S)
+        await call(self._session, f"{url}/ready", key=self._api_key, timeout_s=_PROBE_TIMEOUT_S)

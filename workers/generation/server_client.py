@@ -40,37 +40,17 @@ class RefusedError(ServerError):
         self.status = status
 
 
-async def get_text(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> str:
-    """What GET answers.
+async def call(
+    session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float, body: Mapping[str, Any] | None = None
+) -> str:
+    """What GET answers, or POST of a body.
 
     Raises:
         RefusedError: naming the URL and what it said.
         ServerError: it said nothing, or nothing that can be read.
     """
-    return await _call(session, "GET", url, None, key, timeout_s)
-
-
-async def get_json(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> dict[str, Any]:
-    """The object that GET answers; raises as `get_text` does, also if it is none."""
-    text = await _call(session, "GET", url, None, key, timeout_s)
-    try:
-        answer = json.loads(text)
-    except ValueError as error:
-        raise ServerError(f"{url} answered no JSON: {text[:100]!r}") from error
-    if not isinstance(answer, dict):
-        raise ServerError(f"{url} answered no JSON object: {text[:100]!r}")
-    return answer
-
-
-async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, key: str, timeout_s: float) -> str:
-    """What POST answers; raises as `get_text` does."""
-    return await _call(session, "POST", url, body, key, timeout_s)
-
-
-async def _call(
-    session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, key: str, timeout_s: float
-) -> str:
-    headers, timeout = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=timeout_s)
+    method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
             text = await response.text()
@@ -80,6 +60,18 @@ async def _call(
     if response.status != 200:
         raise RefusedError(f"{url} answered {response.status}: {text[:500]}", status=response.status)
     return text
+
+
+async def get_json(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> dict[str, Any]:
+    """The object that GET answers; raises as `call` does, also if it is none."""
+    text = await call(session, url, key=key, timeout_s=timeout_s)
+    try:
+        answer = json.loads(text)
+    except ValueError as error:
+        raise ServerError(f"{url} answered no JSON: {text[:100]!r}") from error
+    if not isinstance(answer, dict):
+        raise ServerError(f"{url} answered no JSON object: {text[:100]!r}")
+    return answer
 
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -168,4 +160,4 @@ class GenerationServerClient:
         return str(info[name])
 
     async def _post(self, url: str, path: str, body: dict[str, object], timeout_s: float) -> str:
-        return await post(self._session, url + path, body, key=self._admin_key, timeout_s=timeout_s)
+        return await call(self._session, url + path, key=self._admin_key, timeout_s=timeout_s, body=body)

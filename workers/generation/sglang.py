@@ -31,8 +31,8 @@ from corral.workers.generation.server_client import (
     GenerationServerClient,
     RefusedError,
     ServerError,
+    call,
     get_json,
-    get_text,
 )
 from corral.workers.generation.sglang_command import (
     check_gpus,
@@ -248,7 +248,7 @@ class SglangBackend:
                     raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
                 self._raise_if_ended(process)
                 try:
-                    await get_text(session, f"{self._url}/ready", key="", timeout_s=_LOOK_TIMEOUT_S)
+                    await call(session, f"{self._url}/ready", key="", timeout_s=_LOOK_TIMEOUT_S)
                     self._progress = await self._look(session)
                     return
                 except ServerError as error:
@@ -272,7 +272,7 @@ class SglangBackend:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
         key = self.api_key.reveal()
         await get_json(session, f"{self._url}/server_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
-        metrics = await get_text(session, f"{self._url}/metrics", key=key, timeout_s=_LOOK_TIMEOUT_S)
+        metrics = await call(session, f"{self._url}/metrics", key=key, timeout_s=_LOOK_TIMEOUT_S)
         info = await get_json(session, f"{self._url}/model_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
         if "weight_version" not in info:
             raise ServerError(f"{self._url}/model_info names no weight_version")

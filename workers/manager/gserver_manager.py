@@ -160,7 +160,7 @@ class GserverManager(Worker):
     def _suspect_url(self, url: str) -> None:
         for server in self._table.serving(str(self._version)):
             if server.url == url:
-                self._table.suspect(server.name, incarnation=server.incarnation)
+                server.suspect()
 
     # Weights and servers
 
@@ -207,7 +207,7 @@ class GserverManager(Worker):
         ]
         for start in self._plan(needing, published):
             server = start.server
-            self._table.loading(server.name, arrives_from=start.arrives_from)
+            server.loading(arrives_from=start.arrives_from)
             task = self._tasks.create_task(self._update(start, published))
             self._updates[server.name, server.incarnation] = task
 
@@ -230,11 +230,11 @@ class GserverManager(Worker):
             if isinstance(error, WeightsTornError):
                 await self._note_refusal(server, published, str(error))
             await asyncio.sleep(_RETRY_PAUSE_S)
-            self._table.suspect(server.name, incarnation=server.incarnation)
+            server.suspect()
             return
         if not server.version:
             logger.info("%s joins at version %s", server.name, version)
-        self._table.ready(server.name, incarnation=server.incarnation, version=version)
+        server.ready(version)
 
     async def _note_refusal(self, server: Server, published: PublishedWeights, reason: str) -> None:
         """A server that finds the same directory damaged again is not sent there any more, and the trainer hears of it.
@@ -255,8 +255,7 @@ class GserverManager(Worker):
         for source in staged.failed_sources:
             logger.warning("%s did not get version %s from %s", server.name, published.version, source)
             self._table.gave_not(source, version=published.version)
-        version = published.version if staged.is_held else None
-        self._table.staged(server.name, incarnation=server.incarnation, version=version)
+        self._table.staged(server, version=published.version if staged.is_held else None)
 
     async def _watch_servers(self) -> None:
         root = self.context.keys.generation_servers_root()
@@ -285,7 +284,7 @@ class GserverManager(Worker):
             except ServerError as error:
                 if server.version == str(self._version):  # not paused by an update of ours in the meantime
                     logger.warning("%s does not answer its probe: %s", server.name, error)
-                    self._table.suspect(server.name, incarnation=server.incarnation)
+                    server.suspect()
 
     # Rollout workers and commits
 

@@ -27,7 +27,7 @@ class ServerState(Enum):
 
 @dataclass
 class Server:
-    """One generation server as the manager sees it."""
+    """One incarnation of a generation server as the manager sees it; news of one that was replaced change nothing."""
 
     name: str
     url: str
@@ -50,6 +50,19 @@ class Server:
     def tokens(self) -> int:
         return sum(self.requests.values())
 
+    def loading(self, *, arrives_from: str | None = None) -> None:
+        """A weight update was sent."""
+        self.state, self.arrives_from = ServerState.LOADING, arrives_from
+
+    def ready(self, version: str) -> None:
+        """It was verified to hold `version`."""
+        self.state, self.version, self.arrives_from = ServerState.READY, version, None
+
+    def suspect(self) -> None:
+        """An update, probe or request failed; it gets no requests until an update succeeds."""
+        self.state, self.arrives_from = ServerState.SUSPECT, None
+        self.requests.clear()
+
 
 @dataclass
 class ServerTable:
@@ -58,7 +71,7 @@ class ServerTable:
     Example:
         table = ServerTable(policy="least_requests")
         table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
-        table.loading("generation_server/0"); table.ready("generation_server/0", version="0.0")
+        table.servers["generation_server/0"].loading(); table.servers["generation_server/0"].ready("0.0")
         table.route("0:problem-1", tokens=256, version="0.0", avoided_url="")   # -> that server
     """
 
@@ -88,15 +101,9 @@ class ServerTable:
             or (server.state is ServerState.READY and server.version != version)
         ]
 
-    def loading(self, name: str, *, arrives_from: str | None = None) -> None:
-        """A weight update was sent."""
-        server = self.servers[name]
-        server.state, server.arrives_from = ServerState.LOADING, arrives_from
-
-    def staged(self, name: str, *, incarnation: str, version: str | None) -> None:
+    def staged(self, server: Server, *, version: str | None) -> None:
         """Its worker has staged `version`; None if it has no room, and then its whole host has no part in the tree."""
-        server = self.servers.get(name)
-        if server is None or server.incarnation != incarnation:
+        if self.servers.get(server.name) is not server:
             return
         server.arrives_from = None
         if version is not None:
@@ -110,19 +117,6 @@ class ServerTable:
         for server in self.servers.values():
             if server.control == control and server.staged == version:
                 server.staged = ""
-
-    def ready(self, name: str, *, incarnation: str, version: str) -> None:
-        """The server was verified to hold `version`; ignored if it has been replaced meanwhile."""
-        server = self.servers.get(name)
-        if server is not None and server.incarnation == incarnation:
-            server.state, server.version, server.arrives_from = ServerState.READY, version, None
-
-    def suspect(self, name: str, *, incarnation: str) -> None:
-        """An update, probe or request failed; it gets no requests until an update succeeds."""
-        server = self.servers.get(name)
-        if server is not None and server.incarnation == incarnation:
-            server.state, server.arrives_from = ServerState.SUSPECT, None
-            server.requests.clear()
 
     def serving(self, version: str) -> list[Server]:
         """Servers that may get requests at `version`."""

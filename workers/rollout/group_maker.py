@@ -26,7 +26,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum
 from typing import Any
 
 import aiohttp
@@ -212,28 +211,15 @@ class PromptTooLongError(ValueError):
     """A prompt has more tokens than `dataset.max_prompt_tokens`: it would not fit a micro-batch."""
 
 
-class FailureKind(Enum):
-    """Why a prompt was given up; the value is what the ledger says."""
-
-    REWARD = "reward_error"
-    AGENT = "agent_error"
-    TOO_LONG = "prompt_too_long"
-    REFUSED = "request_refused"
-
-
-_FAILURES: dict[type[Exception], FailureKind] = {
-    RewardFailedError: FailureKind.REWARD,
-    PromptTooLongError: FailureKind.TOO_LONG,
-    RequestRefusedError: FailureKind.REFUSED,
-}
-
-
 class PromptFailedError(RuntimeError):
-    """A prompt is given up."""
+    """A prompt is given up; its text begins with why, as the ledger has it."""
 
-    def __init__(self, kind: FailureKind, cause: str) -> None:
-        super().__init__(f"{kind.value}: {cause}")
-        self.kind = kind
+
+_FAILURES: dict[type[Exception], str] = {
+    RewardFailedError: "reward_error",
+    PromptTooLongError: "prompt_too_long",
+    RequestRefusedError: "request_refused",
+}
 
 
 class PromptsFailError(RuntimeError):
@@ -302,12 +288,12 @@ class GroupMaker:
                 raise
             except tuple(_FAILURES) as error:  # what a further try would meet again; the judge has made its own
                 kind = next(kind for cause, kind in _FAILURES.items() if isinstance(error, cause))
-                raise PromptFailedError(kind, str(error)) from error
+                raise PromptFailedError(f"{kind}: {error}") from error
             except BaseException as error:  # user code: even SystemExit may come out of it, and CancelledError
                 if _is_being_cancelled():
                     raise
                 if tries_left == 0:
-                    raise PromptFailedError(FailureKind.AGENT, describe_error(error)) from error
+                    raise PromptFailedError(f"agent_error: {describe_error(error)}") from error
                 logger.warning("the agent failed on prompt %s: %s", uid, describe_error(error))
         raise AssertionError("the last try returns or raises")
 

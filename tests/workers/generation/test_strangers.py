@@ -13,7 +13,7 @@ from corral.experiments.trial.trust import new_identity
 from corral.name_resolve import NameServiceUnavailableError, RedisNameService
 from corral.workers.checkpoint.manifest import read_manifest
 from corral.workers.generation.control import ControlClient
-from corral.workers.generation.server_client import ServerError, get_text
+from corral.workers.generation.server_client import ServerError, call
 from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.filling import Filling, Held, Patience, whole
@@ -49,7 +49,7 @@ def hears_nothing(stranger: Stranger) -> None:
 def test_a_stranger_on_a_servers_port_is_told_no_key(stranger: Stranger) -> None:
     async def ask() -> None:
         async with open_session(trust().client()) as session:
-            await get_text(session, f"https://{LOOPBACK}:{stranger.port}/ready", key=API_KEY, timeout_s=DEADLINE_S)
+            await call(session, f"https://{LOOPBACK}:{stranger.port}/ready", key=API_KEY, timeout_s=DEADLINE_S)
 
     with pytest.raises(ServerError, match=f"{LOOPBACK}:{stranger.port}"):
         asyncio.run(ask())
@@ -86,7 +86,7 @@ def test_a_stranger_in_place_of_another_host_is_told_no_key_and_gives_no_weights
 def test_a_session_says_nothing_in_the_clear() -> None:
     async def ask() -> None:
         async with open_session(trust().client()) as session:
-            await get_text(session, f"http://{LOOPBACK}:9/ready", key=API_KEY, timeout_s=DEADLINE_S)
+            await call(session, f"http://{LOOPBACK}:9/ready", key=API_KEY, timeout_s=DEADLINE_S)
 
     with pytest.raises(ServerError) as raised:
         asyncio.run(ask())

@@ -11,8 +11,8 @@ def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -
     for index in range(count):
         name = f"generation_server/{index}"
         table.appeared(name, url=f"http://server-{index}", control="", incarnation="a")
-        table.loading(name)
-        table.ready(name, incarnation="a", version=version)
+        table.servers[name].loading()
+        table.servers[name].ready(version)
     return table
 
 
@@ -20,9 +20,9 @@ def test_a_server_serves_only_at_the_present_version() -> None:
     table = table_of(1)
     assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is None
     assert [server.name for server in table.needing("1.2")] == ["generation_server/0"]
-    table.loading("generation_server/0")
+    table.servers["generation_server/0"].loading()
     assert table.route("0:1", tokens=8, version="1.1", avoided_url="") is None
-    table.ready("generation_server/0", incarnation="a", version="1.2")
+    table.servers["generation_server/0"].ready("1.2")
     assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is not None
 
 
@@ -59,10 +59,14 @@ def test_round_robin_takes_turns() -> None:
 
 def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
     table = table_of(1)
+    old = table.servers["generation_server/0"]
     table.appeared("generation_server/0", url="http://new", control="", incarnation="b")
-    table.ready("generation_server/0", incarnation="a", version="1.1")
-    assert table.servers["generation_server/0"].state is ServerState.STARTING
-    table.suspect("generation_server/0", incarnation="a")
+    old.ready("1.1")
+    table.staged(old, version="1.1")
+    new = table.servers["generation_server/0"]
+    assert new.state is ServerState.STARTING and new.staged == ""
+    old.suspect()
+    assert new.state is ServerState.STARTING
 
 
 def test_a_server_whose_record_is_gone_is_forgotten() -> None:
@@ -83,8 +87,8 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
             table.finished(uid)
             open_groups.discard(uid)
         elif event == "suspect":
-            table.suspect(name, incarnation="a")
+            table.servers[name].suspect()
         elif event == "ready":
-            table.ready(name, incarnation="a", version="1.1")
+            table.servers[name].ready("1.1")
     counted = [uid for server in table.servers.values() for uid in server.requests]
     assert set(counted) <= open_groups and len(counted) == len(set(counted))

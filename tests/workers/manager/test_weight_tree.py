@@ -42,7 +42,7 @@ class Cluster:
         needing = [server for server in self.table.needing(VERSION) if server.name not in under_way]
         starts = plan_updates(self.table.servers.values(), needing, version=VERSION)
         for start in starts:
-            self.table.loading(start.server.name, arrives_from=start.arrives_from)
+            start.server.loading(arrives_from=start.arrives_from)
             if start.arrives_from == SHARED_FILE_SYSTEM:
                 self.num_read[start.server.place] += 1
         self.under_way += starts
@@ -51,14 +51,13 @@ class Cluster:
 
     def end(self, start: Start, *, failed_source: bool = False, fails: bool = False) -> None:
         self.under_way.remove(start)
-        name = start.server.name
         if failed_source and start.sources:
             self.table.gave_not(start.sources[0], version=VERSION)
         if fails:
-            self.table.suspect(name, incarnation="a")
-        elif name in self.table.servers:
-            self.table.staged(name, incarnation="a", version=VERSION)
-            self.table.ready(name, incarnation="a", version=VERSION)
+            start.server.suspect()
+        else:
+            self.table.staged(start.server, version=VERSION)
+            start.server.ready(VERSION)
 
     def die(self, name: str) -> None:
         self.table.gone(set(self.table.servers) - {name})
@@ -148,7 +147,7 @@ def test_a_host_without_room_is_left_out_and_holds_up_nobody() -> None:
     cluster = Cluster(4, servers_per_host=2)
     first, *_ = cluster.start()
     cluster.under_way.remove(first)
-    cluster.table.staged(first.server.name, incarnation="a", version=None)
+    cluster.table.staged(first.server, version=None)
     starts = {start.server.name: start for start in cluster.start()}
     beside = next(
         server.name
@@ -156,7 +155,7 @@ def test_a_host_without_room_is_left_out_and_holds_up_nobody() -> None:
         if not server.place and server.name != first.server.name
     )
     assert starts[beside].arrives_from is None and starts[beside].sources == ()
-    cluster.table.ready(first.server.name, incarnation="a", version=VERSION)
+    first.server.ready(VERSION)
     cluster.finish()
 
 
