@@ -49,7 +49,7 @@ def normalize_per_group(
     values: Tensor, mask: Tensor, answer_lengths: Sequence[int], group_sizes: Sequence[int]
 ) -> Tensor:
     """[T] float32: the same over the tokens of all answers to one prompt, which are on one rank; 0 outside the mask."""
-    lengths = sum_per_answer(torch.tensor(answer_lengths), group_sizes).tolist()
+    lengths = sum_per_answer(torch.tensor(answer_lengths, dtype=torch.int64), group_sizes).tolist()
     wide = values.double()
     centred = wide - per_token(mean_per_answer(wide, mask, lengths), lengths)
     std = mean_per_answer(centred.square(), mask, lengths).sqrt()
