@@ -182,8 +182,7 @@ class PolicyExperiment(Experiment):
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
         rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
         keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values")
-        charges_kl = self.ppo.kl.coef > 0.0 and self.ppo.kl.place == "reward"
-        return (*keys, "old_logprobs", "ref_logprobs") if charges_kl else keys
+        return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
 
     def _inference(
         self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str

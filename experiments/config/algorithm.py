@@ -49,6 +49,11 @@ class KLConfig(FrozenConfig):
         return self
 
     @property
+    def is_charged(self) -> bool:
+        """Whether rewards are less by it, so that whoever estimates advantages has to know it."""
+        return self.coef > 0.0 and self.place == "reward"
+
+    @property
     def estimator_in_place(self) -> Literal["k1", "k2", "k3"]:
         """The estimator that is used."""
         return self.estimator or ("k3" if self.place == "loss" else "k1")

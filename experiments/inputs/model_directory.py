@@ -148,13 +148,11 @@ def _names_end_of_answer(directory: Path) -> bool:
 
 def _config_problems(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> Iterator[ConfigProblem]:
     """Sizes that no model has, or that its weights do not have."""
-    name = display_path(directory)
+    says = f"config.json of model {display_path(directory)} says"
     for key in _COUNTS:
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            message = f"config.json of model {name} says {key}: {show_value(value)}"
+        if config.get(key) is not None and _positive(config, key) is None:
+            message = f"{says} {key}: {show_value(config[key])}"
             yield ConfigProblem(message, "it must be a whole number, at least 1; download the file again")
-    says = f"config.json of model {name} says"
     layers = config.get("num_hidden_layers")
     of_weights = [int(match[1]) for match in map(_LAYER.search, shapes) if match]
     if isinstance(layers, int) and of_weights and layers > max(of_weights) + 1:

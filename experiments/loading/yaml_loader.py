@@ -42,9 +42,10 @@ _HINTS = {
     EXPERIMENT_FILE: (
         "give the path of a YAML file, such as experiments/recipes/arithmetic_sft.yaml",
         "start with 'experiment: sft' or 'experiment: async_ppo'",
-    )
+    ),
+    "profile": ("give the path of a YAML file", "start with 'cluster:' or 'launch:'"),
 }
-_OTHER_HINTS = ("give the path of a YAML file", "start with 'cluster:' or 'launch:'")
+"""Where there is no file, and where it holds no mapping, by the kind of file."""
 
 
 def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, int]]:
@@ -60,7 +61,7 @@ def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[Key
         raise ConfigError.of(
             f"cannot read the {what}: {error.strerror or error}",
             place=display_path(path),
-            hint=_HINTS.get(what, _OTHER_HINTS)[0],
+            hint=_HINTS[what][0],
         ) from error
     return parse_yaml(content, file=path, what=what)
 
@@ -87,7 +88,7 @@ def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tu
         raise ConfigError.of(
             f"the {what} must hold a mapping of keys to values",
             place=f"{name}:1",
-            hint=_HINTS.get(what, _OTHER_HINTS)[1],
+            hint=_HINTS[what][1],
         )
     return value, builder.line_by_path
 

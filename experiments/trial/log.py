@@ -221,10 +221,7 @@ class TrialLog:
         nonce = _new_nonce()
 
         def entry(state: LogState) -> Claim:
-            if state.done:
-                raise DoneError(
-                    f"trial log {self._path}: epoch {state.done.epoch} finished this trial; start a new one"
-                )
+            self._refuse_done(state, "start a new one")
             if state.stop and not resume:
                 raise StoppedError(
                     f"trial log {self._path}: {_describe(state.stop)}; continue with `rl-submit --resume`"
@@ -249,10 +246,7 @@ class TrialLog:
         nonce = _new_nonce()
 
         def entry(state: LogState) -> Stop:
-            if state.done:
-                raise DoneError(
-                    f"trial log {self._path}: epoch {state.done.epoch} finished this trial; nothing to stop"
-                )
+            self._refuse_done(state, "nothing to stop")
             if state.stop and (then or not state.is_handed_over):
                 raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
             return Stop(epoch=None, by=by, reason=reason, then=then, nonce=nonce)
@@ -281,6 +275,10 @@ class TrialLog:
             # Equal nonces: the link succeeded, and only its reply was lost.
             if occupant.nonce == entry.nonce:
                 return slot
+
+    def _refuse_done(self, state: LogState, remedy: str) -> None:
+        if state.done:
+            raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; {remedy}")
 
     def _encode(self, entry: Entry) -> bytes:
         data = msgspec.json.encode(entry)

@@ -164,10 +164,9 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises:
             ValueError: if there is no such role.
         """
-        try:
-            return self.clients[role]
-        except KeyError:
-            raise ValueError(f"no client keys for role {role!r}; roles are {', '.join(self.clients)}") from None
+        if role not in self.clients:
+            raise ValueError(f"no client keys for role {role!r}; roles are {', '.join(self.clients)}")
+        return self.clients[role]
 
     def role_by_public_key(self) -> dict[bytes, str]:
         """Who a client is, by its public key in Z85."""

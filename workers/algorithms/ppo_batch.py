@@ -96,10 +96,9 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
     tensors = {key: torch.as_tensor(array) for key, array in sample.data.items()}
     responses = torch.from_numpy(response_mask(sample))
     lengths = [length - 1 for length in sample.answer_lengths()]
-    is_charged = config.kl.coef > 0.0 and config.kl.place == "reward"
     kl = (
         approximate_kl(tensors["old_logprobs"], tensors["ref_logprobs"], estimator="k1")
-        if is_charged
+        if config.kl.is_charged
         else torch.zeros(sum(lengths))
     )
     return AdvantageBatch(

@@ -53,13 +53,9 @@ class PPOCriticInterface(ModelInterface):
     @property
     def inputs(self) -> CallKeys:
         needed = ["input_ids", "prompt_mask", "rewards", "values", "seq_no_eos_mask"]
-        if self._charges_kl:
+        if self._config.kl.is_charged:
             needed += ["old_logprobs", "ref_logprobs"]
         return {CallType.INFERENCE: built_in("input_ids"), CallType.TRAIN_STEP: built_in(*needed)}
-
-    @property
-    def _charges_kl(self) -> bool:
-        return self._config.kl.coef > 0.0 and self._config.kl.place == "reward"
 
     def inference(self, engine: TrainEngine[Tensor], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`values` after every token, in units of reward."""
