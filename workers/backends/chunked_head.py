@@ -18,8 +18,7 @@ The logits themselves never travel: four numbers of each token do, in two collec
 the group gives the same hidden states and labels, and gets the same scores.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -245,62 +244,50 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-class Question:
-    """The labels of one forward pass, and what the model's last layer said of them."""
-
-    def __init__(self, labels: Tensor, temperature: float) -> None:
-        self.labels, self.temperature = labels, temperature
-        self.answer: Tensor | None = None
-        """[1, T, 2] float32: log-probability and entropy of each label."""
-
-    def scores_in(self, output: Tensor) -> TokenScores:
-        """The scores, from what the model gave in the place of logits.
-
-        Raises:
-            ValueError: if the model did something to what its last layer gave: scores are no logits.
-        """
-        if self.answer is None or output is not self.answer:
-            raise ValueError(
-                "the model changes the logits that its last layer gives, by a scale, a cap or a type of its own, and "
-                "the log-probabilities are made in that layer; train a model that leaves its logits as they are"
-            )
-        logprobs, entropy = output[0].unbind(-1)
-        return TokenScores(logprobs, entropy.detach())
-
-
 class ChunkedHead(CastingLinear):
     """The last layer of a language model: scores of the labels while it is asked for them, and logits otherwise."""
 
     share: VocabularyShare = WHOLE_VOCABULARY
-    _question: Question | None = None
+    _question: tuple[Tensor, float] | None = None
+    """Labels [T] and temperature of the forward pass that is under way."""
+    _answer: Tensor | None = None
+    """[1, T, 2] float32: log-probability and entropy of each label."""
 
-    @contextmanager
-    def asked(self, labels: Tensor, *, temperature: float) -> Iterator[Question]:
-        """Have the forward pass within give [1, T, 2] scores of `labels` [T] in the place of [1, T, V] logits."""
-        self._question = Question(labels, temperature)
+    def ask(self, labels: Tensor, forward: Callable[[], Tensor], *, temperature: float) -> Tensor:
+        """[T, 2]: what a forward pass of the model says of `labels` [T], in the place of [1, T, V] logits.
+
+        Raises:
+            ValueError: if the model did something to what its last layer gave: scores are no logits.
+        """
+        self._question = labels, temperature
         try:
-            yield self._question
+            output = forward()
+            if output is not self._answer:
+                raise ValueError(
+                    "the model changes the logits that its last layer gives, by a scale, a cap or a type of its own, "
+                    "and the log-probabilities are made in that layer; train a model that leaves its logits as they are"
+                )
+            return output[0]
         finally:
-            self._question = None  # the graph of an answer must not live on in a module
+            self._question = self._answer = None  # the graph of an answer must not live on in a module
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, T, H] -> [1, T, 2] while it is asked, else [..., H] -> [..., V]."""
-        question = self._question
-        if question is None:
+        if self._question is None:
             return super().forward(input)
+        labels, temperature = self._question
         kind = input.device.type
-        is_low = torch.is_autocast_enabled(kind)
         scores = score_tokens(
             input[0],
             local_with_gradient(self.weight),
-            question.labels,
+            labels,
             bias=None if self.bias is None else local_with_gradient(self.bias),
-            temperature=question.temperature,
-            dtype=torch.get_autocast_dtype(kind) if is_low else torch.float32,
+            temperature=temperature,
+            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32,
             share=self.share,
         )
-        question.answer = torch.stack([scores.logprobs[None], scores.entropy[None]], -1)
-        return question.answer
+        self._answer = torch.stack([scores.logprobs[None], scores.entropy[None]], -1)
+        return self._answer
 
 
 def install_chunked_head(model: Any) -> None:
@@ -322,9 +309,3 @@ def install_chunked_head(model: Any) -> None:
             "a plain linear layer; train a model that ends in one"
         )
     layer.__class__ = ChunkedHead
-
-
-def chunked_head(model: Any) -> ChunkedHead:
-    """The last layer of a model that `install_chunked_head` had."""
-    head: ChunkedHead = model.get_output_embeddings()
-    return head

@@ -1,123 +1,83 @@
 """Heads: what a model says of a micro-batch, and in which form.
 
-    lm      hidden [T - n, H] ──► TokenScores, one entry per shifted token     {"logprobs", "entropy"}
-    value   logits [T, 1]     ──► [T] float32, one value per token             {"values"}
-    scalar  logits [T, 1]     ──► [n] float32, one score per answer            {"scores"}
+    lm      hidden [T - n, H] ──► columns [T - n, 2], one entry per shifted token     logprobs, entropy
+    value   logits [T, 1]     ──► columns [T, 1], one value per token                 values
+    scalar  logits [T, 1]     ──► columns [n, 1], one score per answer                scores
 
-for n answers packed into one row of T tokens. Value and scalar models are transformers' token classifiers with one
+for n answers packed into one row of T tokens. Backends make columns, which ranks send each other whatever the head is;
+a loss reads `TokenScores` or the one column. Value and scalar models are transformers' token classifiers with one
 label. They differ in what is read off and in how transformers is told to load what is saved: `scalar` is the reward
 model that the field knows as a sequence classifier, whose weights have the same names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_head import chunked_head, install_chunked_head
+from corral.workers.backends.chunked_head import install_chunked_head
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.router_replay import tell_routers
 from corral.workers.backends.token_scores import TokenScores
 
-ScoresT = TypeVar("ScoresT")
-Join: TypeAlias = Callable[[Tensor, KeyLayout], Tensor]
-"""(scores of a part of a row, their layout) -> scores of the whole row."""
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One kind of model, from transformers' class to what losses and callers get.
 
-class Head(Protocol[ScoresT]):
-    """One kind of model, from transformers' class to what losses and callers get."""
+    A critic says what reward is to be expected after each token; of a reward model's numbers, the last of each answer
+    is read. The temperature changes neither.
+    """
 
     model_class: Any
     """transformers' auto class of the model in memory."""
     saved_class: Any
     """transformers' auto class that loads what is saved."""
-    layouts: Mapping[str, KeyLayout]
-    """Names of what `by_name` gives, with the number of values that each answer has."""
-    has_score_layer: bool
+    names: tuple[str, ...]
+    """Of the columns, as a forward pass without a loss gives them."""
+    layout: KeyLayout
+    """How many entries an answer has."""
+    has_score_layer: bool = True
     """Whether a linear layer named `score` makes the logits, which a language model's directory lacks."""
 
     def install(self, model: Any) -> None:
-        """Make the model one that `scores` can ask; before it is cut over ranks.
+        """Make the model one that `columns` can ask; before it is cut over ranks. `load_model` gave it its score layer.
 
         Raises:
             ValueError: if the model is not of the kind that has this head.
         """
+        if not self.has_score_layer:
+            install_chunked_head(model)
 
-    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> ScoresT:
-        """What a loss gets: one forward pass over the row of a micro-batch."""
-
-    def joined(self, scores: ScoresT, join: Join) -> ScoresT:
-        """The scores of a whole row, from those of a part of it."""
-
-    def by_name(self, scores: ScoresT) -> dict[str, Tensor]:
-        """What a forward pass without a loss gives."""
-
-
-class LanguageModelHead:
-    """Log-probabilities of the next tokens."""
-
-    model_class = saved_class = AutoModelForCausalLM
-    layouts: Mapping[str, KeyLayout] = MappingProxyType(
-        {"logprobs": KeyLayout.PER_SHIFTED_TOKEN, "entropy": KeyLayout.PER_SHIFTED_TOKEN}
-    )
-    has_score_layer = False
-
-    def install(self, model: Any) -> None:
-        install_chunked_head(model)
-
-    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> TokenScores:
+    def columns(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+        """[entries, names] float32: one forward pass over the row of a micro-batch."""
         shared = micro_batch.shared
+        if self.has_score_layer:
+            values = _forward_row(model, micro_batch)[0].float()
+            if shared is not None:
+                values = values.index_select(0, shared.places)
+            return values[micro_batch.last_tokens] if self.layout is KeyLayout.PER_ANSWER else values
         row = micro_batch if shared is None else shared
-        with chunked_head(model).asked(row.labels, temperature=temperature) as question:
-            output = forward_row(model, micro_batch, logits_to_keep=row.predicting)
-        scores = question.scores_in(output)
-        if shared is None:
-            return scores
-        return TokenScores(*(part.index_select(0, shared.questions) for part in (scores.logprobs, scores.entropy)))
+        columns: Tensor = model.get_output_embeddings().ask(
+            row.labels,
+            lambda: _forward_row(model, micro_batch, logits_to_keep=row.predicting),
+            temperature=temperature,
+        )
+        return columns if shared is None else columns.index_select(0, shared.questions)
 
-    def joined(self, scores: TokenScores, join: Join) -> TokenScores:
-        layout = KeyLayout.PER_SHIFTED_TOKEN
-        return TokenScores(join(scores.logprobs, layout), join(scores.entropy, layout).detach())
-
-    def by_name(self, scores: TokenScores) -> dict[str, Tensor]:
-        return {"logprobs": scores.logprobs, "entropy": scores.entropy}
-
-
-class ScoreHead:
-    """A critic, or a reward model: numbers that a layer of its own makes; the temperature changes nothing.
-
-    A critic says what reward is to be expected after each token; of a reward model's, the last of each answer is read.
-    """
-
-    model_class = AutoModelForTokenClassification
-    has_score_layer = True
-
-    def __init__(self, name: str, layout: KeyLayout, saved_class: Any) -> None:
-        self.saved_class = saved_class
-        self.layouts: Mapping[str, KeyLayout] = MappingProxyType({name: layout})
-        self._name, self._layout = name, layout
-
-    def install(self, model: Any) -> None:
-        """`load_model` gave it its score layer."""
-
-    def scores(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
-        """[T] float32 of the answers laid end to end, or [n] of their last tokens."""
-        values = forward_row(model, micro_batch)[0, :, 0].float()
-        if micro_batch.shared is not None:
-            values = values.index_select(0, micro_batch.shared.places)
-        return values[micro_batch.last_tokens] if self._layout is KeyLayout.PER_ANSWER else values
-
-    def joined(self, scores: Tensor, join: Join) -> Tensor:
-        return join(scores, self._layout)
-
-    def by_name(self, scores: Tensor) -> dict[str, Tensor]:
-        return {self._name: scores}
+    def read(self, columns: Tensor) -> Any:
+        """What a loss gets of columns [entries, names]: TokenScores of a language model, else [entries]."""
+        if self.has_score_layer:
+            return columns[:, 0]
+        logprobs, entropy = columns.unbind(1)
+        return TokenScores(logprobs, entropy.detach())
 
 
-def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:
+def _forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:
     """A forward pass over a micro-batch as one packed row: what transformers calls its logits, [1, ...].
 
     Args:
@@ -136,16 +96,23 @@ def forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor
     return output
 
 
-HEADS: Mapping[str, Head[Any]] = MappingProxyType(
+_TOKENS, _SEQUENCES = AutoModelForTokenClassification, AutoModelForSequenceClassification
+HEADS: Mapping[str, Head] = MappingProxyType(
     {
-        "lm": LanguageModelHead(),
-        "value": ScoreHead("values", KeyLayout.PER_TOKEN, AutoModelForTokenClassification),
-        "scalar": ScoreHead("scores", KeyLayout.PER_ANSWER, AutoModelForSequenceClassification),
+        "lm": Head(
+            AutoModelForCausalLM,
+            AutoModelForCausalLM,
+            ("logprobs", "entropy"),
+            KeyLayout.PER_SHIFTED_TOKEN,
+            has_score_layer=False,
+        ),
+        "value": Head(_TOKENS, _TOKENS, ("values",), KeyLayout.PER_TOKEN),
+        "scalar": Head(_TOKENS, _SEQUENCES, ("scores",), KeyLayout.PER_ANSWER),
     }
 )
 
 
-def head_named(name: str) -> Head[Any]:
+def head_named(name: str) -> Head:
     """The head of that name.
 
     Raises:

@@ -15,6 +15,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -41,98 +42,84 @@ from corral.workers.data.sequence_sample import SequenceSample
 
 logger = logging.getLogger(__name__)
 
-Loss: TypeAlias = Callable[[Any, MicroBatch], Tensor]
-"""(the head's scores, micro-batch) -> scalar whose gradient is added up."""
+Loss: TypeAlias = Callable[[Tensor, MicroBatch], Tensor]
+"""(the head's columns, micro-batch) -> scalar whose gradient is added up."""
 _SKIPPED: Final = {"train/skipped_nonfinite": 0.0, "train/skipped_empty": 0.0, "train/skipped_early_stop": 0.0}
 _SQUARED_NORM: Final = "squared_norm"
 _OF_LOSS, _OF_STATS = "denominator of the loss", "denominator of the statistics"
 
 
+@dataclass(kw_only=True, eq=False)
 class MeshEngine(ABC):
     """A `TrainEngine`, with all that a model worker asks for besides, but for the model itself.
 
-    All ranks of the model's mesh call the same methods in the same order.
+    Making one makes this rank's part of the model, and of its optimizer. All ranks of the model's mesh call the same
+    methods in the same order.
+
+    Raises:
+        ValueError: if backend and layout cannot compute this model as transformers does, or weights are missing.
     """
 
-    num_parameters: int
+    directory: Path = field(kw_only=False)
+    """Of the model, local, in Hugging Face's format."""
+    context: ParallelContext
+    """This rank's place; the model lives on `context.device`."""
+    optimizer: OptimizerConfig | None
+    """Its settings; None for a model that is never trained (a reference)."""
+    head: str = "lm"
+    """A name of `HEADS`: what the model says of a micro-batch."""
+    lora: LoraConfig | None = None
+    """Trains adapters in place of the weights."""
+    recompute: Recompute = "none"
+    """What of a layer is computed again in the backward pass."""
+    gradient_sums: GradientSums = "each_micro_batch"
+    """When ranks add their gradients up; each has a whole one until then (fsdp)."""
+    hosts_optimizer: bool = False
+    """Whether the state of the optimizer lies in host memory but for the step itself (fsdp)."""
+    is_held_low: bool = False
+    """Whether weights that products alone read are held in `compute_dtype`, which changes none of the scores: for a
+    model without an optimizer, which takes over weights whole or not at all (fsdp)."""
+    total_steps: int = 1
+    """Optimizer steps of the whole run, which the learning rate's schedule spans."""
+    micro_batches: MicroBatchSpec = MicroBatchSpec()
+    """See `TrainEngine`; as it is here takes whatever comes as one."""
+    seed: int = 0
+    """With the step number, decides every random number of a step; that of a state which is loaded, from then on."""
+    compute_dtype: torch.dtype = torch.float32
+    """float32 or bfloat16."""
+    takes_tf32: bool = False
+    """Whether a GPU may round what it multiplies in float32."""
+
+    num_parameters: int = field(init=False)
     """Of the whole model, as it is exported."""
-    num_trained: int
+    num_trained: int = field(init=False)
     """Those that a step changes: all of them, or adapters and a new score layer."""
-    step: int
+    step: int = field(default=0, init=False)
     """Optimizer steps made so far; skipped ones do not count."""
-    num_nonfinite: int
+    num_nonfinite: int = field(default=0, init=False)
     """Optimizer steps of this engine's life that were skipped because loss or gradient was not finite."""
-    is_damaged: bool
+    is_damaged: bool = field(default=False, init=False)
     """Whether a step has made weights that are not finite: what was finite must be loaded again."""
+    _optimizer: Any = field(default=None, init=False)
+    _offloaded: Offloaded | None = field(default=None, init=False)
+    _hosted: Offloaded | None = field(default=None, init=False)
+    _sum_of_frozen: int = field(default=0, init=False)
+    _adapter_config: bytes | None = field(default=None, init=False)
+    """adapter_config.json, where adapters are trained."""
+    _has_told_of_deltas: bool = field(default=False, init=False)
+    _has_told_of_prompts: bool = field(default=False, init=False)
+    _unshared_because: str | None = field(default="this backend computes whole answers", init=False)
+    """Why answers do not share their prompts; a backend may say otherwise."""
 
-    def __init__(
-        self,
-        model_directory: Path,
-        *,
-        context: ParallelContext,
-        optimizer: OptimizerConfig | None,
-        head: str = "lm",
-        lora: LoraConfig | None = None,
-        recompute: Recompute = "none",
-        gradient_sums: GradientSums = "each_micro_batch",
-        hosts_optimizer: bool = False,
-        is_held_low: bool = False,
-        total_steps: int = 1,
-        micro_batches: MicroBatchSpec | None = None,
-        seed: int = 0,
-        compute_dtype: torch.dtype = torch.float32,
-        takes_tf32: bool = False,
-    ) -> None:
-        """Make this rank's part of the model, and of its optimizer.
-
-        Args:
-            model_directory: local directory in Hugging Face's format.
-            context: this rank's place; the model lives on `context.device`.
-            optimizer: None for a model that is never trained (a reference).
-            head: a name of `HEADS`: what the model says of a micro-batch.
-            lora: trains adapters in place of the weights.
-            recompute: what of a layer is computed again in the backward pass.
-            gradient_sums: when ranks add their gradients up; each has a whole one until then (fsdp).
-            hosts_optimizer: whether the state of the optimizer lies in host memory but for the step itself (fsdp).
-            is_held_low: whether weights that products alone read are held in `compute_dtype`, which changes none of the
-                scores: for a model without an optimizer, which takes over weights whole or not at all (fsdp).
-            total_steps: optimizer steps of the whole run, which the learning rate's schedule spans.
-            micro_batches: see `TrainEngine`; None takes whatever comes as one.
-            seed: with the step number, decides every random number of a step.
-            compute_dtype: float32 or bfloat16.
-            takes_tf32: whether a GPU may round what it multiplies in float32.
-
-        Raises:
-            ValueError: if backend and layout cannot compute this model as transformers does, or weights are missing.
-        """
-        assert lora is None or optimizer is not None, "adapters that nothing trains"
-        assert optimizer is None or not is_held_low, "an optimizer changes float32"
-        self.context = context
-        self.micro_batches = micro_batches or MicroBatchSpec()
-        self.step = 0
-        self.num_nonfinite = 0
-        self.is_damaged = False
-        self._directory = model_directory
-        self._config = optimizer
-        self._lora, self._recompute = lora, recompute
-        self._sums_once = gradient_sums == "last_micro_batch"
-        self._hosts_optimizer, self._is_held_low = hosts_optimizer, is_held_low
-        self._total_steps = total_steps
-        self._seed = seed
-        self._compute_dtype = compute_dtype
-        self._precision = "high" if takes_tf32 else "highest"
-        self._head_name, self._head = head, head_named(head)
-        self._optimizer: Any = None
-        self._offloaded: Offloaded | None = None
-        self._hosted: Offloaded | None = None
-        self._sum_of_frozen = 0
-        self._adapter_config: bytes | None = None  # adapter_config.json, where adapters are trained
-        self._has_told_of_deltas = False
-        self._unshared_because: str | None = "this backend computes whole answers"  # another one says otherwise
-        self._has_told_of_prompts = False
-        model_config = self._load()
+    def __post_init__(self) -> None:
+        assert self.lora is None or self.optimizer is not None, "adapters that nothing trains"
+        assert self.optimizer is None or not self.is_held_low, "an optimizer changes float32"
+        self._head = head_named(self.head)
+        config = self._load()
         self._companions = (
-            companion_files(model_directory, model_config, self._head, dtype=compute_dtype) if context.is_first else {}
+            companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
+            if self.context.is_first
+            else {}
         )
 
     # --- what a backend says ----------------------------------------------------------------------------------------
@@ -150,8 +137,10 @@ class MeshEngine(ABC):
         """
 
     @abstractmethod
-    def _forward(self, micro_batches: Iterator[MicroBatch], *, temperature: float) -> Iterable[tuple[MicroBatch, Any]]:
-        """Each micro-batch and the head's scores of it, by a model that is on its device and set to evaluate."""
+    def _forward(
+        self, micro_batches: Iterator[MicroBatch], *, temperature: float
+    ) -> Iterable[tuple[MicroBatch, Tensor]]:
+        """Each micro-batch and the head's columns of it, by a model that is on its device and set to evaluate."""
 
     @abstractmethod
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
@@ -247,8 +236,8 @@ class MeshEngine(ABC):
         self._begin()
         sums = DeviceSums()
 
-        def loss(scores: Any, micro_batch: MicroBatch) -> Tensor:
-            output = loss_fn(scores, micro_batch)
+        def loss(columns: Tensor, micro_batch: MicroBatch) -> Tensor:
+            output = loss_fn(self._head.read(columns), micro_batch)
             sums.add({"loss": output.loss_sum} | output.stats)
             if output.denominators is not None:
                 sums.add(dict(zip((_OF_LOSS, _OF_STATS), output.denominators, strict=True)))
@@ -262,20 +251,17 @@ class MeshEngine(ABC):
     def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
         self._begin()
-        outputs: dict[str, list[tuple[MicroBatch, Tensor]]] = {name: [] for name in self._head.layouts}
-        for micro_batch, scores in self._forward(self._micro_batches(sample), temperature=temperature):
-            if not micro_batch.is_padding:
-                for name, values in self._head.by_name(scores).items():
-                    outputs[name].append((micro_batch, values))
+        passes = self._forward(self._micro_batches(sample), temperature=temperature)
+        columns = _on_host([output for output in passes if not output[0].is_padding])
         return {
-            name: scatter_to_answers(sample, _on_host(outputs[name]), layout)
-            for name, layout in self._head.layouts.items()
+            name: scatter_to_answers(sample, [(row, part[:, place]) for row, part in columns], self._head.layout)
+            for place, name in enumerate(self._head.names)
         }
 
     def _begin(self) -> None:
         """What a call on the model finds: its weights here, and products as they were asked for."""
         self.onload()
-        torch.set_float32_matmul_precision(self._precision)
+        torch.set_float32_matmul_precision("high" if self.takes_tf32 else "highest")
 
     def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
@@ -328,7 +314,7 @@ class MeshEngine(ABC):
             for tensor in self._trained_tensors():
                 if tensor.grad is not None:
                     local(tensor.grad).mul_(scale)
-        rate = learning_rate(config, step=self.step, total_steps=self._total_steps)
+        rate = learning_rate(config, step=self.step, total_steps=self.total_steps)
         if self._hosted is not None:
             self._hosted.bring_back()
         self._make_step(rate)
@@ -349,14 +335,14 @@ class MeshEngine(ABC):
         return self.context.sum_over_mesh({"not_finite": float(not is_finite)})["not_finite"] == 0.0
 
     def _require_optimizer(self) -> tuple[Any, OptimizerConfig]:
-        if self._optimizer is None or self._config is None:
-            raise ValueError(f"the model from {self._directory} was loaded without an optimizer and cannot be trained")
-        return self._optimizer, self._config
+        if self._optimizer is None or self.optimizer is None:
+            raise ValueError(f"the model from {self.directory} was loaded without an optimizer and cannot be trained")
+        return self._optimizer, self.optimizer
 
     def _require_trained_weights(self) -> None:
         if self._adapter_config is not None:
             raise ValueError(
-                f"the model from {self._directory} is trained by adapters, and its own weights stay as they are; let "
+                f"the model from {self.directory} is trained by adapters, and its own weights stay as they are; let "
                 "another role take over weights, or leave lora out"
             )
 
@@ -365,7 +351,7 @@ class MeshEngine(ABC):
 
         Those that share layers or rows draw alike, as each of them draws for all.
         """
-        entropy = np.random.SeedSequence([self._seed, self.step, self.context.dp_rank])
+        entropy = np.random.SeedSequence([self.seed, self.step, self.context.dp_rank])
         return int(entropy.generate_state(1, np.uint64)[0] >> 1)
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -410,7 +396,7 @@ class MeshEngine(ABC):
             own_sum: this rank's part of the sum over what is frozen.
         """
         self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum": float(own_sum)})["sum"])
-        self._adapter_config = adapter_config(layers, lora, base=self._directory, head=self._head_name)
+        self._adapter_config = adapter_config(layers, lora, base=self.directory, head=self.head)
 
     def _adapter(self) -> Adapter | None:
         """The adapters that are trained, if any are and this is the first rank; a collective where they are."""
@@ -439,7 +425,7 @@ class MeshEngine(ABC):
         self.onload()
         header = train_state.TrainStateHeader(
             step=self.step,
-            seed=self._seed,
+            seed=self.seed,
             num_ranks=self.context.world_size,
             extra=extra or {},
             sum_of_frozen=self._sum_of_frozen,
@@ -457,14 +443,14 @@ class MeshEngine(ABC):
         header = train_state.read_header(directory)
         if header.sum_of_frozen and self._sum_of_frozen and header.sum_of_frozen != self._sum_of_frozen:
             raise ValueError(
-                f"the adapters in {directory} were trained beside other weights than those of {self._directory}; put "
+                f"the adapters in {directory} were trained beside other weights than those of {self.directory}; put "
                 "those back, with the same dtype, or start a new trial"
             )
         self.onload()
         self._hosted = None  # other moments take the place of these
         self._read_share(directory, header, on_progress)
         self._put_moments_away()
-        self.step, self._seed = header.step, header.seed
+        self.step, self.seed = header.step, header.seed
         return header.extra
 
     def _first_file(self, header: train_state.TrainStateHeader) -> int:
@@ -488,7 +474,7 @@ class MeshEngine(ABC):
             self._offloaded = None
 
     def _put_moments_away(self) -> None:
-        if self._hosts_optimizer:
+        if self.hosts_optimizer:
             self._hosted = Offloaded(self._moments())
 
 

@@ -226,12 +226,12 @@ def test_the_last_layer_stays_itself_and_gives_logits_to_whoever_asks_for_no_sco
     assert [name for name, _ in model.named_parameters()] == names
     assert model.lm_head.weight is weight is model.model.embed_tokens.weight
     assert torch.equal(model(input_ids=ids).logits, expected)
-    with model.lm_head.asked(ids[0, 1:], temperature=1.0) as question:
-        output = model(input_ids=ids, logits_to_keep=torch.arange(6)).logits
+    scores = model.lm_head.ask(
+        ids[0, 1:], lambda: model(input_ids=ids, logits_to_keep=torch.arange(6)).logits, temperature=1.0
+    )
     table = expected[0, :-1].log_softmax(-1)
-    scores = question.scores_in(output)
-    torch.testing.assert_close(scores.logprobs, table.gather(1, ids[0, 1:, None])[:, 0])
-    torch.testing.assert_close(scores.entropy, -(table.exp() * table).sum(-1))
+    torch.testing.assert_close(scores[:, 0], table.gather(1, ids[0, 1:, None])[:, 0])
+    torch.testing.assert_close(scores[:, 1], -(table.exp() * table).sum(-1))
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 

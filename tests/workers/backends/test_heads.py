@@ -95,7 +95,7 @@ def test_a_saved_head_says_the_same_in_transformers_and_here(head: str, actor: P
     assert output.keys() == {name}
     assert np.abs(output[name]).max() > 1e-2
     np.testing.assert_allclose(output[name], reference(tmp_path, sample), atol=1e-5)
-    loaded = make_engine(tmp_path, head, optimizer=None, micro_batches=None)
+    loaded = make_engine(tmp_path, head, optimizer=None, micro_batches=MicroBatchSpec())
     np.testing.assert_allclose(loaded.forward(sample)[name], output[name], atol=1e-5)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_without_samples_gets_nothing_of_every_name(actor: Path) -> None:
     nothing = SequenceSample([], {"input_ids": []}, {"input_ids": np.empty(0, np.int32)})
     for head, strategy in HEADS.items():
         output = make_engine(actor, head, optimizer=None).forward(nothing)
-        assert {name: values.shape for name, values in output.items()} == {name: (0,) for name in strategy.layouts}
+        assert {name: values.shape for name, values in output.items()} == {name: (0,) for name in strategy.names}
 
 
 def test_a_classifier_of_several_labels_is_refused(actor: Path, tmp_path: Path) -> None:

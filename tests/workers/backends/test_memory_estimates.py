@@ -190,7 +190,7 @@ def whole_gradients(engine: FSDPEngine) -> int:
     [row] = make_micro_batches(sample, [[0, 1]], count=1, device=torch.device("cpu"))
     sum_gradients(engine.model, False)
     engine.model.train()
-    torch.autograd.backward(engine._scores(row, 1.0).logprobs.sum())
+    torch.autograd.backward(engine._scores(row, 1.0)[:, 0].sum())
     modules: list[Any] = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     return size_bytes(parameter.unsharded_param.grad for group in groups for parameter in group.fsdp_params)

@@ -89,7 +89,7 @@ _PATTERNS: Final = (
 )
 
 
-def companion_files(directory: Path, config: Any, head: Head[Any], *, dtype: torch.dtype) -> dict[str, bytes]:
+def companion_files(directory: Path, config: Any, head: Head, *, dtype: torch.dtype) -> dict[str, bytes]:
     """What is saved beside weights in `dtype`, so that they load as what `head` says; as transformers writes it.
 
     Args:

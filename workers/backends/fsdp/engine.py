@@ -45,26 +45,26 @@ class FSDPEngine(MeshEngine):
     """
 
     def _load(self) -> Any:
-        context, lora, compute_dtype = self.context, self._lora, self._compute_dtype
+        context, lora, compute_dtype = self.context, self.lora, self.compute_dtype
         self._model: nn.Module = load_over_ranks(
-            self._directory,
+            self.directory,
             self._head,
             context,
             lora,
-            seed=self._seed,
+            seed=self.seed,
             compute_dtype=compute_dtype,
-            is_held_low=self._is_held_low,
+            is_held_low=self.is_held_low,
         )
         self._unshared_because = why_not_shared(
             self._model, lora, ranks_of_row=context.cp_size, device=context.device, compute_dtype=compute_dtype
         )
-        recompute_layers(layers_of(self._model), self._recompute)
+        recompute_layers(layers_of(self._model), self.recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
         if lora is not None:
             own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
             self._note_adapters(lora, layers_with_adapters(self._model), own_sum=own_sum)
-        if self._config is not None:
-            self._optimizer = make_optimizer(self._model, self._config, compute_dtype=compute_dtype)
+        if self.optimizer is not None:
+            self._optimizer = make_optimizer(self._model, self.optimizer, compute_dtype=compute_dtype)
         refuse_unless_packed_alike(
             self._model, self._head, self._own_scores, context=context, compute_dtype=compute_dtype
         )
@@ -81,7 +81,9 @@ class FSDPEngine(MeshEngine):
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _forward(self, micro_batches: Iterator[MicroBatch], *, temperature: float) -> Iterator[tuple[MicroBatch, Any]]:
+    def _forward(
+        self, micro_batches: Iterator[MicroBatch], *, temperature: float
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
         self._model.eval()
         for micro_batch in micro_batches:
             yield micro_batch, self._scores(micro_batch, temperature)
@@ -92,26 +94,25 @@ class FSDPEngine(MeshEngine):
         self._model.train()
         self._drop_gradients()
         for micro_batch, is_last in with_last(micro_batches):
-            sum_gradients(self._model, is_last or not self._sums_once)
+            sum_gradients(self._model, is_last or self.gradient_sums == "each_micro_batch")
             torch.autograd.backward(loss(self._scores(micro_batch, temperature), micro_batch))
 
-    def _scores(self, micro_batch: MicroBatch, temperature: float) -> Any:
-        """The head's scores of a whole micro-batch, on every rank that has a part of it."""
-        context, group = self.context, self.context.cp_group
-        if group is None:
+    def _scores(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        """The head's columns of a whole micro-batch, on every rank that has a part of it."""
+        context = self.context
+        if context.cp_group is None:
             return self._own_scores(micro_batch, temperature)
         part = cut_row(micro_batch, rank=context.coords.cp_rank, num_ranks=context.cp_size)
-        own = self._own_scores(part.micro_batch, temperature)
-        return self._head.joined(own, lambda scores, layout: part.join(scores, layout, group))
+        return part.join(self._own_scores(part.micro_batch, temperature), self._head.layout, context.cp_group)
 
-    def _own_scores(self, micro_batch: MicroBatch, temperature: float = 1.0) -> Any:
+    def _own_scores(self, micro_batch: MicroBatch, temperature: float = 1.0) -> Tensor:
         with torch.autocast(
             self.context.device.type,
-            dtype=self._compute_dtype,
-            enabled=self._compute_dtype != torch.float32,
+            dtype=self.compute_dtype,
+            enabled=self.compute_dtype != torch.float32,
             cache_enabled=False,  # it would hold what `cast_per_use` lets go
         ):
-            return self._head.scores(self.model, micro_batch, temperature=temperature)
+            return self._head.columns(self.model, micro_batch, temperature=temperature)
 
     def _squared_norm(self) -> Tensor:
         parameters = self._trained()
@@ -123,19 +124,17 @@ class FSDPEngine(MeshEngine):
         return list(self._trained().values())
 
     def _make_step(self, rate: float) -> None:
-        optimizer, _ = self._require_optimizer()
-        set_learning_rate(optimizer, rate)
-        optimizer.step()
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
 
     def _drop_gradients(self) -> None:
-        optimizer, _ = self._require_optimizer()
-        optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         # Rounded before they are gathered, which is half as much to send and to hold.
-        return as_stored(self.model, self._whole_weights(self._compute_dtype), dtype=self._compute_dtype)
+        return as_stored(self.model, self._whole_weights(self.compute_dtype), dtype=self.compute_dtype)
 
     def _whole_trained(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(parameter)) for name, parameter in self._trained().items())
@@ -163,7 +162,7 @@ class FSDPEngine(MeshEngine):
     def import_weights(self, weights: Iterable[tuple[str, Tensor]], *, eta: float = 1.0) -> None:
         """See `MeshEngine.import_weights`."""
         self._require_trained_weights()
-        assert eta == 1.0 or not self._is_held_low, "an average of weights moves by less than a low type can tell"
+        assert eta == 1.0 or not self.is_held_low, "an average of weights moves by less than a low type can tell"
         take_over(self._parameters(), weights, eta=eta)
 
     def _own_tensors(self) -> list[Tensor]:

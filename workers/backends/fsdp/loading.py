@@ -59,7 +59,7 @@ _TYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 
 
-def load_model(directory: Path, head: Head[Any], stored: StoredExperts) -> Any:
+def load_model(directory: Path, head: Head, stored: StoredExperts) -> Any:
     """A transformers model with packed attention, on the CPU; its weights are to be cut, and then held in their types.
 
     Args:
@@ -143,7 +143,7 @@ def _stored_type(directory: Path) -> torch.dtype:
 
 
 def _from_files(
-    directory: Path, head: Head[Any], config: Any, dtype: torch.dtype, weights: dict[str, Any] | None = None
+    directory: Path, head: Head, config: Any, dtype: torch.dtype, weights: dict[str, Any] | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """The model, and transformers' report of what it found in the files, or in the weights that it is given instead."""
     kind: Any = head.model_class
@@ -202,7 +202,7 @@ class _Float32Linear(nn.Linear):
 
 def load_over_ranks(
     model_directory: Path,
-    head: Head[Any],
+    head: Head,
     context: ParallelContext,
     lora: LoraConfig | None,
     *,
@@ -235,7 +235,7 @@ def load_over_ranks(
     return model
 
 
-def _prepare(model: Any, head: Head[Any], lora: LoraConfig | None, *, seed: int) -> None:
+def _prepare(model: Any, head: Head, lora: LoraConfig | None, *, seed: int) -> None:
     """Whatever is done with a whole model."""
     if lora is not None:
         add_adapters(model, lora, seed=seed, has_score_layer=head.has_score_layer)

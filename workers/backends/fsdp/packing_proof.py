@@ -40,7 +40,7 @@ are computed in the same way as others; on a GPU another kernel computes them, w
 @torch.no_grad()
 def refuse_unless_packed_alike(
     model: Any,
-    head: Head[Any],
+    head: Head,
     scores_of: Callable[[MicroBatch], Any],
     *,
     context: ParallelContext,
@@ -77,7 +77,7 @@ def refuse_unless_packed_alike(
 
 
 def _measure(
-    model: Any, head: Head[Any], scores_of: Callable[[MicroBatch], Any], context: ParallelContext, *, is_exact: bool
+    model: Any, head: Head, scores_of: Callable[[MicroBatch], Any], context: ParallelContext, *, is_exact: bool
 ) -> tuple[float, float]:
     """How far hidden states are apart, as a part of their size, and how far they may be; means over the mesh."""
     ids = (np.arange(1, 1 + sum(_LENGTHS)) * _STRIDE % model.config.vocab_size).astype(np.int32)
@@ -114,7 +114,7 @@ def _distance(states: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _inputs_of_last_layer(model: Any, head: Head[Any]) -> Iterator[list[Tensor]]:
+def _inputs_of_last_layer(model: Any, head: Head) -> Iterator[list[Tensor]]:
     """Hidden states [tokens, H] float32 of each forward pass within, of the tokens that are asked for."""
     seen: list[Tensor] = []
     layer = model.score if head.has_score_layer else model.get_output_embeddings()

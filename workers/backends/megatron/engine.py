@@ -38,7 +38,6 @@ from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.recompute import recompute_layers
-from corral.workers.backends.token_scores import TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -52,34 +51,34 @@ class MegatronEngine(MeshEngine):
     """
 
     def _load(self) -> Any:
-        context, head, lora = self.context, self._head_name, self._lora
+        context, head, lora = self.context, self._head, self.lora
         if context.device.type == "cpu":
             stand_in_for_gpu()
         self._groups = process_groups(context)
-        model_parallel_cuda_manual_seed(self._seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
-        self._hf_config: Any = AutoConfig.from_pretrained(self._directory, local_files_only=True)
-        self._bridge = Bridge(self._hf_config, self._groups, head=head, dtype=self._compute_dtype)
+        model_parallel_cuda_manual_seed(self.seed, tp_rank=context.coords.tp_rank, ep_rank=0, etp_rank=0)
+        self._hf_config: Any = AutoConfig.from_pretrained(self.directory, local_files_only=True)
+        self._bridge = Bridge(self._hf_config, self._groups, head=self.head, dtype=self.compute_dtype)
         stage = make_model(
             self._bridge,
             self._groups,
             head=head,
-            has_score_bias=_stores(self._directory, SCORE_BIAS),
+            has_score_bias=_stores(self.directory, SCORE_BIAS),
             cp_group=context.cp_group,
         ).to(context.device)
-        if lora is not None and head != "lm" and stage.post_process:
+        if lora is not None and head.has_score_layer and stage.post_process:
             stage.output_layer.float()  # trained beside adapters, and of their type
         self._weights = StageWeights(self._bridge.names(stage), self._bridge, self._groups, context.device)
-        recompute_layers(stage.decoder.layers, self._recompute)
-        self._weights.take_over(_stored_tensors(self._directory, needed=self._weights.stored_shapes()))
+        recompute_layers(stage.decoder.layers, self.recompute)
+        self._weights.take_over(_stored_tensors(self.directory, needed=self._weights.stored_shapes()))
         self._adapters: Adapters | None = None
         self._trained = self._weights
         if lora is not None:
             self._adapters = self._make_adapters(lora, stage)
             self._trained = self._adapters.trained
         self._trainee: Any = stage
-        if self._config is not None:
+        if self.optimizer is not None:
             self._trainee = with_gradients(stage, self._groups)
-            self._optimizer = make_optimizer(self._trainee, self._config, self._groups)
+            self._optimizer = make_optimizer(self._trainee, self.optimizer, self._groups)
             stage.config.finalize_model_grads_func = self._finish_gradients
         self._pipeline = Pipeline(stage, self._trainee, self._groups, context)
         self.num_parameters, self.num_trained = self._weights.num_parameters, self._trained.num_parameters
@@ -88,12 +87,12 @@ class MegatronEngine(MeshEngine):
     def _make_adapters(self, lora: LoraConfig, stage: Any) -> Adapters:
         """They alone draw at random: first values, and dropout."""
         adapters = Adapters(lora, stage, self._weights, self._bridge)
-        adapters.initialize(self._bridge, seed=self._seed)
+        adapters.initialize(self._bridge, seed=self.seed)
         frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
         ranks, place = self.context.world_size, self.context.place
         own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
-        parts = _stored_tensors(self._directory, needed=own)
-        own_sum = fold_sums(sum(sum_of_bits(name, part.to(self._compute_dtype)) for name, part in parts))
+        parts = _stored_tensors(self.directory, needed=own)
+        own_sum = fold_sums(sum(sum_of_bits(name, part.to(self.compute_dtype)) for name, part in parts))
         self._note_adapters(lora, adapters.layers, own_sum=own_sum)
         return adapters
 
@@ -106,7 +105,7 @@ class MegatronEngine(MeshEngine):
         """
         config = self._hf_config
         with torch.device(self.context.device):
-            whole: nn.Module = self._head.model_class.from_config(config, dtype=self._compute_dtype)
+            whole: nn.Module = self._head.model_class.from_config(config, dtype=self.compute_dtype)
         missing = dict(whole.named_parameters())  # a tied output is not named twice
         for name, tensor in self.export_weights():
             missing.pop(name).data.copy_(tensor)
@@ -115,46 +114,39 @@ class MegatronEngine(MeshEngine):
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _forward(self, micro_batches: Iterator[MicroBatch], *, temperature: float) -> Iterator[tuple[MicroBatch, Any]]:
+    def _forward(
+        self, micro_batches: Iterator[MicroBatch], *, temperature: float
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
         self._trainee.eval()
         rows = list(micro_batches)
-        all_scores = self._pipeline.forward(rows, temperature=temperature)
-        return zip(rows, map(_as_head_gives, all_scores), strict=True)
+        return zip(rows, self._pipeline.forward(rows, temperature=temperature), strict=True)
 
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
         torch.manual_seed(self._seed_of_step() ^ self._groups.pp.rank())  # stages have other layers, which draw others
         self._trainee.train()
         self._drop_gradients()
-        self._pipeline.backward(
-            list(micro_batches),
-            lambda scores, micro_batch: loss(_as_head_gives(scores), micro_batch),
-            temperature=temperature,
-        )
+        self._pipeline.backward(list(micro_batches), loss, temperature=temperature)
 
     def _finish_gradients(self, models: list[Any], _: Tensor | None, **options: Any) -> None:
         """Over the ranks; without Megatron's division by tokens, since a loss carries the mean of the global batch."""
         finalize_model_grads(models, None, pg_collection=self._groups)
 
     def _squared_norm(self) -> Tensor:
-        optimizer, _ = self._require_optimizer()
-        optimizer.prepare_grads()
-        norm: Tensor = optimizer.squared_norm()
+        self._optimizer.prepare_grads()
+        norm: Tensor = self._optimizer.squared_norm()
         return norm.to(self.context.device)
 
     def _trained_tensors(self) -> list[Tensor]:
-        optimizer, _ = self._require_optimizer()
-        return list(optimizer.get_parameters())
+        return list(self._optimizer.get_parameters())
 
     def _make_step(self, rate: float) -> None:
-        optimizer, _ = self._require_optimizer()
-        for group in optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step_with_ready_grads()
+        self._optimizer.step_with_ready_grads()
 
     def _drop_gradients(self) -> None:
-        optimizer, _ = self._require_optimizer()
         self._trainee.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._optimizer.zero_grad()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class MegatronEngine(MeshEngine):
         return OptimizerState(self._trained, self._bridge, self._optimizer)
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor.to(self._compute_dtype)) for name, tensor in self._merged())
+        return ((name, tensor.to(self.compute_dtype)) for name, tensor in self._merged())
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         own = self._weights.export()
@@ -214,14 +206,6 @@ class MegatronEngine(MeshEngine):
     def _moments(self) -> list[Tensor]:
         states = () if self._optimizer is None else self._optimizer.moments()
         return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
-
-
-def _as_head_gives(scores: Tensor) -> TokenScores | Tensor:
-    """[entries, numbers], as stages send them to each other -> what a loss gets."""
-    if scores.shape[1] == 2:
-        logprobs, entropy = scores.unbind(1)
-        return TokenScores(logprobs, entropy.detach())
-    return scores[:, 0]
 
 
 def _stores(directory: Path, name: str) -> bool:

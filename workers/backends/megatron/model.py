@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
 from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare, score_tokens
-from corral.workers.backends.heads import head_named
+from corral.workers.backends.heads import Head
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.experts import GroupedExperts, Replay, mend_router
 from corral.workers.backends.micro_batches import MicroBatch
@@ -168,11 +168,11 @@ class Scoring:
     """The head of the last stage: hidden states of a row ──► scores of the micro-batch that the row was made of."""
 
     def __init__(
-        self, head: str, config: TransformerConfig, groups: ProcessGroupCollection, *, vocabulary: int
+        self, head: Head, config: TransformerConfig, groups: ProcessGroupCollection, *, vocabulary: int
     ) -> None:
+        self.head = head
         self.micro_batch: MicroBatch | None = None
         self.temperature = 1.0
-        self._head = head
         self._is_cut = config.sequence_parallel
         self._group = groups.tp
         self._dtype: torch.dtype = config.params_dtype
@@ -182,21 +182,6 @@ class Scoring:
             if groups.tp.size() > 1
             else WHOLE_VOCABULARY
         )
-
-    @property
-    def num_numbers(self) -> int:
-        """Of an entry: log-probability and entropy, or one value."""
-        return 2 if self._head == "lm" else 1
-
-    @property
-    def layout(self) -> KeyLayout:
-        """How many scores an answer gets."""
-        (layout,) = set(head_named(self._head).layouts.values())
-        return layout
-
-    def num_entries(self, micro_batch: MicroBatch) -> int:
-        """How many scores a micro-batch gets."""
-        return sum(self.layout.lengths(micro_batch.segment_lengths))
 
     def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers].
@@ -208,10 +193,10 @@ class Scoring:
         if self._is_cut:
             # Each rank's part of the vocabulary gives a part of the gradient; a score layer's is whole on each.
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=self._head == "lm", group=self._group
+                hidden, tensor_parallel_output_grad=not self.head.has_score_layer, group=self._group
             )
         hidden = hidden[:, 0]
-        if self._head == "lm":
+        if not self.head.has_score_layer:
             scores = score_tokens(
                 hidden[micro_batch.predicting],
                 weight,
@@ -221,7 +206,7 @@ class Scoring:
                 share=self._share,
             )
             return torch.stack([scores.logprobs, scores.entropy], dim=1)
-        own = hidden[micro_batch.last_tokens] if self._head == "scalar" else hidden
+        own = hidden[micro_batch.last_tokens] if self.head.layout is KeyLayout.PER_ANSWER else hidden
         return nn.functional.linear(own.float(), weight.float(), None if bias is None else bias.float())
 
 
@@ -229,7 +214,7 @@ def make_model(
     bridge: Bridge,
     groups: ProcessGroupCollection,
     *,
-    head: str,
+    head: Head,
     has_score_bias: bool = False,
     cp_group: dist.ProcessGroup | None = None,
 ) -> ScoringModel:
@@ -251,7 +236,7 @@ def make_model(
         pg_collection=groups,
         **arguments,
     )
-    if model.post_process and head != "lm":
+    if model.post_process and head.has_score_layer:
         config = bridge.config
         model.output_layer = nn.Linear(config.hidden_size, 1, bias=has_score_bias, dtype=config.params_dtype)
     if cp_group is not None:

@@ -22,11 +22,9 @@ from torch import Tensor
 
 from corral.workers.backends.context_parallel import RowPart, cut_row
 from corral.workers.backends.megatron.model import ScoringModel
+from corral.workers.backends.mesh_engine import Loss
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
-
-Loss = Callable[[Tensor, MicroBatch], Tensor]
-"""(scores [entries, numbers], micro-batch) -> scalar whose gradient is added up."""
 
 
 class Pipeline:
@@ -112,15 +110,16 @@ class Pipeline:
 
     def _joined(self, part: RowPart, scores: Tensor) -> Tensor:
         """The scores of the whole row, on every rank that has a part of it."""
-        return part.join(scores, self._stage.scoring.layout, self._context.cp_group)
+        return part.join(scores, self._stage.scoring.head.layout, self._context.cp_group)
 
     def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The scores that the last stage has, on all of them."""
         pipeline = self._groups.pp
         if pipeline.size() == 1:
             return collected
-        sizes = [self._stage.scoring.num_entries(micro_batch) for micro_batch in micro_batches]
-        shape = (sum(sizes), self._stage.scoring.num_numbers)
+        head = self._stage.scoring.head
+        sizes = [sum(head.layout.lengths(micro_batch.segment_lengths)) for micro_batch in micro_batches]
+        shape = (sum(sizes), len(head.names))
         device = micro_batches[0].input_ids.device
         packed = torch.cat(collected) if self.has_head else torch.empty(shape, dtype=torch.float32, device=device)
         dist.broadcast(packed, group=pipeline, group_src=pipeline.size() - 1)
