@@ -198,9 +198,7 @@ class MeshEngine(ABC):
         """What this rank has of weights and optimizer; no rank waits for another one."""
 
     @abstractmethod
-    def _read_share(
-        self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
-    ) -> None:
+    def _read_share(self, stored: train_state.StoredState) -> None:
         """Read what the `_state_shard` of all ranks of some layout wrote."""
 
     @abstractmethod
@@ -448,14 +446,14 @@ class MeshEngine(ABC):
             )
         self.onload()
         self._hosted = None  # other moments take the place of these
-        self._read_share(directory, header, on_progress)
+        place, num_places = self.context.place, self.context.world_size
+        first_file = place * header.num_ranks // num_places  # its own, if as many ranks have written
+        self._read_share(
+            train_state.StoredState(directory=directory, header=header, first_file=first_file, on_progress=on_progress)
+        )
         self._put_moments_away()
         self.step, self.seed = header.step, header.seed
         return header.extra
-
-    def _first_file(self, header: train_state.TrainStateHeader) -> int:
-        """The file where this rank's parts are most likely to be: its own, if as many ranks have written."""
-        return self.context.place * header.num_ranks // self.context.world_size
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ backend, layout and number of ranks wrote them. Which tensors there are besides 
 AdamW keeps two moments and a step, Muon a momentum.
 
     engine ──► StateShard ──copied──► StateShard ──write──► files        a later step changes the first, never the copy
-    engine ◄── fill ── the parts that this rank holds now ◄── files      and those of no other rank
+    engine ◄── StoredState.fill ── the parts that this rank holds now ◄── files      and those of no other rank
 
 There is no random state to keep: every step seeds itself from (seed, step, data-parallel rank).
 """
@@ -135,64 +135,60 @@ def read_header(directory: Path) -> TrainStateHeader:
     return TrainStateHeader(**fields)
 
 
-@torch.no_grad()
-def fill(
-    directory: Path,
-    parts: Iterable[Part],
-    *,
-    num_files: int,
-    first_file: int = 0,
-    on_progress: Callable[[], None] = no_progress,
-) -> None:
-    """Read what this rank holds into the memory where it holds it; of other ranks' parts nothing is read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """What all ranks of some layout wrote, as one rank reads it."""
 
-    Args:
-        num_files: that were written.
-        first_file: where to look first. A rank that looks into its own file, of a layout as before, opens no other.
-        on_progress: called after every part.
+    directory: Path
+    header: TrainStateHeader
+    first_file: int = 0
+    """Where to look first. A rank that looks into its own file, of a layout as before, opens no other."""
+    on_progress: Callable[[], None] = no_progress
+    """Called after every part."""
 
-    Raises:
-        ValueError: if files lack some of the values.
-    """
-    names = [shard_name(file, num_files) for file in range(num_files)]
-    with ExitStack() as stack:
-        files = PartFiles([directory / name for name in names[first_file:] + names[:first_file]], stack)
-        for part in parts:
-            files.fill(part)
-            on_progress()
+    @torch.no_grad()
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Read what this rank holds into the memory where it holds it; of other ranks' parts nothing is read.
 
-
-def check_contents(
-    directory: Path,
-    header: TrainStateHeader,
-    sizes: Mapping[str, Iterable[int]],
-    kept: Callable[[str], Collection[str]] | None,
-) -> None:
-    """Refuse a state that is not of this model, or not of its optimizer.
-
-    Args:
-        sizes: of the whole model's trained parameters, by name.
-        kept: what the optimizer keeps of a parameter once it has made a step; None if there is no optimizer.
-
-    Raises:
-        ValueError: saying what is there, what is expected, and how to go on.
-    """
-    kinds = header.kinds()
-    missing, unknown = sorted(sizes.keys() - kinds.keys()), sorted(kinds.keys() - sizes.keys())
-    if missing or unknown:
-        is_adapted = any(map(is_adapter, kinds))
-        of = "adapters" if is_adapted and not any(map(is_adapter, sizes)) else "another model"
-        raise ValueError(
-            f"training state in {directory} is of {of}: {len(missing)} parameters are missing there {missing[:3]}, "
-            f"{len(unknown)} are unknown here {unknown[:3]}; continue with the model and the lora settings of the trial"
-        )
-    for name, size in sizes.items():
-        stored = header.sizes[f"{PARAMETER}.{name}"]
-        if stored != list(size):
-            raise ValueError(f"stored {name} has shape {tuple(stored)}, the model's has {tuple(size)}")
-        if kept is not None and kinds[name] and kinds[name] != set(kept(name)):
-            raise ValueError(
-                f"training state in {directory} keeps {', '.join(sorted(kinds[name]))} of {name}, and this optimizer "
-                f"keeps {', '.join(sorted(kept(name)))}: continue with the optimizer that it was written with, on a "
-                "backend that has it (Muon: fsdp)"
+        Raises:
+            ValueError: if files lack some of the values.
+        """
+        names = [shard_name(file, self.header.num_ranks) for file in range(self.header.num_ranks)]
+        with ExitStack() as stack:
+            files = PartFiles(
+                [self.directory / name for name in names[self.first_file :] + names[: self.first_file]], stack
             )
+            for part in parts:
+                files.fill(part)
+                self.on_progress()
+
+    def check(self, sizes: Mapping[str, Iterable[int]], kept: Callable[[str], Collection[str]] | None) -> None:
+        """Refuse a state that is not of this model, or not of its optimizer.
+
+        Args:
+            sizes: of the whole model's trained parameters, by name.
+            kept: what the optimizer keeps of a parameter once it has made a step; None if there is no optimizer.
+
+        Raises:
+            ValueError: saying what is there, what is expected, and how to go on.
+        """
+        kinds = self.header.kinds()
+        missing, unknown = sorted(sizes.keys() - kinds.keys()), sorted(kinds.keys() - sizes.keys())
+        if missing or unknown:
+            is_adapted = any(map(is_adapter, kinds))
+            of = "adapters" if is_adapted and not any(map(is_adapter, sizes)) else "another model"
+            raise ValueError(
+                f"training state in {self.directory} is of {of}: {len(missing)} parameters are missing there "
+                f"{missing[:3]}, {len(unknown)} are unknown here {unknown[:3]}; continue with the model and the lora "
+                "settings of the trial"
+            )
+        for name, size in sizes.items():
+            stored = self.header.sizes[f"{PARAMETER}.{name}"]
+            if stored != list(size):
+                raise ValueError(f"stored {name} has shape {tuple(stored)}, the model's has {tuple(size)}")
+            if kept is not None and kinds[name] and kinds[name] != set(kept(name)):
+                raise ValueError(
+                    f"training state in {self.directory} keeps {', '.join(sorted(kinds[name]))} of {name}, and this "
+                    f"optimizer keeps {', '.join(sorted(kept(name)))}: continue with the optimizer that it was written "
+                    "with, on a backend that has it (Muon: fsdp)"
+                )

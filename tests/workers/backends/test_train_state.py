@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from corral.workers.backends.fsdp.state import make_shard, read_state
-from corral.workers.backends.train_state import ADAMW, HEADER, Numbers, TrainStateHeader, check_contents, read_header
+from corral.workers.backends.train_state import ADAMW, HEADER, Numbers, StoredState, TrainStateHeader, read_header
 from corral.workers.checkpoint.durable_file import FileEntry
 from tests.workers.checkpoint.sealing import describe
 
@@ -78,6 +78,10 @@ def write(
     return make_shard(parameters, optimizer, header, rank=rank).write(directory)
 
 
+def stored(directory: Path, first_file: int = 0) -> StoredState:
+    return StoredState(directory=directory, header=read_header(directory), first_file=first_file)
+
+
 @pytest.mark.parametrize("after", CUTS, ids=str)
 @pytest.mark.parametrize("before", CUTS, ids=str)
 def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, after: Cut, tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ def test_a_state_is_the_same_however_it_is_cut_before_and_after(before: Cut, aft
             # What was there before a fall-back must be gone.
             optimizer.state[parameters["head.weight"]] = {"exp_avg": torch.zeros(1)}
             first = rank * num_before // num_after
-            read_state(tmp_path, read_header(tmp_path), parameters, optimizer, first_file=first)
+            read_state(stored(tmp_path, first), parameters, optimizer)
             wanted = trained(expected, part)
             for name, parameter in parameters.items():
                 assert_same(parameter, expected[name])
@@ -125,7 +129,7 @@ def test_ranks_as_many_as_before_open_their_own_file_only(tmp_path: Path) -> Non
     with rank_of(cut, 1) as part:
         parameters = parameters_of(part, seed=9)
         optimizer = torch.optim.AdamW(list(parameters.values()))
-        read_state(tmp_path, read_header(tmp_path), parameters, optimizer, first_file=1)
+        read_state(stored(tmp_path, 1), parameters, optimizer)
         for name, expected in parameters_of(part, seed=0).items():
             assert_same(parameters[name], expected)
 
@@ -137,11 +141,11 @@ def test_a_missing_piece_is_an_error_that_counts_what_is_missing(tmp_path: Path)
     with rank_of(WHOLE, 0) as part:
         parameters = parameters_of(part, seed=9)
         with pytest.raises(ValueError, match=r"lacks 12 of the values of parameter\.embed\.weight"):
-            read_state(tmp_path, read_header(tmp_path), parameters, torch.optim.AdamW(list(parameters.values())))
+            read_state(stored(tmp_path), parameters, torch.optim.AdamW(list(parameters.values())))
 
 
 @pytest.mark.parametrize(
-    ("stored", "problem"),
+    ("sizes", "problem"),
     [
         ({"parameter.w": [2]}, None),  # before the first step
         ({"parameter.w": [2], "exp_avg.w": [2], "exp_avg_sq.w": [2], "step.w": []}, None),
@@ -155,11 +159,11 @@ def test_a_missing_piece_is_an_error_that_counts_what_is_missing(tmp_path: Path)
     ],
 )
 def test_a_state_of_another_model_or_optimizer_is_refused_by_name(
-    stored: dict[str, list[int]], problem: str | None, tmp_path: Path
+    sizes: dict[str, list[int]], problem: str | None, tmp_path: Path
 ) -> None:
-    header = TrainStateHeader(step=1, seed=0, num_ranks=1, sizes=stored)
+    header = TrainStateHeader(step=1, seed=0, num_ranks=1, sizes=sizes)
     with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
-        check_contents(tmp_path, header, {"w": (2,)}, lambda _: ADAMW)
+        StoredState(directory=tmp_path, header=header).check({"w": (2,)}, lambda _: ADAMW)
 
 
 def test_what_was_copied_is_written_as_it_was_whatever_the_steps_after_it_change(tmp_path: Path) -> None:

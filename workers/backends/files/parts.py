@@ -8,13 +8,17 @@ number of a row, whose beginning and end are boxes then, too.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from safetensors import safe_open
 from torch import Tensor
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins in a whole tensor, and its size, by dimension."""
 
 
 class Part(NamedTuple):
@@ -46,8 +50,7 @@ class PartFiles:
             stack: closes them.
         """
         self._paths = paths
-        self._stack = stack
-        self._opened: list[_PartFile] = []
+        self._opened = cache(lambda path: _parts_in(stack.enter_context(safe_open(path, framework="pt"))))
 
     def fill(self, part: Part) -> None:
         """Read a part's values into it; of the files no others are read.
@@ -56,51 +59,44 @@ class PartFiles:
             ValueError: if some of them are in no file.
         """
         missing = part.values.numel()
-        seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        files = self._each()
-        while missing:
-            file = next(files, None)
-            if file is None:
-                raise ValueError(
-                    f"{self._paths[0].parent} lacks {missing} of the values of {part.name}: files are missing"
-                )
-            for start in file.starts.get(part.name, ()):
-                stored = file.slice_of(part.name, start)
+        seen: set[Box] = set()
+        for path in self._paths:
+            if not missing:
+                return
+            for start, stored in self._opened(path).get(part.name, ()):
                 box = (start, tuple(stored.get_shape()))
                 if box not in seen:  # ranks that hold the same have all written it
                     seen.add(box)
                     missing -= _copy_common(stored, box, part)
-
-    def _each(self) -> Iterator["_PartFile"]:
-        for index, path in enumerate(self._paths):
-            if index == len(self._opened):
-                self._opened.append(_PartFile(self._stack.enter_context(safe_open(path, framework="pt"))))
-            yield self._opened[index]
+        if missing:
+            raise ValueError(f"{self._paths[0].parent} lacks {missing} of the values of {part.name}: files are missing")
 
 
-class _PartFile:
-    def __init__(self, file: Any) -> None:
-        self.starts: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
-        """Where the file's parts of each tensor begin."""
-        self._file = file
-        for stored in file.keys():
-            name, _, start = stored.removesuffix("]").rpartition("[")
-            self.starts[name].append(tuple(map(int, start.split(","))))
-
-    def slice_of(self, name: str, start: tuple[int, ...]) -> Any:
-        """What values can be read from, and only those that are asked for."""
-        return self._file.get_slice(stored_name(name, start))
+def _parts_in(file: Any) -> Mapping[str, list[tuple[tuple[int, ...], Any]]]:
+    """Where a file's parts of each tensor begin, and what their values can be read from."""
+    parts: defaultdict[str, list[tuple[tuple[int, ...], Any]]] = defaultdict(list)
+    for stored in file.keys():
+        name, _, start = stored.removesuffix("]").rpartition("[")
+        parts[name].append((tuple(map(int, start.split(","))), file.get_slice(stored)))
+    return parts
 
 
-def _copy_common(stored: Any, box: tuple[tuple[int, ...], tuple[int, ...]], part: Part) -> int:
+def _copy_common(stored: Any, box: Box, part: Part) -> int:
     """Read what a stored part and a wanted one have in common into the wanted one; how many values it is."""
-    source, target = [], []
-    for stored_start, stored_size, start, size in zip(*box, part.start, part.values.shape, strict=True):
-        first, last = max(stored_start, start), min(stored_start + stored_size, start + size)
-        if first >= last:
-            return 0
-        source.append(slice(first - stored_start, last - stored_start))
-        target.append(slice(first - start, last - start))
-    values: Tensor = stored[tuple(source)]
-    part.values[tuple(target)].copy_(values)
+    if (found := common(box, (part.start, tuple(part.values.shape)))) is None:
+        return 0
+    source, target = found
+    values: Tensor = stored[source]
+    part.values[target].copy_(values)
     return values.numel()
+
+
+def common(box: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where what two boxes have in common is in the one and in the other; None if it is nothing."""
+    places: list[tuple[slice, slice]] = []
+    for start, size, other_start, other_size in zip(*box, *other, strict=True):
+        first, end = max(start, other_start), min(start + size, other_start + other_size)
+        if first >= end:
+            return None
+        places.append((slice(first - start, end - start), slice(first - other_start, end - other_start)))
+    return tuple(own for own, _ in places), tuple(others for _, others in places)

@@ -6,8 +6,7 @@ micro-batch ─► row, this rank's part (c) ─► packed forward ─► scores
 What becomes of the gradients is told in `mesh_engine.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -143,11 +142,8 @@ class FSDPEngine(MeshEngine):
         content_of = local if self._hosted is None else self._hosted.content_of
         return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, content_of=content_of)
 
-    def _read_share(
-        self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
-    ) -> None:
-        first_file = self._first_file(header)
-        read_state(directory, header, self._trained(), self._optimizer, first_file=first_file, on_progress=on_progress)
+    def _read_share(self, stored: train_state.StoredState) -> None:
+        read_state(stored, self._trained(), self._optimizer)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

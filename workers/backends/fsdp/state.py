@@ -6,7 +6,6 @@ parameters, optimizer.state ◄── filled, after moments were made anew ◄�
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,10 @@ from corral.workers.backends.sharding import local, start_of
 from corral.workers.backends.train_state import (
     PARAMETER,
     StateShard,
+    StoredState,
     TrainStateHeader,
-    check_contents,
-    fill,
     state_shard,
 )
-from corral.workers.checkpoint.durable_file import no_progress
 
 
 def make_shard(
@@ -52,39 +49,28 @@ def make_shard(
 
 
 def read_state(
-    directory: Path,
-    header: TrainStateHeader,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    first_file: int = 0,
-    on_progress: Callable[[], None] = no_progress,
+    stored: StoredState, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Load parameters and optimizer state, whoever wrote them; each rank reads what it holds now, and nothing else.
-
-    Args:
-        first_file: where to look first.
-        on_progress: called after every tensor.
 
     Raises:
         ValueError: if the state is of another model or optimizer, or a part of it is missing.
     """
     sizes = {name: parameter.shape for name, parameter in parameters.items()}
     if optimizer is None:
-        check_contents(directory, header, sizes, None)
+        stored.check(sizes, None)
     else:
         kept = kinds_kept(optimizer)
-        check_contents(directory, header, sizes, lambda name: kept(parameters[name]))
+        stored.check(sizes, lambda name: kept(parameters[name]))
         optimizer.state.clear()
-        for name, kinds in header.kinds().items():
+        for name, kinds in stored.header.kinds().items():
             if kinds:
                 optimizer.state[parameters[name]] = {
-                    kind: _empty(header.scalars.get(f"{kind}.{name}"), parameters[name]) for kind in kinds
+                    kind: _empty(stored.header.scalars.get(f"{kind}.{name}"), parameters[name]) for kind in kinds
                 }
-    parts = (
+    stored.fill(
         Part(name, start_of(tensor), local(tensor)) for name, tensor in _kept(parameters, optimizer) if tensor.ndim
     )
-    fill(directory, parts, num_files=header.num_ranks, first_file=first_file, on_progress=on_progress)
 
 
 def _empty(number: float | None, parameter: nn.Parameter) -> Tensor:

@@ -10,7 +10,7 @@ the optimizer.
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,9 @@ class MegatronEngine(MeshEngine):
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         return self._state.shard(header, rank=self.context.place)
 
-    def _read_share(
-        self, directory: Path, header: train_state.TrainStateHeader, on_progress: Callable[[], None]
-    ) -> None:
+    def _read_share(self, stored: train_state.StoredState) -> None:
         """A collective: each rank gives the others its share of the weights, once it has read it."""
-        self._state.read(directory, header, first_file=self._first_file(header), on_progress=on_progress)
+        self._state.read(stored)
         if self._optimizer is None:
             self._weights.round_averages()
         else:

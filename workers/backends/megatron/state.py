@@ -10,9 +10,8 @@ have the same. An output that is tied to the embedding is a copy on the last sta
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -28,12 +27,10 @@ from corral.workers.backends.train_state import (
     ADAMW,
     PARAMETER,
     StateShard,
+    StoredState,
     TrainStateHeader,
-    check_contents,
-    fill,
     state_shard,
 )
-from corral.workers.checkpoint.durable_file import no_progress
 
 _STEP: Final = "step"
 _MOMENTS: Final = sorted(ADAMW - {_STEP})
@@ -82,30 +79,23 @@ class AverageState:
         return state_shard(own, header, rank=rank)
 
     @torch.no_grad()
-    def read(
-        self,
-        directory: Path,
-        header: TrainStateHeader,
-        *,
-        first_file: int = 0,
-        on_progress: Callable[[], None] = no_progress,
-    ) -> None:
+    def read(self, stored: StoredState) -> None:
         """Fill what this rank holds, whoever has written it; moments that nobody has made yet are zero.
 
         Raises:
             ValueError: if the state is of another model or optimizer, or a part of it is missing.
         """
-        check_contents(directory, header, self._sizes(), (lambda _: ADAMW) if self._moments else None)
+        stored.check(self._sizes(), (lambda _: ADAMW) if self._moments else None)
         wanted = []
         for name, share in self._held():
             if share.step is not None:
-                share.step.fill_(self._stored_step(header, name))
+                share.step.fill_(self._stored_step(stored.header, name))
             for part in self._parts(name, share):
-                if part.name in header.sizes:
+                if part.name in stored.header.sizes:
                     wanted.append(part)
                 else:
                     part.values.zero_()
-        fill(directory, wanted, num_files=header.num_ranks, first_file=first_file, on_progress=on_progress)
+        stored.fill(wanted)
 
     def _held(self) -> Iterator[tuple[str, Share]]:
         """What is read, by name."""
