@@ -16,7 +16,7 @@ gradient of its own part only. So the ranks' gradients are parts of one sum, and
 Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -49,11 +49,18 @@ class RowPart:
             group: the ranks that have the parts; None where the part is the row.
         """
         counts = self.counts[layout]
-        own = scores[: counts[self.rank]]
+        start, count, longest = sum(counts[: self.rank]), counts[self.rank], max(counts)
         if group is None:
-            return own
-        joined: Tensor = _Join.apply(own, counts, self.rank, group)  # type: ignore[no-untyped-call]
-        return joined
+            return scores[:count]
+
+        def gathered(own: Tensor) -> Tensor:
+            padded = torch.cat([own, own.new_zeros((longest - count, *own.shape[1:]))])
+            parts = own.new_empty((len(counts) * longest, *own.shape[1:]))
+            gather_equal_parts(parts, padded, group=group)
+            return torch.cat([part[:size] for part, size in zip(torch.split(parts, longest), counts, strict=True)])
+
+        # Of the gradient, which all ranks know, each keeps that of its part.
+        return with_transpose(scores[:count], gathered, lambda whole: whole[start : start + count].contiguous())
 
 
 def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple: int = 1) -> RowPart:
@@ -154,43 +161,30 @@ def _in_parts(tensor: Tensor, count: int) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part i goes to rank i, and comes from rank i at place i."""
-    exchanged: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    """Part i goes to rank i, and comes from rank i at place i; the gradient the same way back."""
 
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts; the gradient goes back the same way, since it is its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def exchanged(parts: Tensor) -> Tensor:
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, parts.contiguous(), group=group)
         return received
 
+    return with_transpose(parts, exchanged, exchanged)
+
+
+def with_transpose(
+    tensor: Tensor, collective: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What a linear function over ranks makes of a tensor, and its transpose of the gradient."""
+    output: Tensor = _WithTranspose.apply(tensor, collective, transpose)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _WithTranspose(torch.autograd.Function):
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        sent_back = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(sent_back, gradient.contiguous(), group=ctx.group)
-        return sent_back, None
-
-
-class _Join(torch.autograd.Function):
-    """All-gather of parts of known, unequal lengths; of the gradient each rank keeps its part, which all ranks know."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, counts: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
-        longest = max(counts)
-        padded = torch.cat([scores, scores.new_zeros((longest - counts[rank], *scores.shape[1:]))])
-        gathered = scores.new_empty((len(counts) * longest, *scores.shape[1:]))
-        gather_equal_parts(gathered, padded, group=group)
-        parts = torch.split(gathered, longest)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    def forward(ctx: Any, tensor: Tensor, collective: Any, transpose: Any) -> Any:
+        ctx.transpose = transpose
+        return collective(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        return gradient[ctx.start : ctx.start + ctx.count].contiguous(), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None, None]:
+        return ctx.transpose(gradients[0]), None, None

@@ -22,17 +22,9 @@ VARLEN_OPERATION: Final = torch.ops.torch_attn._varlen_attn.default
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    longest: int,
-    scale: float | None,
-    window_size: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, **options: Any
 ) -> Tensor:
     """torch's `varlen_attn` of [T, heads, head_dim] over one packed row; `key` and `value` may have fewer heads."""
-    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
     if _TAKES_GQA and query.shape[1] != key.shape[1]:  # torch 2.11 has no such flag, and lets its kernel see the heads
         options["enable_gqa"] = True
     output = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)

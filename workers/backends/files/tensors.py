@@ -8,11 +8,13 @@ The format is https://huggingface.co/docs/safetensors: the header's length (u64)
 import ctypes
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
@@ -29,6 +31,9 @@ _DTYPE_NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+ONLY_FILE: Final = "model.safetensors"
+"""The file of a model that has one; others have names that begin so, and are listed in:"""
+INDEX: Final = f"{ONLY_FILE}.index.json"
 _ALIGNMENT: Final = 8  # of the values within the file, so that a reader can map the widest of them in place
 
 
@@ -56,6 +61,19 @@ def write_tensors(
     pieces = chain([memoryview(header)], _values(tensors[name] for name in names))
     shown = pieces if on_piece is None else _shown(pieces, on_piece)
     return write_durable(path, shown, on_progress=on_progress)
+
+
+def stored_slices(directory: Path, stack: ExitStack) -> dict[str, Any]:
+    """What each tensor of a model's directory can be read from, by name; of the files no other numbers are read.
+
+    Args:
+        stack: closes the files.
+    """
+    index = directory / INDEX
+    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {ONLY_FILE}
+    paths = [path for name in sorted(names) if (path := directory / name).is_file()]
+    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+    return {name: file.get_slice(name) for file in files for name in file.keys()}
 
 
 def _shown(pieces: Iterable[memoryview], to: Callable[[memoryview], None]) -> Iterator[memoryview]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from corral.workers.backends.files.tensors import write_tensors
+from corral.workers.backends.files.tensors import INDEX, ONLY_FILE, write_tensors
 from corral.workers.backends.host_copies import HostCopying
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX, DeltaEncoder
@@ -90,8 +90,6 @@ class WeightBase:
 
 MAX_SHARD_BYTES: Final = 2**30  # small enough that every rank of a large model's mesh has files to write
 _NUMBERED: Final = re.compile(r".*?\.\d+(?=\.)")
-_ONLY_FILE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 
 
 def as_stored(model: Any, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +179,7 @@ def write_weights(
     for shard, part in parts.items():
         files |= part.result().take_name(directory / shards.file_name(shard))
     if rank == 0 and shards.last > 0:
-        files[_INDEX] = write_durable(directory / _INDEX, [shards.index()])
+        files[INDEX] = write_durable(directory / INDEX, [shards.index()])
     return files
 
 
@@ -206,7 +204,7 @@ class _Shards:
 
     def file_name(self, shard: int) -> str:
         """Only known when all tensors have their place: it tells how many files there are."""
-        return _ONLY_FILE if self.last == 0 else f"{_name_begins(shard)}{self.last + 1:05d}.safetensors"
+        return ONLY_FILE if self.last == 0 else f"{_name_begins(shard)}{self.last + 1:05d}.safetensors"
 
     def index(self) -> bytes:
         """Where a reader finds each tensor, as transformers and SGLang read it."""
@@ -223,7 +221,7 @@ def _file_of_shard(files: Iterable[str], shard: int) -> str | None:
     for name in files:
         if name.startswith(_name_begins(shard)) and name.endswith(".safetensors"):
             return name
-        if name == _ONLY_FILE and shard == 0:
+        if name == ONLY_FILE and shard == 0:
             return name
     return None
 

@@ -15,21 +15,21 @@ transformers stacks the matrices when it loads them: nine of ten numbers of a mi
 rank, before any rank has dropped what others keep.
 """
 
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from corral.workers.backends.files.parts import common
+from corral.workers.backends.files.tensors import stored_slices
 from corral.workers.backends.grouped_product import grouped_product
 from corral.workers.backends.sharding import local, start_of
 
@@ -75,7 +75,6 @@ def expert_matrices(layers: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
 
 
 _OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
-_INDEX: Final = "model.safetensors.index.json"
 
 
 class _Piece(NamedTuple):
@@ -96,11 +95,7 @@ class StoredExperts:
         Args:
             stack: closes the files.
         """
-        index = directory / _INDEX
-        names = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-        paths = [path for name in sorted(set(names)) if (path := directory / name).is_file()]
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        self._slices: Mapping[str, Any] = {name: file.get_slice(name) for file in files for name in file.keys()}
+        self._slices = stored_slices(directory, stack)
         self._pieces: dict[str, list[_Piece]] = {}
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -145,25 +140,18 @@ class StoredExperts:
 
     def fill(self, name: str, parameter: Tensor) -> None:
         """Read this rank's part of a parameter that was on `meta`; of the files no other numbers are read."""
-        own = local(parameter)
-        for piece, source, target in _common(self._pieces[name], start_of(parameter), tuple(own.shape)):
-            values: Tensor = self._slices[piece.name][tuple(source[dim] for dim in piece.dims)]
-            part = own[target]
-            part.copy_(values.view(part.shape))
+        own, first = local(parameter), start_of(parameter)
+        for piece in self._pieces[name]:
+            if (found := common((piece.start, piece.size), (first, tuple(own.shape)))) is not None:
+                source, target = found
+                values: Tensor = self._slices[piece.name][tuple(source[dim] for dim in piece.dims)]
+                part = own[target]
+                part.copy_(values.view(part.shape))
 
-
-def _common(
-    pieces: list[_Piece], first: tuple[int, ...], size: tuple[int, ...]
-) -> Iterator[tuple[_Piece, list[slice], tuple[slice, ...]]]:
-    """The pieces that have numbers in a box, and where these are: in the piece, and in the box."""
-    for piece in pieces:
-        begins = [max(pair) for pair in zip(piece.start, first, strict=True)]
-        piece_ends, box_ends = (map(sum, zip(*box, strict=True)) for box in (piece[1:3], (first, size)))
-        ends = [min(pair) for pair in zip(piece_ends, box_ends, strict=True)]
-        if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-            spans = list(zip(begins, ends, strict=True))
-            source = [slice(a - start, b - start) for (a, b), start in zip(spans, piece.start, strict=True)]
-            yield piece, source, tuple(slice(a - start, b - start) for (a, b), start in zip(spans, first, strict=True))
+    def only_type(self) -> str | None:
+        """The type that all weights of the files are of, in safetensors' words; None if there are several."""
+        types = {stored.get_dtype() for stored in self._slices.values()}
+        return types.pop() if len(types) == 1 else None
 
 
 class _NoCopies(TorchFunctionMode):

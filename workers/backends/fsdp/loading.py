@@ -29,9 +29,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 from corral.experiments.config.model import LoraConfig
@@ -75,10 +73,11 @@ def load_model(directory: Path, head: Head, stored: StoredExperts) -> Any:
     if head.has_score_layer:
         _prepare_for_one_score(config, directory)
     weights = stored.state_dict()
-    model, report = _from_files(directory, head, config, _stored_type(directory), weights)
+    mapped = _TYPES.get(stored.only_type() or "", torch.float32)  # what is of several types cannot be mapped
+    model, report = _from_files(directory, head, config, mapped, weights)
     if weights is not None and not stored.find_places(model):
         weights = None  # of a kind that changes more than where the numbers are: transformers does it, with all of them
-        model, report = _from_files(directory, head, config, _stored_type(directory))
+        model, report = _from_files(directory, head, config, mapped)
     if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):
         # Made by the model's own code, which rounds it to the type of the weights: it is in no file to be read again.
         model, report = _from_files(directory, head, config, torch.float32, weights)
@@ -131,15 +130,6 @@ def hold_weights(
         return part
 
     model._apply(held)  # type: ignore[no-untyped-call]  # FSDP2 hears of it, as of a model that moves to another device
-
-
-def _stored_type(directory: Path) -> torch.dtype:
-    """The type that all weights of the files are of, in which they can be mapped; float32 if there are several."""
-    found = set()
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}
-    return _TYPES.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
 
 def _from_files(
@@ -227,7 +217,12 @@ def load_over_ranks(
         if is_held_low:
             model.requires_grad_(False)
         _prepare(model, head, lora, seed=seed)
-        _cut(model, context, mesh, compute_dtype=compute_dtype)
+        if mesh is not None and context.tp_size > 1:
+            cut_layers(model, mesh[TENSOR])
+        if context.cp_group is not None:
+            share_attention(model, context.cp_group)
+        if mesh is not None:
+            shard(model, mesh, compute_dtype=compute_dtype)
         # Where layers come as they were cut, and never whole.
         experts = [weight for weight, number in expert_matrices(layers_of(model)).items() if number]
         low = [*frozen_products(model), *(weight for weight in experts if not weight.requires_grad)]
@@ -244,12 +239,3 @@ def _prepare(model: Any, head: Head, lora: LoraConfig | None, *, seed: int) -> N
     cast_per_use(model)
     head.install(model)
     install_router_replay(model)
-
-
-def _cut(model: Any, context: ParallelContext, mesh: DeviceMesh | None, *, compute_dtype: torch.dtype) -> None:
-    if mesh is not None and context.tp_size > 1:
-        cut_layers(model, mesh[TENSOR])
-    if context.cp_group is not None:
-        share_attention(model, context.cp_group)
-    if mesh is not None:
-        shard(model, mesh, compute_dtype=compute_dtype)

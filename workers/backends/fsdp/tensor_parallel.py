@@ -19,6 +19,7 @@ Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
+from corral.workers.backends.context_parallel import with_transpose
 from corral.workers.backends.lora import AdaptedLinear, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
 from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, local_with_gradient
@@ -64,7 +66,7 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
         for name in _BY_COLUMNS:
             _cut_columns(layer.get_submodule(name), mesh)
         for name in _BEGINS_WITH_ALL:
-            layer.get_submodule(name).register_forward_pre_hook(_GradientSum(mesh), with_kwargs=True)
+            layer.get_submodule(name).register_forward_pre_hook(partial(_sum_gradient, mesh), with_kwargs=True)
     if config.vocab_size % size == 0:  # others are copied whole
         _cut_vocabulary(model, mesh)
 
@@ -183,54 +185,28 @@ class OwnTokens(nn.Embedding):
         return _summed(embedded * is_own[..., None], self.tensor_mesh)
 
 
-class _GradientSum:
+def _sum_gradient(
+    mesh: DeviceMesh, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a half of a layer: hands its input on, and sums the gradient that comes back over the ranks."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def handed_on(input: Tensor) -> Tensor:
+        return with_transpose(input, lambda whole: whole.view_as(whole), partial(_all_reduced, mesh.get_group()))
 
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        apply: Any = _SumBackward.apply
-        if args:
-            return (apply(args[0], self._mesh.get_group()), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": apply(kwargs["hidden_states"], self._mesh.get_group())}
+    if args:
+        return (handed_on(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": handed_on(kwargs["hidden_states"])}
 
 
-def _summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
-    apply: Any = _SumForward.apply
-    total: Tensor = apply(partial, mesh.get_group())
-    return total
-
-
-class _SumForward(torch.autograd.Function):
+def _summed(partial_sum: Tensor, mesh: DeviceMesh) -> Tensor:
     """Parts -> their sum on every rank; its gradient, the same on all ranks, is that of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    return with_transpose(partial_sum, partial(_all_reduced, mesh.get_group()), lambda gradient: gradient)
 
 
-class _SumBackward(torch.autograd.Function):
-    """The same on every rank, used in parts; the gradients of the parts are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+def _all_reduced(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def sum_gradients_of_own_parts(parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> None:
@@ -239,18 +215,18 @@ def sum_gradients_of_own_parts(parameters: Iterable[tuple[str, nn.Parameter]], g
     Once a step, in one collective, after the last backward pass: norms of queries and keys, and of each adapter the
     half that is not cut.
     """
-    partial = [
+    parts = [
         local(parameter.grad)
         for name, parameter in parameters
         if parameter.grad is not None
         and (name.endswith(_SEES_OWN_HEADS) or (is_adapter(name) and not is_cut_by_tensor(parameter)))
     ]
-    if not partial:
+    if not parts:
         return
-    packed = torch.cat([gradient.flatten() for gradient in partial])
+    packed = torch.cat([gradient.flatten() for gradient in parts])
     dist.all_reduce(packed, group=group)
-    totals = torch.split(packed, [gradient.numel() for gradient in partial])
-    for gradient, total in zip(partial, totals, strict=True):
+    totals = torch.split(packed, [gradient.numel() for gradient in parts])
+    for gradient, total in zip(parts, totals, strict=True):
         gradient.copy_(total.view_as(gradient))
 
 

@@ -11,6 +11,7 @@ the optimizer.
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends import train_state
+from corral.workers.backends.files.tensors import stored_slices
 from corral.workers.backends.lora import fold_sums, sum_of_bits
 from corral.workers.backends.megatron.bridge import SCORE, SCORE_BIAS, Bridge
 from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
@@ -51,6 +52,14 @@ class MegatronEngine(MeshEngine):
     """
 
     def _load(self) -> Any:
+        with ExitStack() as stack:
+            return self._load_from(stored_slices(self.directory, stack))
+
+    def _load_from(self, slices: Mapping[str, Any]) -> Any:
+        """
+        Args:
+            slices: the tensors of the model's directory.
+        """
         context, head, lora = self.context, self._head, self.lora
         if context.device.type == "cpu":
             stand_in_for_gpu()
@@ -62,18 +71,18 @@ class MegatronEngine(MeshEngine):
             self._bridge,
             self._groups,
             head=head,
-            has_score_bias=_stores(self.directory, SCORE_BIAS),
+            has_score_bias=SCORE_BIAS in slices,
             cp_group=context.cp_group,
         ).to(context.device)
         if lora is not None and head.has_score_layer and stage.post_process:
             stage.output_layer.float()  # trained beside adapters, and of their type
         self._weights = StageWeights(self._bridge.names(stage), self._bridge, self._groups, context.device)
         recompute_layers(stage.decoder.layers, self.recompute)
-        self._weights.take_over(_stored_tensors(self.directory, needed=self._weights.stored_shapes()))
+        self._weights.take_over(_needed(self.directory, slices, self._weights.stored_shapes()))
         self._adapters: Adapters | None = None
         self._trained = self._weights
         if lora is not None:
-            self._adapters = self._make_adapters(lora, stage)
+            self._adapters = self._make_adapters(lora, stage, slices)
             self._trained = self._adapters.trained
         self._trainee: Any = stage
         if self.optimizer is not None:
@@ -84,14 +93,14 @@ class MegatronEngine(MeshEngine):
         self.num_parameters, self.num_trained = self._weights.num_parameters, self._trained.num_parameters
         return self._hf_config
 
-    def _make_adapters(self, lora: LoraConfig, stage: Any) -> Adapters:
+    def _make_adapters(self, lora: LoraConfig, stage: Any, slices: Mapping[str, Any]) -> Adapters:
         """They alone draw at random: first values, and dropout."""
         adapters = Adapters(lora, stage, self._weights, self._bridge)
         adapters.initialize(self._bridge, seed=self.seed)
         frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
         ranks, place = self.context.world_size, self.context.place
         own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
-        parts = _stored_tensors(self.directory, needed=own)
+        parts = _needed(self.directory, slices, own)
         own_sum = fold_sums(sum(sum_of_bits(name, part.to(self.compute_dtype)) for name, part in parts))
         self._note_adapters(lora, adapters.layers, own_sum=own_sum)
         return adapters
@@ -206,25 +215,15 @@ class MegatronEngine(MeshEngine):
         return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
 
 
-def _stores(directory: Path, name: str) -> bool:
-    """Whether a directory has a tensor of this name."""
-    for path in directory.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():
-                return True
-    return False
-
-
-def _stored_tensors(directory: Path, *, needed: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def _needed(
+    directory: Path, slices: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a directory that the model has, one at a time; a score layer that it lacks is zero."""
-    missing = dict(needed)
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in missing.keys() & set(file.keys()):
-                yield name, file.get_tensor(name)
-                del missing[name]
+    missing = sorted(shapes.keys() - slices.keys())
     if SCORE in missing:
         logger.warning("model %s has no score layer: its scores start at 0 and have to be trained", directory)
-        yield SCORE, torch.zeros(missing.pop(SCORE))
+        yield SCORE, torch.zeros(shapes[SCORE])
+        missing.remove(SCORE)
     if missing:
-        raise ValueError(f"model {directory} lacks {len(missing)} weights, such as {min(missing)!r}")
+        raise ValueError(f"model {directory} lacks {len(missing)} weights, such as {missing[0]!r}")
+    yield from ((name, stored[:]) for name, stored in slices.items() if name in shapes)
