@@ -28,8 +28,8 @@ from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerC
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
-from corral.workers.backends.files.adapters import adapter_config
-from corral.workers.backends.files.share import Adapter, WeightShare, companion_files
+from corral.workers.backends.files.adapters import Adapter, adapter_config
+from corral.workers.backends.files.share import WeightShare, companion_files
 from corral.workers.backends.files.weights import WeightBase
 from corral.workers.backends.heads import head_named
 from corral.workers.backends.host_copies import Offloaded

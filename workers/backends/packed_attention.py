@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from corral.workers.backends.context_parallel import to_heads, to_tokens
 from corral.workers.backends.sharding import layers_of
 from corral.workers.backends.varlen_attention import attend_in_one_call, setting_of, takes_one_call
-from corral.workers.shared_prompts.attention import attend_with_shared_prompts
+from corral.workers.shared_prompts.attention import attend_with_shared_prompts, in_row, stacked
 from corral.workers.shared_prompts.rows import PromptGroup
 
 PACKED_ATTENTION = "corral_packed_sdpa"
@@ -132,11 +132,11 @@ def attend_by_runs(
     widths = [length * count for length, count in runs]
     pieces = zip(runs, *(torch.split(tensor, widths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
-        _joined(
+        in_row(
             F.scaled_dot_product_attention(
-                _stacked(q, count),
-                _stacked(k, count),
-                _stacked(v, count),
+                stacked(q, count),
+                stacked(k, count),
+                stacked(v, count),
                 attn_mask=(mask := _window_mask(length, sliding_window, q.device)),
                 dropout_p=dropout,
                 is_causal=mask is None,
@@ -147,18 +147,6 @@ def attend_by_runs(
         for (length, count), q, k, v in pieces
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
-
-
-def _stacked(run: Tensor, count: int) -> Tensor:
-    """[1, heads, count * L, head_dim] -> [count, heads, L, head_dim], without a copy."""
-    _, heads, width, head_dim = run.shape
-    return run[0].view(heads, count, width // count, head_dim).transpose(0, 1)
-
-
-def _joined(stacked: Tensor) -> Tensor:
-    """The inverse of `_stacked`."""
-    count, heads, length, head_dim = stacked.shape
-    return stacked.transpose(0, 1).reshape(1, heads, count * length, head_dim)
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ ranks: torch's object collectives pickle, so they are not used anywhere.
 
 import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -25,26 +25,20 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
 from corral.workers.backends.torch_versions import new_group
 
-_MAX_TEXT_BYTES = 256  # of every rank alike, so that none has to be told the length first
-_AXES = MappingProxyType(
+_IN_COMMON = MappingProxyType(
     {
-        "dp_group": frozenset({"dp_rank"}),
-        "shard_group": frozenset({"dp_rank", "cp_rank"}),
-        "cp_group": frozenset({"cp_rank"}),
-        "tp_group": frozenset({"tp_rank"}),
-        "pp_group": frozenset({"pp_rank"}),
-        "model_group": frozenset({"tp_rank", "pp_rank"}),
+        "dp_group": ("cp_rank", "tp_rank", "pp_rank"),
+        "shard_group": ("tp_rank", "pp_rank"),
+        "cp_group": ("dp_rank", "tp_rank", "pp_rank"),
+        "tp_group": ("dp_rank", "cp_rank", "pp_rank"),
+        "pp_group": ("dp_rank", "cp_rank", "tp_rank"),
+        "model_group": ("dp_rank", "cp_rank"),
+        "ep_group": ("expert_dp_rank", "tp_rank", "pp_rank"),
+        "tp_ep_group": ("expert_dp_rank", "pp_rank"),
+        "expert_dp_group": ("ep_rank", "tp_rank", "pp_rank"),
     }
 )
-"""The coordinates in which the ranks of each group of a context differ."""
-_EXPERT_AXES = MappingProxyType(
-    {
-        "ep_group": frozenset({"ep_rank"}),
-        "tp_ep_group": frozenset({"tp_rank", "ep_rank"}),
-        "expert_dp_group": frozenset({"expert_dp_rank"}),
-    }
-)
-"""The same of the groups that experts are spread over."""
+"""The coordinates that the ranks of each group of a context have in common."""
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
@@ -155,15 +149,8 @@ class ParallelContext:
         return _reduce(values, dist.ReduceOp.MAX, self.dp_group)
 
     def text_from(self, dp_rank: int, text: str) -> str:
-        """The text of one data-parallel rank, cut to 256 bytes, on all of them; what the others pass is ignored."""
-        if self.dp_group is None:
-            return text
-        packed = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
-        if self.dp_rank == dp_rank:
-            known = text.encode()[:_MAX_TEXT_BYTES]
-            packed[: len(known)] = torch.tensor(list(known), dtype=torch.uint8)
-        dist.broadcast(packed, group=self.dp_group, group_src=dp_rank)
-        return bytes(packed.tolist()).rstrip(b"\0").decode(errors="replace")
+        """The text of one data-parallel rank, on all of them; what the others pass is ignored."""
+        return text if self.dp_group is None else broadcast_text(text, source=dp_rank, group=self.dp_group)
 
     def close(self) -> None:
         """Leave the gang with the groups of all its meshes; for the context that `init_parallel` gave."""
@@ -181,6 +168,17 @@ def _reduce(
     packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
     dist.all_reduce(packed, op=operation, group=group)
     return dict(zip(names, packed.tolist(), strict=True))
+
+
+def broadcast_text(text: str, *, source: int, group: dist.ProcessGroup) -> str:
+    """The text of one rank of a group, on all of them: its length first, since the others do not know it."""
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, group=group, group_src=source)
+    if group.rank() != source:
+        content = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(content, group=group, group_src=source)
+    return bytes(content.tolist()).decode()
 
 
 def host_store(host: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TCPStore, str]:
@@ -316,20 +314,13 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
 
 def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of each group of a mesh's contexts, by the context's name for it; each rank is in one at most."""
-    places = range(mesh.dims.world_size)
-    coords = [mesh.dims.coords(place)._asdict() for place in places]
-    expert_coords = [mesh.dims.expert_coords(place)._asdict() for place in places]
-    along = {name: _ranks_along(mesh, coords, axes) for name, axes in _AXES.items()}
-    along |= {name: _ranks_along(mesh, expert_coords, axes) for name, axes in _EXPERT_AXES.items()}
+    groups: dict[str, defaultdict[tuple[int, ...], list[int]]] = {name: defaultdict(list) for name in _IN_COMMON}
+    for place, rank in enumerate(mesh.ranks):
+        at = mesh.dims.coords(place)._asdict() | mesh.dims.expert_coords(place)._asdict()
+        for name, axes in _IN_COMMON.items():
+            groups[name][tuple(at[axis] for axis in axes)].append(rank)
+    along = {name: list(map(tuple, members.values())) for name, members in groups.items()}
     return along | {"ends_group": [tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in along["pp_group"]]}
-
-
-def _ranks_along(mesh: Mesh, coords: Sequence[Mapping[str, int]], axes: frozenset[str]) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ in nothing but these coordinates, by place; each rank is in one of them."""
-    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, at in zip(mesh.ranks, coords, strict=True):
-        groups[tuple(number for axis, number in at.items() if axis not in axes)].append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
 
 
 def _context_in(

@@ -63,8 +63,8 @@ class _SharedPromptAttention(torch.autograd.Function):
         log_sums = query.new_empty(1, heads, width, dtype=torch.float32)
         for piece in _within_segments(groups):
             result, of_piece = _attend(piece, query, key, value, scale)
-            output[:, :, piece.queries] = _in_row(result)
-            log_sums[:, :, piece.queries] = _in_row(of_piece[..., None])[..., 0]
+            output[:, :, piece.queries] = in_row(result)
+            log_sums[:, :, piece.queries] = in_row(of_piece[..., None])[..., 0]
         for piece in _on_prompts(groups):
             result, of_piece = _attend(piece, query, key, value, scale)
             own = log_sums[:, :, piece.queries].clone()
@@ -79,15 +79,11 @@ class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sums = ctx.saved_tensors
-        of_inputs = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for piece in _within_segments(ctx.groups):  # all of the row
+        of_inputs = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        for piece in (*_within_segments(ctx.groups), *_on_prompts(ctx.groups)):
             parts = _gradients(piece, gradients[0], query, key, value, output, log_sums, ctx.scale)
             for whole, part, place in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
-                whole[:, :, place] = _in_row(part)
-        for piece in _on_prompts(ctx.groups):
-            parts = _gradients(piece, gradients[0], query, key, value, output, log_sums, ctx.scale)
-            for whole, part, place in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
-                whole[:, :, place] += _in_row(part)
+                whole[:, :, place] += in_row(part)
         return *of_inputs, None, None
 
 
@@ -115,8 +111,8 @@ def _on_prompts(groups: Sequence[PromptGroup]) -> Iterator[_Piece]:
 
 def _attend(piece: _Piece, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """[count, heads, length, head_dim], and [count, heads, length] float32: the logarithms of the softmax's sums."""
-    queries = _stacked(query, piece.queries, piece.num_segments)
-    keys, values = (_stacked(tensor, piece.keys, piece.num_segments) for tensor in (key, value))
+    queries = stacked(query[:, :, piece.queries], piece.num_segments)
+    keys, values = (stacked(tensor[:, :, piece.keys], piece.num_segments) for tensor in (key, value))
     kernel = (
         _ATEN._scaled_dot_product_flash_attention_for_cpu
         if query.device.type == "cpu"
@@ -137,9 +133,11 @@ def _gradients(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the keys of a piece are the reason of, by its queries, keys and values; all arguments are of the row."""
-    of_result, queries, results = (_stacked(t, piece.queries, piece.num_segments) for t in (gradient, query, output))
-    keys, values = (_stacked(tensor, piece.keys, piece.num_segments) for tensor in (key, value))
-    sums = _stacked(log_sums[..., None], piece.queries, piece.num_segments)[..., 0]
+    of_result, queries, results = (
+        stacked(tensor[:, :, piece.queries], piece.num_segments) for tensor in (gradient, query, output)
+    )
+    keys, values = (stacked(tensor[:, :, piece.keys], piece.num_segments) for tensor in (key, value))
+    sums = stacked(log_sums[:, :, piece.queries, None], piece.num_segments)[..., 0]
     known = (of_result, queries, keys, values, results, sums.contiguous())
     if query.device.type == "cpu":
         backward: Any = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
@@ -152,13 +150,12 @@ def _gradients(
     return parts
 
 
-def _stacked(row: Tensor, run: slice, count: int) -> Tensor:
-    """[1, heads, R, size] -> [count, heads, length, size], without a copy."""
-    part = row[0, :, run]
-    heads, width, size = part.shape
-    return part.view(heads, count, width // count, size).transpose(0, 1)
+def stacked(run: Tensor, count: int) -> Tensor:
+    """[1, heads, count * length, size] -> [count, heads, length, size], without a copy."""
+    _, heads, width, size = run.shape
+    return run[0].view(heads, count, width // count, size).transpose(0, 1)
 
 
-def _in_row(stacked: Tensor) -> Tensor:
-    """[count, heads, length, size] -> [1, heads, count * length, size]."""
-    return stacked.transpose(0, 1).flatten(1, 2)[None]
+def in_row(several: Tensor) -> Tensor:
+    """The inverse of `stacked`."""
+    return several.transpose(0, 1).flatten(1, 2)[None]

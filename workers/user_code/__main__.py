@@ -62,8 +62,8 @@ class _Look:
         if import_path in (self._question.interfaces or ()):
             self._declared[import_path] = _algorithms().keys_of_interface(import_path, self._question.ppo)
         else:
-            tables = ({"": tuple(getattr(found, name, ()))} for name in ("inputs", "outputs"))
-            self._declared[import_path] = Declared(**dict(zip(("inputs", "outputs"), tables, strict=True)))
+            tables = {name: {"": tuple(getattr(found, name, ()))} for name in ("inputs", "outputs")}
+            self._declared[import_path] = Declared(**tables)
 
     def _load(self, import_path: str) -> Any:
         try:

@@ -19,22 +19,21 @@ def place_of(error: BaseException) -> str:
     """Where in the user's file it was: "my_rewards.py:12"; "" if it came through none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown_path(error.filename)}:{error.lineno}"
-    for frame in traceback.extract_tb(error.__traceback__):
-        if _is_users(frame.filename):  # the user's own function comes first; below may be any library
-            return f"{shown_path(frame.filename)}:{frame.lineno}"
-    return ""
+    return _outermost(traceback.extract_tb(error.__traceback__))
 
 
 def users_frame(frame: FrameType) -> str:
-    """Where a thread stands that does not come back: the outermost line of the user's."""
-    for one in traceback.extract_stack(frame):
-        if _is_users(one.filename):
-            return f"{shown_path(one.filename)}:{one.lineno}"
-    return ""
+    """Where a thread stands that does not come back."""
+    return _outermost(traceback.extract_stack(frame))
 
 
 def shown_path(file: str) -> str:
     return Path(file).name
+
+
+def _outermost(frames: traceback.StackSummary) -> str:
+    """The first line of the user's: below it may be any library; "" if there is none."""
+    return next((f"{shown_path(frame.filename)}:{frame.lineno}" for frame in frames if _is_users(frame.filename)), "")
 
 
 def _is_users(file: str) -> bool:

@@ -45,11 +45,9 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
             continue
         try:
             checked_reward(value)
-        except (TypeError, ValueError) as error:
+            return
+        except (TypeError, ValueError):
             causes.append(f"{_where(reward)}: {_name(reward)} returned {value!r:.100}, and a reward is a finite number")
-            del error
-            continue
-        return
     tried = " and ".join(f"{answer!r:.40}" for answer in answers)
     raise UnfitError(f"it judged no answer to the first row of the data set, tried with {tried}: {causes[0]}")
 

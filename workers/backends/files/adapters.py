@@ -12,6 +12,7 @@ its folder that ends in safetensors, and transformers takes a model with adapter
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,32 +54,26 @@ def adapter_config(layers: Collection[str], config: LoraConfig, *, base: Path, h
     return json.dumps(content, indent=2).encode()
 
 
-def write_adapter(
-    directory: Path,
-    parameters: Mapping[str, Tensor],
-    config: bytes,
-    *,
-    on_progress: Callable[[], None] = no_progress,
-) -> dict[str, FileEntry]:
-    """Write an adapter into a folder of its own of a version of the weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """All that is trained, whole, by the model's names, and its configuration as `adapter_config` has it."""
 
-    Args:
-        directory: of the version.
-        parameters: all that are trained, whole, by the model's names.
-        config: see `adapter_config`.
+    tensors: Mapping[str, Tensor]
+    config: bytes
 
-    Returns:
-        The files by their path relative to `directory`; they are on disk.
-    """
-    folder = directory / ADAPTER_FOLDER
-    folder.mkdir(mode=0o700)
-    named = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in parameters.items()}
-    files = {
-        f"{ADAPTER_FOLDER}/{ADAPTER_TENSORS}": write_tensors(folder / ADAPTER_TENSORS, named, on_progress=on_progress),
-        f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": write_durable(folder / ADAPTER_CONFIG, [config]),
-    }
-    fsync_directory(folder)
-    return files
+    def write(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
+        """Write it into a folder of its own of a version of the weights, which is in `directory`.
+
+        Returns:
+            The files by their path relative to `directory`; they are on disk.
+        """
+        folder = directory / ADAPTER_FOLDER
+        folder.mkdir(mode=0o700)
+        named = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.tensors.items()}
+        tensors = write_tensors(folder / ADAPTER_TENSORS, named, on_progress=on_progress)
+        config = write_durable(folder / ADAPTER_CONFIG, [self.config])
+        fsync_directory(folder)
+        return {f"{ADAPTER_FOLDER}/{ADAPTER_TENSORS}": tensors, f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": config}
 
 
 @torch.no_grad()

@@ -22,19 +22,11 @@ import torch
 from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
-from corral.workers.backends.files.adapters import write_adapter
+from corral.workers.backends.files.adapters import Adapter
 from corral.workers.backends.files.weights import WeightBase, copy_own, write_weights
 from corral.workers.backends.heads import Head
 from corral.workers.backends.host_copies import host_copies
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """Adapters, whole, and their configuration as peft has it."""
-
-    tensors: Mapping[str, Tensor]
-    config: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +65,7 @@ class WeightShare:
         for name, content in self.companions.items():
             files[name] = write_durable(directory / name, [content])
         if self.adapter is not None:
-            files |= write_adapter(directory, self.adapter.tensors, self.adapter.config, on_progress=on_progress)
+            files |= self.adapter.write(directory, on_progress=on_progress)
         fsync_directory(directory)
         return files
 

@@ -64,12 +64,12 @@ class WeightBase:
             return None
 
     def write_with_delta(
-        self, name: str, tensors: Mapping[str, Tensor], path: Path, delta_path: Path, *, on_progress: Callable[[], None]
-    ) -> tuple[FileEntry, FileEntry | None]:
+        self, name: str, tensors: Mapping[str, Tensor], path: Path, *, on_progress: Callable[[], None]
+    ) -> dict[str, FileEntry]:
         """Write a new file, and what leads to it from the base's file `name`.
 
         Returns:
-            What was written of the file, and of the delta; None if that would not pay, which `given_up` then explains.
+            As `_write_part`; without a delta if that would not pay, which `given_up` then explains.
         """
         # The smallest divides the pieces of all; a file of weights has one type only.
         itemsize = min(_MAX_ITEM_SIZE, *(tensor.element_size() for tensor in tensors.values()))
@@ -77,15 +77,15 @@ class WeightBase:
             base = open(self.directory / name, "rb", buffering=0)
         except OSError as error:
             self.given_up[name] = f"the version before cannot be read: {error}"
-            return write_tensors(path, tensors, on_progress=on_progress), None
+            return {"": write_tensors(path, tensors, on_progress=on_progress)}
         with base:
             encoder = DeltaEncoder(base, itemsize=itemsize, max_bytes=int(self.files[name].size * MAX_SHARE))
             entry = write_tensors(path, tensors, on_piece=encoder.add, on_progress=on_progress)
         content = encoder.content(base=self.files[name], result=entry)
         if not content:
             self.given_up[name] = encoder.given_up
-            return entry, None
-        return entry, write_durable(delta_path, content)
+            return {"": entry}
+        return {"": entry, DELTA_SUFFIX: write_durable(Path(f"{path}{DELTA_SUFFIX}"), content)}
 
 
 MAX_SHARD_BYTES: Final = 2**30  # small enough that every rank of a large model's mesh has files to write
@@ -153,16 +153,14 @@ def write_weights(
         OSError: the first file that could not be written, once `weights` has ended.
     """
     shards = _Shards(max_shard_bytes)
-    parts: dict[int, Future[_Part]] = {}
+    parts: dict[int, Future[dict[str, FileEntry]]] = {}
     growing: dict[str, Tensor] = {}
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights") as writer:
 
         def write(shard: int) -> None:
             wait(parts.values())
             if growing:
-                part = (
-                    directory / f".model-{shard + 1:05d}.part"
-                )  # hidden: no part of the content until it has its name
+                part = _hidden(directory, shard)
                 parts[shard] = writer.submit(_write_part, part, dict(growing), shard, base, on_progress)
                 growing.clear()
 
@@ -177,7 +175,10 @@ def write_weights(
         write(shards.last)
     files: dict[str, FileEntry] = {}
     for shard, part in parts.items():
-        files |= part.result().take_name(directory / shards.file_name(shard))
+        for suffix, entry in part.result().items():
+            name = f"{shards.file_name(shard)}{suffix}"
+            os.rename(f"{_hidden(directory, shard)}{suffix}", directory / name)
+            files[name] = entry
     if rank == 0 and shards.last > 0:
         files[INDEX] = write_durable(directory / INDEX, [shards.index()])
     return files
@@ -212,6 +213,11 @@ class _Shards:
         return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
+def _hidden(directory: Path, shard: int) -> Path:
+    """A file that is no part of the content until it has its name."""
+    return directory / f".model-{shard + 1:05d}.part"
+
+
 def _name_begins(shard: int) -> str:
     return f"model-{shard + 1:05d}-of-"
 
@@ -226,28 +232,15 @@ def _file_of_shard(files: Iterable[str], shard: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A file that was written, and its delta if it has one; both get their names later."""
-
-    path: Path
-    entry: FileEntry
-    delta_entry: FileEntry | None
-
-    def take_name(self, path: Path) -> dict[str, FileEntry]:
-        os.rename(self.path, path)
-        if self.delta_entry is None:
-            return {path.name: self.entry}
-        delta = f"{path.name}{DELTA_SUFFIX}"
-        os.rename(f"{self.path}{DELTA_SUFFIX}", path.with_name(delta))
-        return {path.name: self.entry, delta: self.delta_entry}
-
-
 def _write_part(
     path: Path, tensors: Mapping[str, Tensor], shard: int, base: WeightBase | None, on_progress: Callable[[], None]
-) -> _Part:
+) -> dict[str, FileEntry]:
+    """Write a file, and its delta if it has one; both get their names later.
+
+    Returns:
+        What was written, by what follows the path: "" for the file.
+    """
     name = None if base is None else _file_of_shard(base.files, shard)
     if base is None or name is None:
-        return _Part(path, write_tensors(path, tensors, on_progress=on_progress), None)
-    delta_path = path.with_name(f"{path.name}{DELTA_SUFFIX}")
-    return _Part(path, *base.write_with_delta(name, tensors, path, delta_path, on_progress=on_progress))
+        return {"": write_tensors(path, tensors, on_progress=on_progress)}
+    return base.write_with_delta(name, tensors, path, on_progress=on_progress)

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from corral.workers.backends.megatron.bridge import Bridge, is_cut
+from corral.workers.backends.parallel_context import broadcast_text
 from corral.workers.backends.sharding import each_once
 
 
@@ -179,8 +180,9 @@ class StageWeights:
     def _agree(self) -> list[Part]:
         """What each stage has; of a parameter that two have, the first one's counts."""
         parts: dict[str, Part] = {}
+        own = json.dumps(self._own_parts())
         for stage in range(self.groups.pp.size()):
-            for name, expert_rank, shape, dtype in json.loads(self._text_from(stage, json.dumps(self._own_parts()))):
+            for name, expert_rank, shape, dtype in json.loads(broadcast_text(own, source=stage, group=self.groups.pp)):
                 parts.setdefault(name, Part(name, tuple(shape), getattr(torch, dtype), stage, expert_rank))
         return list(parts.values())
 
@@ -191,16 +193,3 @@ class StageWeights:
             for name, parameter in self.parameters.items()
             for counterpart, expert_rank in self._bridge.counterparts(name)
         ]
-
-    def _text_from(self, stage: int, text: str) -> str:
-        """The text of one stage, on all of them."""
-        group = self.groups.pp
-        if group.size() == 1:
-            return text
-        content = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([len(content)])
-        dist.broadcast(length, group=group, group_src=stage)
-        if group.rank() != stage:
-            content = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(content, group=group, group_src=stage)
-        return bytes(content.tolist()).decode()
