@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from corral.experiments.config.model import MuonConfig, OptimizerConfig
-from corral.workers.backends.fsdp.optimizers import AdamWAndMuon, set_learning_rate
+from corral.workers.backends.fsdp.optimizers import AdamWAndMuon
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
+from corral.workers.backends.mesh_engine import set_learning_rate
 
 pytestmark = pytest.mark.gpu
 SIZES = ((512, 1024), (300,), (256, 4096), (7,), (1024, 512))

@@ -143,14 +143,13 @@ def parameters_that_can_leave(model: nn.Module) -> list[Tensor]:
     return list(model.parameters())
 
 
-def state_that_can_leave(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors of the optimizer's state, after copying those whose memory cannot be given back."""
-    states: Iterable[dict[str, Any]] = optimizer.state.values()
-    for state in states:
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = _that_can_leave(value)
-    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+def state_that_can_leave(optimizer: Any) -> list[Tensor]:
+    """All tensors of the state of an optimizer, or of several that are chained, after copying as above."""
+    found: list[Tensor] = []
+    for _, state in optimizer.state.items():
+        state |= {name: _that_can_leave(value) for name, value in state.items() if isinstance(value, Tensor)}
+        found += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
 
 
 def _that_can_leave(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from corral.workers.backends.files.adapters import Adapter, adapter_config
 from corral.workers.backends.files.share import WeightShare, companion_files
 from corral.workers.backends.files.weights import WeightBase
 from corral.workers.backends.heads import head_named
-from corral.workers.backends.host_copies import Offloaded
+from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 from corral.workers.backends.lora import fold_sums
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.parallel_context import ParallelContext
@@ -101,6 +101,7 @@ class MeshEngine(ABC):
     is_damaged: bool = field(default=False, init=False)
     """Whether a step has made weights that are not finite: what was finite must be loaded again."""
     _optimizer: Any = field(default=None, init=False)
+    """With `param_groups`, `state`, `step` and `zero_grad`, as torch's have them."""
     _offloaded: Offloaded | None = field(default=None, init=False)
     _hosted: Offloaded | None = field(default=None, init=False)
     _sum_of_frozen: int = field(default=0, init=False)
@@ -157,18 +158,6 @@ class MeshEngine(ABC):
         """
 
     @abstractmethod
-    def _trained_tensors(self) -> list[Tensor]:
-        """What this rank's optimizer changes, with its gradients."""
-
-    @abstractmethod
-    def _make_step(self, rate: float) -> None:
-        """One update of weights and moments with the gradients as they are."""
-
-    @abstractmethod
-    def _drop_gradients(self) -> None:
-        """As if no micro-batch had been."""
-
-    @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by their names in Hugging Face's format, one after the other, on this rank's device.
 
@@ -207,11 +196,7 @@ class MeshEngine(ABC):
 
     @abstractmethod
     def _own_tensors(self) -> list[Tensor]:
-        """Parameters, and what `_moments` gives, whose memory can be given back."""
-
-    @abstractmethod
-    def _moments(self) -> list[Tensor]:
-        """What the optimizer keeps; nothing where there is none."""
+        """Parameters and what is beside them, but not `_moments`, whose memory can be given back."""
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -241,6 +226,7 @@ class MeshEngine(ABC):
                 sums.add(dict(zip((_OF_LOSS, _OF_STATS), output.denominators, strict=True)))
             return output.loss_sum / count
 
+        self._optimizer.zero_grad()
         self._backward(self._micro_batches(sample, keeps_groups=keeps_groups), loss, temperature=temperature)
         sums.add({_SQUARED_NORM: self._squared_norm()})
         return self._apply_gradients(config, count, self._over_mesh(sums), may_step)
@@ -295,17 +281,17 @@ class MeshEngine(ABC):
         """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
         of_loss, of_stats = total.pop(_OF_LOSS, count), total.pop(_OF_STATS, count)
         if of_loss == 0.0:
-            self._drop_gradients()
+            self._optimizer.zero_grad()
             return _SKIPPED | {"train/skipped_empty": 1.0}
         scale = count / of_loss  # gradients were divided by `count`, before the loss could say by what
         norm, count = math.sqrt(total.pop(_SQUARED_NORM)) * scale, of_stats
         means = {name: value / (of_loss if name == "loss" else of_stats) for name, value in total.items()}
         if not (math.isfinite(norm) and math.isfinite(total["loss"])):
-            self._drop_gradients()
+            self._optimizer.zero_grad()
             self.num_nonfinite += 1
             return _SKIPPED | {"train/skipped_nonfinite": 1.0, "train/tokens": count}
         if may_step is not None and not may_step(means):
-            self._drop_gradients()
+            self._optimizer.zero_grad()
             return means | _SKIPPED | {"train/skipped_early_stop": 1.0, "train/tokens": count}
         scale *= min(1.0, config.gradient_clipping / norm) if norm > 0.0 else 1.0
         if scale != 1.0:
@@ -316,11 +302,24 @@ class MeshEngine(ABC):
         if self._hosted is not None:
             self._hosted.bring_back()
         self._make_step(rate)
-        self._drop_gradients()
+        self._optimizer.zero_grad()
         self._put_moments_away()
         self.step += 1
         self.is_damaged = not self._are_weights_finite()
         return means | _SKIPPED | {"train/grad_norm": norm, "train/lr": rate, "train/tokens": count}
+
+    def _make_step(self, rate: float) -> None:
+        """One update of weights and moments with the gradients as they are."""
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+
+    def _trained_tensors(self) -> list[Tensor]:
+        """What this rank's optimizer changes, with its gradients."""
+        return [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+
+    def _moments(self) -> list[Tensor]:
+        """What the optimizer keeps, whose memory can be given back; nothing where there is none."""
+        return [] if self._optimizer is None else state_that_can_leave(self._optimizer)
 
     @torch.no_grad()
     def _are_weights_finite(self) -> bool:
@@ -463,7 +462,7 @@ class MeshEngine(ABC):
         Tensors that `export_weights` gave must not be read meanwhile.
         """
         if self._offloaded is None:
-            self._offloaded = Offloaded(self._own_tensors())
+            self._offloaded = Offloaded([*self._own_tensors(), *self._moments()])
 
     def onload(self) -> None:
         """Bring back what `offload` moved; nothing happens if it is here."""
@@ -506,6 +505,12 @@ class DeviceSums:
         if not self._sums:
             return {}
         return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Give every group of parameters its share of the rate of this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_ratio", 1.0)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:

@@ -16,11 +16,11 @@ from corral.workers.backends import train_state
 from corral.workers.backends.context_parallel import cut_row
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp.loading import load_over_ranks
-from corral.workers.backends.fsdp.optimizers import make_optimizer, set_learning_rate
+from corral.workers.backends.fsdp.optimizers import make_optimizer
 from corral.workers.backends.fsdp.packing_proof import refuse_unless_packed_alike
 from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
-from corral.workers.backends.host_copies import parameters_that_can_leave, state_that_can_leave
+from corral.workers.backends.host_copies import parameters_that_can_leave
 from corral.workers.backends.lora import (
     count_parameters,
     layers_with_adapters,
@@ -91,7 +91,6 @@ class FSDPEngine(MeshEngine):
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
         torch.manual_seed(self._seed_of_step())
         self._model.train()
-        self._drop_gradients()
         for micro_batch, is_last in with_last(micro_batches):
             sum_gradients(self._model, is_last or self.gradient_sums == "each_micro_batch")
             torch.autograd.backward(loss(self._scores(micro_batch, temperature), micro_batch))
@@ -118,16 +117,6 @@ class FSDPEngine(MeshEngine):
         if self.context.tp_group is not None:
             sum_gradients_of_own_parts(parameters.items(), self.context.tp_group)
         return squared_norm(parameters.values(), tensor_ranks=self.context.tp_size, device=self.context.device)
-
-    def _trained_tensors(self) -> list[Tensor]:
-        return list(self._trained().values())
-
-    def _make_step(self, rate: float) -> None:
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-
-    def _drop_gradients(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -163,10 +152,7 @@ class FSDPEngine(MeshEngine):
 
     def _own_tensors(self) -> list[Tensor]:
         reshard(self._model)
-        return [*parameters_that_can_leave(self._model), *self._moments()]
-
-    def _moments(self) -> list[Tensor]:
-        return [] if self._optimizer is None else state_that_can_leave(self._optimizer)
+        return parameters_that_can_leave(self._model)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This rank's rows of every parameter, by name; a tied one is there once."""

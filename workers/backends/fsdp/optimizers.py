@@ -44,7 +44,7 @@ _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: torch.dtype) -> "AdamWAndMuon":
-    """The optimizer of the parameters that are trained; `set_learning_rate` must be called before each step.
+    """The optimizer of the parameters that are trained; its rate must be set before each step (mesh_engine.py).
 
     Args:
         model: cut over the ranks already, where it is.
@@ -73,12 +73,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
         muon,
         compute_dtype=compute_dtype,
     )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group its share of the rate of this step."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_ratio"]
 
 
 def kinds_kept(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], frozenset[str]]:

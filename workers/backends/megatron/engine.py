@@ -133,7 +133,6 @@ class MegatronEngine(MeshEngine):
     def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
         torch.manual_seed(self._seed_of_step() ^ self._groups.pp.rank())  # stages have other layers, which draw others
         self._trainee.train()
-        self._drop_gradients()
         self._pipeline.backward(list(micro_batches), loss, temperature=temperature)
 
     def _finish_gradients(self, models: list[Any], _: Tensor | None, **options: Any) -> None:
@@ -144,18 +143,6 @@ class MegatronEngine(MeshEngine):
         self._optimizer.prepare_grads()
         norm: Tensor = self._optimizer.squared_norm()
         return norm.to(self.context.device)
-
-    def _trained_tensors(self) -> list[Tensor]:
-        return list(self._optimizer.get_parameters())
-
-    def _make_step(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step_with_ready_grads()
-
-    def _drop_gradients(self) -> None:
-        self._trainee.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -206,13 +193,9 @@ class MegatronEngine(MeshEngine):
     def _own_tensors(self) -> list[Tensor]:
         tensors: list[Tensor] = [*self._trainee.parameters(), *self._weights.beside_parameters()]
         if self._optimizer is not None:
-            tensors += self._optimizer.get_parameters()
+            tensors += self._trained_tensors()
             tensors += [buffer.grad_data for buffer in (*self._trainee.buffers, *self._trainee.expert_parallel_buffers)]
-        return tensors + self._moments()
-
-    def _moments(self) -> list[Tensor]:
-        states = () if self._optimizer is None else self._optimizer.moments()
-        return [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+        return tensors
 
 
 def _needed(

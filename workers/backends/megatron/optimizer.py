@@ -3,7 +3,7 @@
 gradients ── added up over the d x c ranks, each gets its share ──► AdamW ──► parameters, gathered again
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,10 @@ class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
         super().__init__(list(optimizers))
         self._model = model
 
-    def get_parameters(self) -> list[torch.nn.Parameter]:
-        """The shares that this rank updates."""
-        return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
-
-    def moments(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Of each share: moments and number of steps, by torch's names for them."""
-        for optimizer in self.chained_optimizers:
-            yield from optimizer.optimizer.state.values()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """With the buffers in which the model's gradients are added up."""
+        self._model.zero_grad_buffer()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def squared_norm(self) -> torch.Tensor:
@@ -58,12 +54,11 @@ class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
+    def step(self) -> None:
         """Update the shares, then gather all parameters once; each optimizer alone would gather those of the other."""
         for optimizer in self.chained_optimizers:
             MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
         self._model.start_param_sync()
-        return True
 
     def take_shares(self) -> None:
         """Make the model's parameters what the shares are, after these were read from elsewhere."""

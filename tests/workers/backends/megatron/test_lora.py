@@ -123,7 +123,7 @@ def train_adapters_alone(_: ParallelContext, directory: Path) -> None:
     assert engine.num_parameters == sum(tensor.numel() for tensor in base.values())
     train(engine, range(2))
     optimizer, _config = engine._require_optimizer()
-    moments = [state[name] for state in optimizer.moments() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [state[name] for _, state in optimizer.state.items() for name in ("exp_avg", "exp_avg_sq")]
     assert {moment.dtype for moment in moments} == {torch.float32}
     assert sum(moment.numel() for moment in moments) == 2 * engine.num_trained
     gradients = sum(buffer.grad_data.numel() for buffer in engine._trainee.buffers)
