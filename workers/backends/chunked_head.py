@@ -83,12 +83,6 @@ class VocabularyShare:
         dist.all_reduce(packed, group=self.group)
         return SoftmaxSums(largest, *packed.unbind())
 
-    def combine_hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of the hidden states as `sums_hidden_gradient` says; it is written to."""
-        if self.group is not None and self.sums_hidden_gradient:
-            dist.all_reduce(gradient, group=self.group)
-        return gradient
-
 
 WHOLE_VOCABULARY = VocabularyShare()
 
@@ -184,7 +178,9 @@ class _ChunkedScores(torch.autograd.Function):
                 if of_weight is not None:
                     _add_product(of_weight, of_products.T, inputs)
         if of_hidden is not None:
-            of_hidden = ctx.share.combine_hidden_gradient(of_hidden).to(hidden.dtype)
+            if ctx.share.group is not None and ctx.share.sums_hidden_gradient:
+                dist.all_reduce(of_hidden, group=ctx.share.group)
+            of_hidden = of_hidden.to(hidden.dtype)
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
         return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), *[None] * 5

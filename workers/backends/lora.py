@@ -76,6 +76,16 @@ class AdaptedLinear(CastingLinear):
         return whole(merged)
 
 
+def drop_columns(input: Tensor, dropout: float, *, num_columns: int, rank: int) -> Tensor:
+    """Dropout of a rank's columns [..., own columns] of an input that has `num_columns`.
+
+    All of them are drawn, on every rank alike: random numbers stay those that other ranks, and one alone, draw.
+    """
+    all_columns = F.dropout(input.new_ones(*input.shape[:-1], num_columns), dropout)
+    width = input.shape[-1]
+    return input * all_columns.narrow(-1, rank * width, width)
+
+
 def add_adapters(model: Any, config: LoraConfig, *, seed: int, has_score_layer: bool) -> None:
     """Freeze a whole model, and put adapters beside the linear layers that the configuration names.
 

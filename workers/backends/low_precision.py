@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corral.workers.backends.sharding import local_with_gradient
+
 
 def cast_per_use(model: nn.Module) -> None:
     """Let every linear layer of a model cast its weight where autocast is on, each time that it is used."""
@@ -23,10 +25,15 @@ def cast_per_use(model: nn.Module) -> None:
 
 
 class CastingLinear(nn.Linear):
-    """A linear layer whose weight is cast each time that it is used; one that is held in that type is not copied."""
+    """A linear layer whose weight is cast each time that it is used; one that is held in that type is not copied.
+
+    Of a weight whose rows are cut over tensor-parallel ranks, such as those of some heads, it takes this rank's:
+    [..., in] -> [..., out / t].
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias)
+        bias = None if self.bias is None else local_with_gradient(self.bias)
+        return product(input, local_with_gradient(self.weight), bias)
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

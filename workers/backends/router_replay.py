@@ -11,6 +11,7 @@ Every router finds its rows by its layer, each time that it is asked: so a layer
 backward pass gets the same experts, whatever has been computed in between.
 """
 
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -24,16 +25,12 @@ _Router: TypeAlias = MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3MoeTopKRouter
 _ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers can be told
 
 
+@dataclass
 class RoutedExperts:
     """Who computes the tokens of the micro-batch that a model has at present: one for all routers of a model."""
 
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        """[T, layers with experts, top_k], see `MicroBatch`. It stays until the backward pass has ended."""
-
-    def of_layer(self, layer: int) -> Tensor | None:
-        """[T, top_k] of one of the layers with experts, counted from the first."""
-        return None if self.rows is None else self.rows[:, layer]
+    rows: Tensor | None = None
+    """[T, layers with experts, top_k], see `MicroBatch`. It stays until the backward pass has ended."""
 
 
 class ReplayingRouter(nn.Module):
@@ -58,7 +55,8 @@ class ReplayingRouter(nn.Module):
         logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
         probabilities = F.softmax(logits, dtype=torch.float32, dim=-1)
         experts = torch.topk(probabilities, self._top_k, dim=-1).indices
-        if (told := self._routed.of_layer(self._layer)) is not None:
+        if (rows := self._routed.rows) is not None:
+            told = rows[:, self._layer]
             is_told = (told >= 0).all(dim=-1, keepdim=True)
             experts = torch.where(is_told, told.long(), experts)
         weights = probabilities.gather(-1, experts)

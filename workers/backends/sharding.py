@@ -7,7 +7,7 @@ This rank's part of a tensor is `local`, all of it is `whole`. Every function of
 mesh unless it says otherwise; of a tensor that is not cut it is plain arithmetic, so that one rank runs the same code.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -126,13 +126,8 @@ def start_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank has whole: cut as `like` is, on its device; no collective.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    if whole.shape != like.shape:
-        raise ValueError(f"the given tensor has shape {tuple(whole.shape)}, the model's has {tuple(like.shape)}")
+    """This rank's part of a tensor that every rank has whole: cut as `like` is, on its device; no collective."""
+    assert whole.shape == like.shape, f"{tuple(whole.shape)} for {tuple(like.shape)}"
     whole = whole.to(like.device)
     if not isinstance(like, DTensor):
         return whole
@@ -159,12 +154,9 @@ def take_over(parameters: Mapping[str, nn.Parameter], weights: Iterable[tuple[st
         ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of the parameters. Those that came
             before the first wrong one are taken over by then.
     """
-    for name, weight in each_once(parameters, weights, eta=eta):
-        try:
-            given = local(cut_like(weight, parameters[name]))
-        except ValueError as error:
-            raise ValueError(f"weight {name!r} does not fit: {error}") from error
-        own = local(parameters[name])
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name, weight in each_once(shapes, weights, eta=eta):
+        given, own = local(cut_like(weight, parameters[name])), local(parameters[name])
         if eta == 1.0:
             own.copy_(given)
         else:
@@ -172,24 +164,26 @@ def take_over(parameters: Mapping[str, nn.Parameter], weights: Iterable[tuple[st
 
 
 def each_once(
-    names: Collection[str], weights: Iterable[tuple[str, Tensor]], *, eta: float
+    shapes: Mapping[str, tuple[int, ...]], weights: Iterable[tuple[str, Tensor]], *, eta: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights that are taken over, without gradient.
 
     Raises:
-        ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of these names.
+        ValueError: if `eta` is outside [0, 1], or the weights are not exactly those of these names and shapes.
     """
     if not 0.0 <= eta <= 1.0:
         raise ValueError(f"eta must be in [0, 1], got {eta}: own = eta * given + (1 - eta) * own")
-    missing = dict.fromkeys(names)
+    missing = dict(shapes)
     for name, weight in weights:
         if name not in missing:
-            problem = "was given twice" if name in names else "is no parameter of this model"
-            raise ValueError(f"weight {name!r} {problem}; its parameters are {_first(names)}")
+            problem = "was given twice" if name in shapes else "is no parameter of this model"
+            raise ValueError(f"weight {name!r} {problem}; its parameters are {_first(shapes)}")
+        if tuple(weight.shape) != shapes[name]:
+            raise ValueError(f"weight {name!r} has shape {tuple(weight.shape)}, the model's has {shapes[name]}")
         del missing[name]
         yield name, weight.detach()
     if missing:
-        raise ValueError(f"{len(missing)} of {len(names)} weights were not given: {_first(missing)}")
+        raise ValueError(f"{len(missing)} of {len(shapes)} weights were not given: {_first(missing)}")
 
 
 def _cut_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -177,9 +177,7 @@ def _install_score_layer(model: Any, directory: Path, *, is_new: bool) -> None:
     if is_new:
         nn.init.zeros_(layer.weight)
         logger.warning("model %s has no %r layer: its scores start at 0 and have to be trained", directory, _SCORE)
-    replacement = _Float32Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    replacement.weight, replacement.bias = layer.weight, layer.bias
-    setattr(model, _SCORE, replacement)
+    layer.__class__ = _Float32Linear
 
 
 class _Float32Linear(nn.Linear):

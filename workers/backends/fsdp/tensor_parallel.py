@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
 from corral.workers.backends.context_parallel import with_transpose
-from corral.workers.backends.lora import AdaptedLinear, is_adapter
+from corral.workers.backends.lora import AdaptedLinear, drop_columns, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
 from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, local_with_gradient
 
@@ -86,57 +86,46 @@ def _check_kind(layer: nn.Module) -> None:
 
 
 def _cut_rows(module: Any, mesh: DeviceMesh) -> None:
+    _cut(module, mesh, weight=0, bias=0)
     if isinstance(module, AdaptedLinear):
-        _cut(module, AdaptedRows, mesh, weight=0, bias=0)
-        _cut(module.lora_B, OwnPart, mesh, weight=0, bias=None)
-    else:
-        _cut(module, OwnPart, mesh, weight=0, bias=0)
+        _cut(module.lora_B, mesh, weight=0)
 
 
 def _cut_columns(module: Any, mesh: DeviceMesh) -> None:
-    if isinstance(module, AdaptedLinear):
-        _cut(module, AdaptedColumns, mesh, weight=1, bias=None)
-        _cut(module.lora_A, OwnPart, mesh, weight=1, bias=None)
-    else:
-        _cut(module, OwnColumns, mesh, weight=1, bias=None)
+    _cut(module, mesh, weight=1)
+    is_adapted = isinstance(module, AdaptedLinear)
+    module.__class__ = AdaptedColumns if is_adapted else OwnColumns
+    module.tensor_mesh = mesh
+    if is_adapted:
+        _cut(module.lora_A, mesh, weight=1)
 
 
 def _cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     """Rows of the embedding, and of a language model's output; one that is tied stays one parameter."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding.weight
-    _cut(embedding, OwnTokens, mesh, weight=0, bias=None)
+    _cut(embedding, mesh, weight=0)
+    embedding.__class__, embedding.tensor_mesh = OwnTokens, mesh
     if not isinstance(output, ChunkedHead):
         return
     if is_tied:
         output.weight = embedding.weight
     else:
-        _cut(output, ChunkedHead, mesh, weight=0, bias=0)
+        _cut(output, mesh, weight=0, bias=0)
     output.share = VocabularyShare(mesh.get_group(), first=mesh.get_local_rank() * local(output.weight).shape[0])
 
 
-def _cut(module: Any, kind: type[nn.Module], mesh: DeviceMesh, *, weight: int, bias: int | None) -> None:
+def _cut(module: Any, mesh: DeviceMesh, *, weight: int, bias: int | None = None) -> None:
     """Leave a module this rank's part of its parameters, which are cut along a dimension each."""
     module.weight = _part(module.weight, mesh, weight)
     if bias is not None and module.bias is not None:
         module.bias = _part(module.bias, mesh, bias)
-    module.__class__ = kind
-    if issubclass(kind, OwnColumns | OwnTokens):
-        module.tensor_mesh = mesh
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     # src_data_rank=None: every rank has the whole tensor. A clone, since a view would keep all of it in memory.
     part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None).clone()
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
-
-
-class OwnPart(CastingLinear):
-    """A linear layer of whose weight each rank has a part, such as the rows of its heads: [..., in] -> [..., out/t]."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else local_with_gradient(self.bias)
-        return product(input, local_with_gradient(self.weight), bias)
 
 
 class OwnColumns(CastingLinear):
@@ -153,10 +142,6 @@ class OwnColumns(CastingLinear):
         return product(input, local_with_gradient(self.weight), None)
 
 
-class AdaptedRows(AdaptedLinear, OwnPart):
-    """Some rows of a linear layer with an adapter, whose B has the same rows."""
-
-
 class AdaptedColumns(OwnColumns, AdaptedLinear):
     """Some columns of a linear layer with an adapter, whose A has the same columns."""
 
@@ -164,10 +149,7 @@ class AdaptedColumns(OwnColumns, AdaptedLinear):
         return super().partial(input) + self.adapted(input)
 
     def seen(self, input: Tensor, dropout: float) -> Tensor:
-        # All columns are drawn, on every rank alike: random numbers stay those that other ranks, and one alone, draw.
-        all_columns = F.dropout(input.new_ones(*input.shape[:-1], self.in_features), dropout)
-        width = input.shape[-1]
-        return input * all_columns.narrow(-1, self.tensor_mesh.get_local_rank() * width, width)
+        return drop_columns(input, dropout, num_columns=self.in_features, rank=self.tensor_mesh.get_local_rank())
 
 
 class OwnTokens(nn.Embedding):

@@ -33,7 +33,7 @@ from corral.workers.backends.megatron.lora import Adapters
 from corral.workers.backends.megatron.model import make_model
 from corral.workers.backends.megatron.optimizer import make_optimizer, with_gradients
 from corral.workers.backends.megatron.pipeline import Pipeline
-from corral.workers.backends.megatron.state import AverageState, OptimizerState
+from corral.workers.backends.megatron.state import StageState
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.backends.megatron.without_gpu import stand_in_for_gpu
 from corral.workers.backends.mesh_engine import Loss, MeshEngine
@@ -147,10 +147,8 @@ class MegatronEngine(MeshEngine):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _state(self) -> AverageState:
-        if self._optimizer is None:
-            return AverageState(self._weights, self._bridge)
-        return OptimizerState(self._trained, self._bridge, self._optimizer)
+    def _state(self) -> StageState:
+        return StageState(self._trained, self._bridge, self._optimizer)
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self.compute_dtype)) for name, tensor in self._merged())

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.files.adapters import read_adapter
-from corral.workers.backends.lora import draw_A, generator_of
+from corral.workers.backends.lora import draw_A, drop_columns, generator_of
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.checkpoint.low_rank import LowRank
@@ -116,10 +116,7 @@ class AdaptedRows(_Adapted, RowParallelLinear):  # type: ignore[misc]
     """Some columns of a matrix; the ranks' outputs are parts of a sum."""
 
     def _dropped(self, input: Tensor) -> Tensor:
-        # All columns are drawn, on every rank alike, as one rank alone would draw them.
-        all_columns = F.dropout(input.new_ones(*input.shape[:-1], self.input_size), self.dropout)
-        width = input.shape[-1]
-        return input * all_columns.narrow(-1, self.tp_group.rank() * width, width)
+        return drop_columns(input, self.dropout, num_columns=self.input_size, rank=self.tp_group.rank())
 
 
 class Adapters:

@@ -112,11 +112,13 @@ class RowNorm(nn.RMSNorm):
 
 
 class ScoringModel(GPTModel):  # type: ignore[misc]
-    """A stage of the model; the last one gives a head's scores in place of logits."""
+    """A stage of the model; the last one gives a head's columns in place of logits."""
 
-    def __init__(self, scoring: "Scoring", **arguments: Any) -> None:
+    def __init__(self, head: Head, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.scoring = scoring
+        self.head = head
+        self._micro_batch: MicroBatch | None = None
+        self._temperature = 1.0
 
     def forward_row(self, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
         """Hidden states for the next stage, or the scores of this rank's tokens: [entries, numbers] float32.
@@ -124,7 +126,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         Args:
             micro_batch: the tokens of this rank, as many as the ranks of a layer can share evenly.
         """
-        self.scoring.micro_batch, self.scoring.temperature = micro_batch, temperature
+        self._micro_batch, self._temperature = micro_batch, temperature
         row = PackedRow.of(micro_batch)
         row.routed_experts = self._experts_of_own_tokens(micro_batch.routed_experts)
         output: Tensor = self(
@@ -161,53 +163,38 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return self.scoring.scores(hidden_states, weight, self.output_layer.bias)
+        return self._scores(hidden_states, weight, self.output_layer.bias)
 
-
-class Scoring:
-    """The head of the last stage: hidden states of a row ──► scores of the micro-batch that the row was made of."""
-
-    def __init__(
-        self, head: Head, config: TransformerConfig, groups: ProcessGroupCollection, *, vocabulary: int
-    ) -> None:
-        self.head = head
-        self.micro_batch: MicroBatch | None = None
-        self.temperature = 1.0
-        self._is_cut = config.sequence_parallel
-        self._group = groups.tp
-        self._dtype: torch.dtype = config.params_dtype
-        # The gather's own backward pass adds the parts of the gradient up.
-        self._share = (
-            VocabularyShare(groups.tp, groups.tp.rank() * vocabulary // groups.tp.size(), sums_hidden_gradient=False)
-            if groups.tp.size() > 1
-            else WHOLE_VOCABULARY
-        )
-
-    def scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _scores(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[tokens of this rank, 1, hidden] and the rows of the output layer that it has -> [entries, numbers].
 
         Of a critic the tokens of padding have scores, too, behind the others.
         """
-        micro_batch = self.micro_batch
-        assert micro_batch is not None, "a stage was run without a micro-batch"
-        if self._is_cut:
+        row, group = self._micro_batch, self.pg_collection.tp
+        assert row is not None, "a stage was run without a micro-batch"
+        if self.config.sequence_parallel:
             # Each rank's part of the vocabulary gives a part of the gradient; a score layer's is whole on each.
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=not self.head.has_score_layer, group=self._group
+                hidden, tensor_parallel_output_grad=not self.head.has_score_layer, group=group
             )
         hidden = hidden[:, 0]
-        if not self.head.has_score_layer:
-            scores = score_tokens(
-                hidden[micro_batch.predicting],
-                weight,
-                micro_batch.labels,
-                temperature=self.temperature,
-                dtype=self._dtype,
-                share=self._share,
-            )
-            return torch.stack([scores.logprobs, scores.entropy], dim=1)
-        own = hidden[micro_batch.last_tokens] if self.head.layout is KeyLayout.PER_ANSWER else hidden
-        return nn.functional.linear(own.float(), weight.float(), None if bias is None else bias.float())
+        if self.head.has_score_layer:
+            own = hidden[row.last_tokens] if self.head.layout is KeyLayout.PER_ANSWER else hidden
+            return nn.functional.linear(own.float(), weight.float(), None if bias is None else bias.float())
+        share = WHOLE_VOCABULARY
+        if group.size() > 1:
+            # The gather's own backward pass adds the parts of the gradient up.
+            first = group.rank() * self.vocab_size // group.size()
+            share = VocabularyShare(group, first, sums_hidden_gradient=False)
+        scores = score_tokens(
+            hidden[row.predicting],
+            weight,
+            row.labels,
+            temperature=self._temperature,
+            dtype=self.config.params_dtype,
+            share=share,
+        )
+        return torch.stack([scores.logprobs, scores.entropy], dim=1)
 
 
 def make_model(
@@ -225,16 +212,15 @@ def make_model(
         cp_group: the ranks that have the other tokens of this rank's rows, and share attention with it.
     """
     stage, num_stages = groups.pp.rank(), groups.pp.size()
-    arguments = bridge.model_arguments
     model = ScoringModel(
-        Scoring(head, bridge.config, groups, vocabulary=arguments["vocab_size"]),
+        head,
         config=bridge.config,
         transformer_layer_spec=_layer_specs(bridge.config, groups),
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
         share_embeddings_and_output_weights=bridge.has_tied_output,
         pg_collection=groups,
-        **arguments,
+        **bridge.model_arguments,
     )
     if model.post_process and head.has_score_layer:
         config = bridge.config

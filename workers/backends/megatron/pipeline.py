@@ -84,7 +84,11 @@ class Pipeline:
             micro_batch = next(rows)
             part = self._part(micro_batch)
             output = self._stage.forward_row(part.micro_batch, temperature=temperature)
-            return output, lambda scores, **options: finish(self._joined(part, scores), micro_batch, **options)
+            return output, lambda scores, **options: finish(join(part, scores), micro_batch, **options)
+
+        def join(part: RowPart, scores: Tensor) -> Tensor:
+            """The scores of the whole row, on every rank that has a part of it."""
+            return part.join(scores, self._stage.head.layout, self._context.cp_group)
 
         pipeline = self._groups.pp
         schedule = get_forward_backward_func(pp_size=pipeline.size(), vp_size=None)
@@ -103,21 +107,15 @@ class Pipeline:
 
     def _part(self, micro_batch: MicroBatch) -> RowPart:
         """This rank's tokens, and as many more as make them divisible among the ranks of a layer."""
-        context = self._context
-        return cut_row(
-            micro_batch, rank=context.coords.cp_rank, num_ranks=context.cp_size, part_multiple=self._part_multiple
-        )
-
-    def _joined(self, part: RowPart, scores: Tensor) -> Tensor:
-        """The scores of the whole row, on every rank that has a part of it."""
-        return part.join(scores, self._stage.scoring.head.layout, self._context.cp_group)
+        rank, num_ranks = self._context.coords.cp_rank, self._context.cp_size
+        return cut_row(micro_batch, rank=rank, num_ranks=num_ranks, part_multiple=self._part_multiple)
 
     def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The scores that the last stage has, on all of them."""
         pipeline = self._groups.pp
         if pipeline.size() == 1:
             return collected
-        head = self._stage.scoring.head
+        head = self._stage.head
         sizes = [sum(head.layout.lengths(micro_batch.segment_lengths)) for micro_batch in micro_batches]
         shape = (sum(sizes), len(head.names))
         device = micro_batches[0].input_ids.device

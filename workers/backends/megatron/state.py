@@ -48,18 +48,17 @@ class Share:
     """How many steps it has made: a scalar; None where there is no optimizer."""
 
 
-class AverageState:
-    """The averages of a model that follows another one: its ranks that have the same write a share each, and read all.
+class StageState:
+    """The shares that one rank's optimizer has of master weights and moments.
 
-    What an optimizer keeps, and how it deals parameters out, is said by `OptimizerState`.
+    Without an optimizer: the averages of a model that follows another one, of which ranks that have the same write a
+    share each, and read all.
     """
 
-    _moments: tuple[str, ...] = ()
-
-    def __init__(self, weights: StageWeights, bridge: Bridge) -> None:
-        self._weights = weights
-        whole = {part.name: part.shape for part in weights.parts}
-        self._places = Places(bridge, weights.parameters, whole)
+    def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer | None) -> None:
+        self._weights, self._optimizer = weights, optimizer
+        self._moments = _MOMENTS if optimizer is not None else []
+        self._places = Places(bridge, weights.parameters, {part.name: part.shape for part in weights.parts})
         self._expert_names = bridge.expert_names
 
     def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
@@ -98,16 +97,23 @@ class AverageState:
         stored.fill(wanted)
 
     def _held(self) -> Iterator[tuple[str, Share]]:
-        """What is read, by name."""
-        for name, average in self._weights.averages.items():
-            yield name, Share(0, {PARAMETER: average.flatten()})
+        """What is read, by name; a parameter that other data-parallel ranks' optimizers keep has none."""
+        if self._optimizer is None:
+            yield from ((name, Share(0, {PARAMETER: own.flatten()})) for name, own in self._weights.averages.items())
+            return
+        for name, parameter in self._weights.parameters.items():
+            for optimizer in self._optimizer.chained_optimizers:
+                if parameter in optimizer.model_param_gbuf_map:
+                    yield name, _share(parameter, optimizer)
 
     def _written(self) -> Iterator[tuple[str, Share]]:
-        """What is written, by name: of what several ranks hold each has a share."""
+        """What is written, by name: of an average, which several ranks hold, each has a share."""
         for name, share in self._held():
-            flat, group = share.tensors[PARAMETER], self._weights.replicas(name)
-            first, end = (flat.numel() * place // group.size() for place in (group.rank(), group.rank() + 1))
-            yield name, Share(first, {PARAMETER: flat[first:end]})
+            if self._optimizer is None:
+                flat, group = share.tensors[PARAMETER], self._weights.replicas(name)
+                first, end = (flat.numel() * place // group.size() for place in (group.rank(), group.rank() + 1))
+                share = Share(first, {PARAMETER: flat[first:end]})
+            yield name, share
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         """Of the whole model's tensors, as modules of transformers have them."""
@@ -134,26 +140,6 @@ class AverageState:
                 "continue on the fsdp backend"
             )
         return next(iter(steps.values()))
-
-
-class OptimizerState(AverageState):
-    """The shares that one rank's optimizer has of master weights and moments."""
-
-    _moments = tuple(_MOMENTS)
-
-    def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer) -> None:
-        super().__init__(weights, bridge)
-        self._optimizer = optimizer
-
-    def _held(self) -> Iterator[tuple[str, Share]]:
-        """By name; a parameter that other data-parallel ranks keep has none."""
-        for name, parameter in self._weights.parameters.items():
-            for optimizer in self._optimizer.chained_optimizers:
-                if parameter in optimizer.model_param_gbuf_map:
-                    yield name, _share(parameter, optimizer)
-
-    def _written(self) -> Iterator[tuple[str, Share]]:
-        return self._held()
 
 
 def _share(parameter: nn.Parameter, optimizer: Any) -> Share:

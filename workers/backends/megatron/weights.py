@@ -9,6 +9,7 @@ tensors travel between them.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -130,25 +131,18 @@ class StageWeights:
             ValueError: if they are not exactly those of the model.
         """
         home = {stored: part.name for part in self.parts for stored in self._bridge.stored_names(part.name)}
-        waiting: dict[str, dict[str, Tensor]] = {}
-        for stored, tensor in each_once(home, weights, eta=eta):
-            name = home[stored]
-            if name not in self.parameters:
-                continue
-            pieces = waiting.setdefault(name, {})
-            pieces[stored] = tensor
-            wanted = self._bridge.stored_names(name)
-            if len(pieces) == len(wanted):
-                self._write(name, [waiting[name][piece] for piece in wanted], eta, keeps_averages)
-                del waiting[name]
+        waiting: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for stored, tensor in each_once(self.stored_shapes(), weights, eta=eta):
+            if (name := home[stored]) in self.parameters:
+                waiting[name][stored] = tensor
+                wanted = self._bridge.stored_names(name)
+                if len(waiting[name]) == len(wanted):
+                    pieces = waiting.pop(name)
+                    self._write(name, [pieces[piece] for piece in wanted], eta, keeps_averages)
 
     def _write(self, name: str, pieces: list[Tensor], eta: float, keeps_averages: bool) -> None:
         parameter = self.parameters[name]
         given = self._bridge.own_part(name, self._bridge.from_stored(name, pieces), parameter)
-        if given.shape != parameter.shape:
-            raise ValueError(
-                f"weight {name!r} has shape {tuple(given.shape)}, the model's has {tuple(parameter.shape)}"
-            )
         if keeps_averages and (eta < 1.0 or name in self._averages):
             average = self.averages[name]
             given = average.lerp_(given.to(average), eta)
