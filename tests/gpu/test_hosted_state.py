@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.experiments.config.model import OptimizerConfig
 from corral.workers.backends.fsdp.optimizers import AdamWAndMuon
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 from corral.workers.backends.mesh_engine import set_learning_rate
@@ -27,7 +27,7 @@ def make_optimizer(parameters: list[nn.Parameter]) -> AdamWAndMuon:
         {"params": parameters[:4], "weight_decay": 0.1, "num_matrices": 0, "lr_ratio": 1.0},
         {"params": parameters[4:], "weight_decay": 0.1, "num_matrices": 1, "lr_ratio": 1.0},
     ]
-    return AdamWAndMuon(groups, OptimizerConfig(), MuonConfig(), compute_dtype=torch.float32)
+    return AdamWAndMuon(groups, OptimizerConfig(), compute_dtype=torch.float32)
 
 
 def train(device: str, *, is_hosted: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from corral.workers.backends.low_precision import CastingLinear
+from corral.workers.backends.low_precision import CastingLinear, products_type
 from corral.workers.backends.sharding import local_with_gradient
 from corral.workers.backends.token_scores import TokenScores
 
@@ -272,14 +272,13 @@ class ChunkedHead(CastingLinear):
         if self._question is None:
             return super().forward(input)
         labels, temperature = self._question
-        kind = input.device.type
         scores = score_tokens(
             input[0],
             local_with_gradient(self.weight),
             labels,
             bias=None if self.bias is None else local_with_gradient(self.bias),
             temperature=temperature,
-            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32,
+            dtype=products_type(self.weight),
             share=self.share,
         )
         self._answer = torch.stack([scores.logprobs[None], scores.entropy[None]], -1)

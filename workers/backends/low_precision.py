@@ -38,12 +38,17 @@ class CastingLinear(nn.Linear):
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, [..., K] -> [..., N]; where autocast is on, in its type, without keeping a cast weight."""
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(input.device.type):
         return F.linear(input, weight, bias)
     apply: Any = _Product.apply
-    output: Tensor = apply(input, weight, bias, torch.get_autocast_dtype(kind))
+    output: Tensor = apply(input, weight, bias, products_type(input))
     return output
+
+
+def products_type(tensor: Tensor) -> torch.dtype:
+    """The type that products of this tensor have."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 class _Product(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from corral.workers.backends.low_precision import products_type
 from corral.workers.backends.torch_versions import varlen_attention
 
 logger = logging.getLogger(__name__)
@@ -102,12 +103,6 @@ def attend_in_one_call(
     # As many as are seen before a token, and none after it.
     window_size = (-1 if sliding_window is None else sliding_window - 1, 0)
     return varlen_attention(*rows, cu_seqlens, longest, scale=scaling, window_size=window_size)[None]
-
-
-def products_type(tensor: Tensor) -> torch.dtype:
-    """The type that products of this tensor have."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

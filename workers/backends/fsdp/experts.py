@@ -31,6 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from corral.workers.backends.files.parts import common
 from corral.workers.backends.files.tensors import stored_slices
 from corral.workers.backends.grouped_product import grouped_product
+from corral.workers.backends.low_precision import products_type
 from corral.workers.backends.sharding import local, start_of
 
 GROUPED_EXPERTS: Final = "corral_grouped"
@@ -47,14 +48,12 @@ def _compute(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if not module.has_gate or module.has_bias or module.is_transposed or module.has_post_expert_norm:
         output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return output
-    kind = hidden_states.device.type
-    weight: Tensor = module.gate_up_proj
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    dtype = products_type(module.gate_up_proj)
     chosen, order = torch.sort(top_k_index.flatten(), stable=True)
     # On the device, where `chosen` is: the host need not wait for how many tokens an expert has.
     ends = torch.searchsorted(chosen, torch.arange(module.num_experts, device=chosen.device), right=True).int()
     tokens = hidden_states[order // top_k_index.shape[1]]
-    gated = module._apply_gate(grouped_product(tokens, ends, [weight], dtype=dtype))
+    gated = module._apply_gate(grouped_product(tokens, ends, [module.gate_up_proj], dtype=dtype))
     outputs = grouped_product(gated, ends, [module.down_proj], dtype=dtype)
     weighted = outputs * top_k_weights.flatten()[order, None]
     in_order = weighted[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))]

@@ -58,19 +58,18 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
         decays = parameter.ndim >= 2 or config.decays_biases_and_norms
         is_cut = isinstance(parameter, DTensor)  # torch steps either kind in one call, and not both
         groups.setdefault((num_matrices, decays, is_cut), []).append(parameter)
-    muon = config.muon or MuonConfig()
+    muon_ratio = (config.muon or MuonConfig()).lr_ratio
     return AdamWAndMuon(
         [
             {
                 "params": parameters,
                 "weight_decay": config.weight_decay if decays else 0.0,
                 "num_matrices": num_matrices,  # to orthogonalize in each, or in each expert's part; 0: AdamW's
-                "lr_ratio": muon.lr_ratio if num_matrices else 1.0,
+                "lr_ratio": muon_ratio if num_matrices else 1.0,
             }
             for (num_matrices, decays, _), parameters in groups.items()
         ],
         config,
-        muon,
         compute_dtype=compute_dtype,
     )
 
@@ -94,12 +93,11 @@ class AdamWAndMuon(torch.optim.AdamW):
         self,
         groups: Iterable[dict[str, Any]],
         config: OptimizerConfig,
-        muon: MuonConfig,
         *,
         compute_dtype: torch.dtype,
     ) -> None:
         super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-        self._muon = muon
+        self._muon = config.muon or MuonConfig()
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()

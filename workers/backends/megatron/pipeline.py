@@ -42,53 +42,49 @@ class Pipeline:
         self._trainee = trainee
         self._groups = groups
         self._context = context
+        self._has_head = groups.pp.rank() == groups.pp.size() - 1
         self._part_multiple = groups.tp.size() if stage.config.sequence_parallel else 1
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this rank is in the last stage."""
-        return bool(self._groups.pp.rank() == self._groups.pp.size() - 1)
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """The scores of each micro-batch, on every rank: [entries, numbers] float32."""
         if not micro_batches:
             return []  # Megatron's schedules want one
-        collected: list[Tensor] = []
-
-        def keep(scores: Tensor, _: MicroBatch, non_loss_data: bool = False) -> Tensor:
-            collected.append(scores)
-            return scores
-
-        self._run(micro_batches, keep, temperature=temperature, forward_only=True, collect_non_loss_data=True)
-        return self._shared(collected, micro_batches)
+        return self._run(
+            micro_batches,
+            lambda scores, _: scores,
+            temperature=temperature,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float) -> None:
         """Add up the gradients of all micro-batches over the ranks of the model; every rank sees each loss computed."""
-        collected: list[Tensor] = []
 
         def lose(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            collected.append(scores.detach())
             return loss(scores, micro_batch), torch.ones((), dtype=torch.int, device=scores.device), {}
 
-        self._run(micro_batches, lose, temperature=temperature, forward_only=False)
-        shared = self._shared(collected, micro_batches)
-        if not self.has_head:
+        shared = self._run(micro_batches, lose, temperature=temperature, forward_only=False)
+        if not self._has_head:
             with torch.no_grad():
                 for scores, micro_batch in zip(shared, micro_batches, strict=True):
                     loss(scores, micro_batch)
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, temperature: float, **how: Any
-    ) -> None:
+    ) -> list[Tensor]:
+        """The scores of each micro-batch, which `finish` has been told on the last stage, on every rank."""
+        collected: list[Tensor] = []
+
         def forward(rows: Iterator[MicroBatch], _: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(rows)
             part = self._part(micro_batch)
-            output = self._stage.forward_row(part.micro_batch, temperature=temperature)
-            return output, lambda scores, **options: finish(join(part, scores), micro_batch, **options)
 
-        def join(part: RowPart, scores: Tensor) -> Tensor:
-            """The scores of the whole row, on every rank that has a part of it."""
-            return part.join(scores, self._stage.head.layout, self._context.cp_group)
+            def end(scores: Tensor, **_: Any) -> Any:
+                whole_row = part.join(scores, self._stage.head.layout, self._context.cp_group)
+                collected.append(whole_row.detach())
+                return finish(whole_row, micro_batch)
+
+            return self._stage.forward_row(part.micro_batch, temperature=temperature), end
 
         pipeline = self._groups.pp
         schedule = get_forward_backward_func(pp_size=pipeline.size(), vp_size=None)
@@ -104,6 +100,7 @@ class Pipeline:
             pg_collection=self._groups,
             **how,
         )
+        return self._shared(collected, micro_batches)
 
     def _part(self, micro_batch: MicroBatch) -> RowPart:
         """This rank's tokens, and as many more as make them divisible among the ranks of a layer."""
@@ -119,6 +116,6 @@ class Pipeline:
         sizes = [sum(head.layout.lengths(micro_batch.segment_lengths)) for micro_batch in micro_batches]
         shape = (sum(sizes), len(head.names))
         device = micro_batches[0].input_ids.device
-        packed = torch.cat(collected) if self.has_head else torch.empty(shape, dtype=torch.float32, device=device)
+        packed = torch.cat(collected) if self._has_head else torch.empty(shape, dtype=torch.float32, device=device)
         dist.broadcast(packed, group=pipeline, group_src=pipeline.size() - 1)
         return list(torch.split(packed, sizes))
