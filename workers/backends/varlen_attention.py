@@ -99,10 +99,10 @@ def attend_in_one_call(
     """
     # Rotated queries and keys come in float32 under autocast, which changes the types of torch's own calls only.
     dtype = products_type(query)
-    rows = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]
+    queries, keys, values = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     # As many as are seen before a token, and none after it.
     window_size = (-1 if sliding_window is None else sliding_window - 1, 0)
-    return varlen_attention(*rows, cu_seqlens, longest, scale=scaling, window_size=window_size)[None]
+    return varlen_attention(queries, keys, values, cu_seqlens, longest, scale=scaling, window_size=window_size)[None]
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
