@@ -49,7 +49,7 @@ _SQUARED_NORM: Final = "squared_norm"
 _OF_LOSS, _OF_STATS = "denominator of the loss", "denominator of the statistics"
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class MeshEngine(ABC):
     """A `TrainEngine`, with all that a model worker asks for besides, but for the model itself.
 
