@@ -21,7 +21,7 @@ PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.
 	tests/gpu tests/pretended_gpu tests/workers/backends/test_chunked_head.py
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang megatron lock setup-slurm demo recipes quantized test test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
+.PHONY: setup sglang megatron lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -57,9 +57,12 @@ recipes: setup  ## train every recipe on this machine, and say in one table whet
 quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py
 
-test: setup sglang megatron setup-slurm lint typecheck  ## what must hold; what CI runs
-	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow and not gpu'
+test: setup sglang megatron setup-slurm lint  ## what must hold; what CI runs
+	@$(MAKE) --no-print-directory -j2 typecheck test-cpu
 	$(PYTEST_GPU) -m 'gpu and not slow'
+
+test-cpu: setup sglang megatron
+	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow and not gpu'
 
 test-all: setup sglang megatron setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not gpu'
