@@ -20,10 +20,13 @@ ROLES = ("actor", "critic", "ref")
     [
         pytest.param("fsdp:d1", 2, id="one rank"),
         pytest.param("fsdp:d2", 1, id="shared"),
-        pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d2", 1, id="disjoint"),
         pytest.param("actor,ref=fsdp:d2,critic,reward=fsdp:d1@1", 1, id="overlapping"),
-        pytest.param("actor=fsdp:d2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="reference elsewhere"),
         pytest.param("actor=megatron:t2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="both backends"),
+        # Meshes that share no rank, or some, are in the two above.
+        pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d2", 1, id="disjoint", marks=pytest.mark.slow),
+        pytest.param(
+            "actor=fsdp:d2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="reference elsewhere", marks=pytest.mark.slow
+        ),
         pytest.param(
             "actor=megatron:p2,critic=megatron:c2@1,ref,reward=fsdp:d1", 1, id="stages, rows", marks=pytest.mark.slow
         ),
