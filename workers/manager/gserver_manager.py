@@ -12,6 +12,7 @@ can lose: Admission and ServerTable are rebuilt from reports, records and the tr
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -35,6 +36,7 @@ from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
+    Allocation,
     Finish,
     ManagerRequest,
     Ok,
@@ -53,6 +55,7 @@ _PROBE_INTERVAL_S = 2.0
 _COMMIT_POLL_S = 0.2
 _WORKER_POLL_S = 1.0
 _RETRY_PAUSE_S = 0.5
+_LONGEST_ADMISSION_WAIT_S = 0.5  # then rl-status hears through the rollout worker why the gate is closed
 _MOST_REFUSALS = 2  # of one directory by one server: a network file system may show a new file late, but not for ever
 
 
@@ -81,6 +84,8 @@ class GserverManager(Worker):
         self._refusals: Counter[tuple[str, str]] = Counter()
         """Of directories of weights, by name of the server."""
         self._refused: Refusal | None = None
+        self._admission_news = asyncio.Event()
+        """Set once, when something has happened that may let a prompt in; then there is a new one."""
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -123,12 +128,13 @@ class GserverManager(Worker):
     async def _answer(self, role: str, request: ManagerRequest) -> msgspec.Struct:
         match request:
             case Allocate():
-                return self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
+                return await self._allocate(request)
             case Schedule():
                 return self._route(request)
             case Finish():
                 self._table.finished(request.uid)
                 self._admission.finish(request.worker, request.uid, delivered=request.delivered)
+                self._note_admission()
                 return Ok()
             case Report():
                 self._take_in_commits()
@@ -138,7 +144,23 @@ class GserverManager(Worker):
                     running=self._not_consumed(request.running),
                     finished=self._not_consumed(request.finished),
                 )
+                self._note_admission()
                 return Ok()
+
+    async def _allocate(self, request: Allocate) -> Allocation:
+        """The order number as soon as the gate opens, or why it is closed, so that nobody asks again and again."""
+        answer = self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_ADMISSION_WAIT_S):
+                while answer.order is None and not answer.must_report:
+                    await self._admission_news.wait()
+                    answer = self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
+        return answer
+
+    def _note_admission(self) -> None:
+        """Whoever waits at the gate tries again: something has happened that may have opened it."""
+        self._admission_news.set()
+        self._admission_news = asyncio.Event()
 
     def _not_consumed(self, held: list[Admitted]) -> dict[str, int]:
         """Order by uid; what a commit covers is counted already, even if its rollout worker has not heard of it yet."""
@@ -185,6 +207,7 @@ class GserverManager(Worker):
                 starts_over=self._has_gone_back,
             )
             self._has_gone_back = False
+            self._note_admission()
             self.context.presence.beat(version=str(version))
         self._start_updates(published)
         if self._table.serving(str(version)):
@@ -295,6 +318,7 @@ class GserverManager(Worker):
         for worker in self._admission.workers() - alive:
             logger.warning("%s is gone; its prompts are free", worker)
             self._admission.lost(worker)
+            self._note_admission()
 
     async def _watch_commits(self) -> None:
         self._take_in_commits()

@@ -59,7 +59,7 @@ from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
-_CLOSED_PAUSE_S = 0.02  # the gate opens with the next version; asking costs 0.2 ms
+_CLOSED_PAUSE_S = 0.02  # the manager lets a prompt wait and answers when the gate opens, but for what it says at once
 _IDLE_PAUSE_S = 0.2
 _RECEIVER_POLL_S = 0.5
 _COMMIT_POLL_S = 0.2

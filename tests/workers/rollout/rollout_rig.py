@@ -126,6 +126,7 @@ class RolloutRig:
         rollout: Mapping[str, Any],
         group_size: int = 2,
         max_prompt_tokens: int = 16,
+        train_batch_size: int = 256,
         server: FakeGenerationServer | None = None,
     ) -> None:
         self.server = server or FakeGenerationServer()
@@ -142,6 +143,7 @@ class RolloutRig:
         )
         self._group_size = group_size
         self._max_prompt_tokens = max_prompt_tokens
+        self._train_batch_size = train_batch_size
         self._num_retried = 0
         self._store = MemoryStore()
         self._stack = ExitStack()
@@ -270,14 +272,16 @@ class RolloutRig:
         config = DatasetConfig(path=path, max_prompt_tokens=self._max_prompt_tokens, shuffle=False)
         reader = DatasetReader(config=config, kind="prompts")
         reader.read_to_end()
-        manager = GserverManagerSpec(num_generation_servers=1, train_batch_size=256, rollout=self._rollout)
+        manager = GserverManagerSpec(
+            num_generation_servers=1, train_batch_size=self._train_batch_size, rollout=self._rollout
+        )
         worker = RolloutWorkerSpec(
             index=0,
             num_rollout_workers=1,
             dataset=DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256),
             tokenizer=write_tokenizer(self._folder / "model"),
             group_size=self._group_size,
-            train_batch_size=256,
+            train_batch_size=self._train_batch_size,
             total_train_epochs=1,
             rollout=self._rollout,
         )

@@ -17,6 +17,8 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.delivery.spool import Spool
+from corral.workers.manager import gserver_manager
+from corral.workers.requests.manager_messages import Allocate, Allocation
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from tests.workers.checkpoint.test_committed_ledger import Trainer
@@ -103,6 +105,33 @@ def test_a_prompt_whose_agent_fails_is_tried_again_then_dropped_with_its_cause(t
         assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
         assert outcomes["6"].startswith("agent_error: ValueError")
         assert rig.server.num_requests == 8 + 6  # one more try of all that reached the server
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train_batch_size"),
+    [({"max_concurrent_rollouts": 1}, 256), ({"max_head_offpolicyness": 0}, 1)],
+    ids=["another prompt ends", "the trainer steps"],
+)
+def test_a_prompt_asks_once_and_is_let_in_when_the_gate_opens(
+    rollout: Mapping[str, Any], train_batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gserver_manager, "_LONGEST_ADMISSION_WAIT_S", 600.0)
+    asked: list[Allocate] = []
+    with RolloutRig(tmp_path, ["1+2="] * 3, rollout=rollout, train_batch_size=train_batch_size) as rig:
+        allocate = rig.manager._allocate
+
+        async def note(request: Allocate) -> Allocation:
+            asked.append(request)
+            return await allocate(request)
+
+        rig.manager._allocate = note  # type: ignore[method-assign]
+
+        def all_came() -> bool:
+            rig.publish(f"1.{len(rig.received)}")  # a step on what has come
+            return len(rig.received) == 3
+
+        rig.run_until(all_came, "three prompts")
+    assert len(asked) == 4  # a worker that the manager does not know yet is told to report, and asks again
 
 
 def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
