@@ -22,7 +22,7 @@ from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.scheduling import ExperimentScheduling
-from corral.scheduling.worker_numbers import NUMBERS, fold_numbers, unfold_numbers
+from corral.scheduling.worker_information import NUMBERS, fold_numbers, unfold_numbers
 
 W = TypeVar("W")
 

@@ -93,9 +93,16 @@ class Allocation:
         Raises:
             ValueError: if a role has no layout, or a rank in between has no role.
         """
-        ranks_by_share = dict(zip(self.training, self._ranks(), strict=True))
+        ranks_by_share: dict[Share, range] = {}
+        free = 0
+        for share in self.training:
+            first = free if share.first_rank is None else share.first_rank
+            ranks_by_share[share] = range(first, first + share.engine.dims.world_size)
+            free = max(free, ranks_by_share[share].stop)
         shares = {role: self._share_of(role) for role in roles}
-        meshes = {role: Mesh(ranks=ranks_by_share[share], dims=share.engine.dims) for role, share in shares.items()}
+        meshes = {
+            role: Mesh(ranks=tuple(ranks_by_share[share]), dims=share.engine.dims) for role, share in shares.items()
+        }
         used = {rank for mesh in meshes.values() for rank in mesh.ranks}
         if idle := sorted(set(range(max(used, default=-1) + 1)) - used):
             raise ValueError(
@@ -103,16 +110,6 @@ class Allocation:
                 f"begin a share at rank {idle[0]} with @{idle[0]}, or remove the @ after it"
             )
         return meshes
-
-    def _ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each share."""
-        ranks: list[tuple[int, ...]] = []
-        free = 0
-        for share in self.training:
-            first = free if share.first_rank is None else share.first_rank
-            ranks.append(tuple(range(first, first + share.engine.dims.world_size)))
-            free = max(free, first + share.engine.dims.world_size)
-        return ranks
 
     def _share_of(self, role: str) -> Share:
         for name in (role, EVERY_ROLE):

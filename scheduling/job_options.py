@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
@@ -20,6 +20,17 @@ from corral.scheduling.slurm_formats import (
 )
 
 T = TypeVar("T")
+
+LayoutKind = Literal["packed", "hetjob", "jobs"]
+"""Which jobs a trial asks for, and what they are to each other.
+
+packed   [head]                            one job
+hetjob   [head] [component] ...            one heterogeneous job
+jobs     [head] [group] [group] ...        a job each
+any      ... + [elastic] [elastic] ...     and a job for each elastic worker
+"""
+AskedLayout = Literal["auto", LayoutKind]
+"""As `launch.layout` may say."""
 
 _OPTION_BY_FIELD = {"time_limit": "time"}  # the others have the name of their option
 

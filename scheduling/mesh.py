@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.scheduling.parallel import ParallelCoords, ParallelDims
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

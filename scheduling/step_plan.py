@@ -24,7 +24,7 @@ from corral.scheduling.model_function_call import (
     PushWeightsHook,
     parse_model_name,
 )
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
-from corral.scheduling.job_options import JobOptions
-from corral.scheduling.layout_kind import AskedLayout
+from corral.scheduling.job_options import AskedLayout, JobOptions
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind

@@ -16,7 +16,7 @@ from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
 from corral.experiments.inputs.regular_file import open_regular
 from corral.experiments.worker_specs import DatasetSpec
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 
 _MAX_ID_LENGTH = 128
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from corral.scheduling.worker_numbers import planned_workers
+from corral.scheduling.worker_information import planned_workers
 
 _EXTRA_LOGS = ("redis", "supervisor")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from corral.launcher.report.style import FAINT, INK, role_colours
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.step_plan import StepPlan
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,14 +33,14 @@ class LocalTask:
     def exit_kind(self) -> ExitKind:
         return ExitKind.OWN
 
-    def terminate(self) -> None:
-        if self.poll() is None:
-            self._process.terminate()
-
-    def kill(self) -> None:
-        if self.poll() is None:
+    def end(self, *, kill: bool) -> None:
+        if self.poll() is not None:
+            return
+        if kill:
             os.kill(self.pid, END_ALL)
             os.kill(self.pid, signal.SIGCONT)  # it hears that even if it is stopped
+        else:
+            self._process.terminate()
 
 
 class LocalRunner:
@@ -69,8 +69,8 @@ class LocalRunner:
         return self._tasks[spec.worker]
 
     def signal(self, workers: Collection[str], *, kill: bool) -> None:
-        for task in (self._tasks[worker] for worker in workers):
-            (task.kill if kill else task.terminate)()
+        for worker in workers:
+            self._tasks[worker].end(kill=kill)
 
     def bind_address(self, worker: str) -> str:
         return self._bind_address

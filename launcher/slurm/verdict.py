@@ -12,7 +12,7 @@ Every other module asks here what a word means:
 squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------> JobPhase in cluster/jobs.py
                                                      --meaning_of--------> a word of TrialState in status/words.py
       our own job, while it is ended:                --job_end.explain_end---> JobEnd in cluster/own_job.py
-      a step that could not be made:                 --srun_task-------------> ExitKind in trial/exits.py
+      a step that could not be made:                 --srun------------------> ExitKind in trial/exits.py
 
 What a word alone leaves open, its reason tells (of limits accounts.py), and a closer look (job_queue.py). Beyond this
 folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/probe.py, doctor/judge.py) and rl-eval

@@ -34,7 +34,7 @@ from corral.scheduling.memory.nearest_layout import nearest_layout
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName, parse_model_name
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 
 # Where nobody says how many GPUs there are: times as many as now, but not beyond what is looked through in seconds.
 _MAX_GROWTH, _MAX_LOOKED_THROUGH = 16, 128

@@ -44,8 +44,7 @@ from corral.scheduling.memory.model import ANSWER, Adapters, CallKind, CallSizes
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook, PushWeightsHook
 from corral.scheduling.parallel import ParallelDims
-from corral.scheduling.worker_information import WorkerKind
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import WorkerKind, fold_numbers
 
 RECOMPUTE_FULL = "recompute full"
 _HEADINGS: dict[Part, str] = {

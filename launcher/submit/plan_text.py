@@ -21,8 +21,7 @@ from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.step_plan import Route, StepPlan, describe_shards
-from corral.scheduling.worker_information import parse_worker_id
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers, parse_worker_id
 
 THIS_MACHINE = ("nodes      this machine",)
 

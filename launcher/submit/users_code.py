@@ -22,7 +22,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec, RolloutWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-from corral.scheduling.worker_numbers import unfold_numbers
+from corral.scheduling.worker_information import unfold_numbers
 
 _MAX_BYTES = 32 * 2**20
 _MAX_FILES = 5000

@@ -12,7 +12,7 @@ import msgspec
 
 from corral.experiments.errors import did_you_mean
 from corral.experiments.trial.directory import TrialDirectory, validate_name
-from corral.scheduling.worker_numbers import planned_workers
+from corral.scheduling.worker_information import planned_workers
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 

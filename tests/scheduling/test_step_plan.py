@@ -19,7 +19,7 @@ from corral.scheduling.model_function_call import (
 )
 from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.step_plan import Route, StepPlan, WeightRoute, describe_shards
-from corral.scheduling.worker_numbers import fold_numbers
+from corral.scheduling.worker_information import fold_numbers
 from corral.workers.master.step_order import StepState
 
 PROMPT = ("input_ids", "prompt_mask")

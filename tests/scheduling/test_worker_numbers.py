@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.worker_numbers import fold_numbers, planned_workers, unfold_numbers
+from corral.scheduling.worker_information import fold_numbers, planned_workers, unfold_numbers
 
 
 @given(st.lists(st.integers(0, 50)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.worker_specs import DatasetSpec
-from corral.scheduling.worker_numbers import unfold_numbers
+from corral.scheduling.worker_information import unfold_numbers
 
 RowsById = dict[str, DatasetRow]
 

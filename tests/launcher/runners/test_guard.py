@@ -77,7 +77,7 @@ def test_what_a_worker_started_ends_when_the_supervisor_kills_it_though_its_guar
 ) -> None:
     guarded_worker = Guarded(tmp_path, monkeypatch, "setsid")
     os.kill(guarded_worker.task.pid, signal.SIGSTOP)
-    guarded_worker.task.kill()
+    guarded_worker.task.end(kill=True)
     assert wait_until(lambda: guarded_worker.task.poll(), "its end") == -signal.SIGKILL
     guarded_worker.check_nothing_is_left()
 

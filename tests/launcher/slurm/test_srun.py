@@ -18,8 +18,7 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import NodesNotAvailableError, TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.slurm.srun_task import EXIT_OF_SRUN, SrunTask, StepSignals, signal_tasks
+from corral.launcher.slurm.srun import EXIT_OF_SRUN, SrunRunner, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, own_job, srun_command
 from corral.launcher.trial.exits import ExitKind
 from corral.scheduling.scheduling import Scheduling
