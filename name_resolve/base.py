@@ -7,17 +7,15 @@
 Liveness only: a name service may lose everything at any moment, and nothing but addresses and beats may depend on it.
 What must not be lost (epochs, commits, decisions) is in the trial log on the file system.
 
-Each record is a value and an owner. A lease says its owner; a plain `add` makes one up for that call, so that an `add`
-which is repeated because its reply was lost recognises its own record.
+Each record is a value and an owner: a lease says its owner, what is plainly added is nobody's. Who registers takes the
+name over; who only refreshes gives way to another owner.
 """
 
 import time
-import uuid
 from abc import abstractmethod
 from typing import Self
 
 from corral.name_resolve.errors import (
-    NameExistsError,
     NameNotFoundError,
     NameServiceUnavailableError,
     NameTimeoutError,
@@ -26,7 +24,7 @@ from corral.name_resolve.lease import Keepalive, Lease, LeaseStore, Put
 from corral.name_resolve.names import check_name, check_root, check_ttl
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5  # of wait(): soon for one that is almost there, rare for a gang of hundreds
-_ADD_OWNER_PREFIX = "add-"
+_NOBODY = "nobody"  # owns what was added
 
 
 class NameService(LeaseStore):
@@ -40,24 +38,10 @@ class NameService(LeaseStore):
         self._described = described
         self._keepalive = Keepalive(self)
 
-    def add(self, name: str, value: str, *, ttl_s: float | None = None, replace: bool = False) -> None:
-        """Store a value, for `ttl_s` seconds or for ever.
-
-        Raises:
-            NameExistsError: if the name exists and `replace` is false. `replace` overwrites even a leased record; the
-                lease is then lost to its owner.
-        """
-        put = Put(
-            name=check_name(name),
-            value=_check_value(name, value),
-            owner=_ADD_OWNER_PREFIX + uuid.uuid4().hex,
-            ttl_s=check_ttl(ttl_s),
-            replace=replace,
-        )
-        [holder] = self._put([put])
-        if holder:
-            by = "" if holder.startswith(_ADD_OWNER_PREFIX) else f" (owner {holder})"
-            raise NameExistsError(f"{name!r} already exists{by}; pass replace=True to overwrite it")
+    def add(self, name: str, value: str) -> None:
+        """Store a value until it is deleted, over whatever was there: a lease is then lost to its owner."""
+        check_name(name)
+        self._put([Put(name=name, value=_check_value(name, value), owner=_NOBODY, ttl_s=None, replace=True)])
 
     def get(self, name: str) -> str:
         """The value of a name; raises NameNotFoundError."""
@@ -118,29 +102,23 @@ class NameService(LeaseStore):
         reason = f"; at the end {outage}" if outage else ""
         raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
 
-    def lease(self, name: str, value: str, *, ttl_s: float, owner: str, take_over: bool = False) -> Lease:
+    def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
+
+        Whoever else has the name finds its lease lost: who registers was started because the earlier owner died, and
+        need not wait for the dead one's record to expire.
 
         Args:
             owner: identifies one incarnation ("rollout_worker/0 epoch 3 pid 4711"); the same owner may register again.
-            take_over: take the name from another owner, who then finds its lease lost. For a process that was started
-                because the earlier owner died, and need not wait for the dead one's record to expire.
 
         Raises:
-            NameExistsError: if the name exists and belongs to another owner, or is leased through this service.
+            NameExistsError: if the name is leased through this service.
         """
-        if not owner or owner.startswith(_ADD_OWNER_PREFIX):
-            raise ValueError(f"owner {owner!r} of lease {name!r} must be non-empty and not start with 'add-'")
-        value = _check_value(name, value)
-        return self._keepalive.acquire(
-            Put(
-                name=check_name(name),
-                value=value,
-                owner=_check_value(name, owner),
-                ttl_s=check_ttl(ttl_s),
-                replace=take_over,
-            )
-        )
+        if owner in ("", _NOBODY):
+            raise ValueError(f"owner {owner!r} of lease {name!r} must be non-empty and not {_NOBODY!r}")
+        value, owner = _check_value(name, value), _check_value(name, owner)
+        put = Put(name=check_name(name), value=value, owner=owner, ttl_s=check_ttl(ttl_s), replace=True)
+        return self._keepalive.acquire(put)
 
     def close(self) -> None:
         """Release the leases, drop the connections. Idempotent."""

@@ -1,7 +1,7 @@
 """What a name service can answer other than a value.
 
     NameServiceError
-    +-- NameExistsError               put-if-absent met a record of somebody else
+    +-- NameExistsError               a lease met a record of somebody else
     +-- NameNotFoundError             no such name (never added, deleted, or expired)
     +-- NameTimeoutError              wait() ran into its deadline; also a TimeoutError
     +-- NameServiceUnavailableError   the backend itself could not be reached for a bounded time

@@ -1,6 +1,6 @@
 """Leases: a record that lives as long as its owner keeps saying so.
 
-    lease() --put if absent--> HELD --update(value)--> HELD        value published at once, or by the next good beat
+    lease() --takes it over--> HELD --update(value)--> HELD        value published at once, or by the next good beat
                                 |  every ttl/3: put if absent or ours
                                 |    record vanished (Redis restarted, expired, deleted) -> registered again
                                 |    service unreachable -> tried again every half second, age_s grows
@@ -45,6 +45,7 @@ class Put:
     value: str
     owner: str
     ttl_s: float | None
+    """None: until it is deleted."""
     replace: bool = False
 
 
@@ -129,7 +130,7 @@ class Keepalive:
         self._thread: threading.Thread | None = None
 
     def acquire(self, put: Put) -> Lease:
-        """Put the first record; raises NameExistsError if another owner, or another lease of ours, has the name."""
+        """Put the first record; raises NameExistsError if another lease of ours has the name."""
         with self._publishing:
             with self._wake:
                 if self._closed:
@@ -137,9 +138,7 @@ class Keepalive:
                 if put.name in self._leases:
                     raise NameExistsError(f"{put.name!r} is already leased through this name service; release it first")
             sent_at_s = lease_clock_s()
-            [holder] = self._store._put([put])
-            if holder:
-                raise NameExistsError(f"cannot lease {put.name!r} for owner {put.owner!r}: owner {holder!r} has it")
+            self._store._put([put])
             # Taking a name over is done once: the beats must meet the next owner's record and give way to it.
             lease = Lease(self, put=replace(put, replace=False), refreshed_at_s=sent_at_s)
             self._schedule(lease, sent_at_s + _beat_interval_s(lease))

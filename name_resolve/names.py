@@ -42,8 +42,8 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def check_ttl(ttl_s: float | None) -> float | None:
-    """A time to live is None (for ever) or at least one millisecond, the resolution of Redis."""
-    if ttl_s is not None and not 0.001 <= ttl_s < float("inf"):
-        raise ValueError(f"ttl_s must be a finite number of seconds >= 0.001, or None for no expiry; got {ttl_s}")
+def check_ttl(ttl_s: float) -> float:
+    """A time to live is at least one millisecond, the resolution of Redis."""
+    if not 0.001 <= ttl_s < float("inf"):
+        raise ValueError(f"ttl_s must be a finite number of seconds >= 0.001, got {ttl_s}")
     return ttl_s

@@ -54,16 +54,13 @@ def parse_since(text: str, *, now: float) -> float:
     if match := _AGO.fullmatch(text.strip()):
         return now - float(match[1]) * _SECONDS[match[2]]
     cleaned = text.strip().replace("T", " ")
-    for form in _FORMATS:
-        try:
-            return time.mktime(time.strptime(cleaned, form))
-        except ValueError:
-            continue
-    for form in _TIMES_OF_DAY:
+    for form in (*_FORMATS, *_TIMES_OF_DAY):
         try:
             clock = time.strptime(cleaned, form)
         except ValueError:
             continue
+        if form in _FORMATS:
+            return time.mktime(clock)
         today = time.localtime(now)
         moment = time.mktime((*today[:3], *clock[3:6], *today[6:8], -1))
         return moment if moment <= now else moment - 86400.0

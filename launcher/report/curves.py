@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from corral.launcher.report.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, RED, plain, save
@@ -83,11 +84,7 @@ def span_of(curves: Sequence[Curve]) -> tuple[float, float]:
 def smooth(values: Sequence[float], *, window: int) -> list[float]:
     """Centred moving average; shorter at the ends, so that no value is invented."""
     half = window // 2
-    averaged = []
-    for index in range(len(values)):
-        part = values[max(0, index - half) : index + half + 1]
-        averaged.append(sum(part) / len(part))
-    return averaged
+    return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def draw_curves(lines: Sequence[dict[str, Any]], *, title: str, path: Path) -> list[Path]:

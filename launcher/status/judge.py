@@ -280,12 +280,13 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tri
     ready = sum(row.state is WorkerState.UP for row in needed)
     if ready < len(needed):
         text = f"{ready} of {len(needed)} workers are ready"
-        waiting = next(
-            (extra_job for extra_job in evidence.extra_jobs if _holds_up(evidence, extra_job.allocation, needed)), None
-        )
+        away = [row.worker for row in needed if row.state is WorkerState.AWAY]
+        held_up = {evidence.allocation_by_worker.get(worker) for worker in away}
+        waiting = next((extra_job for extra_job in evidence.extra_jobs if extra_job.allocation in held_up), None)
         if waiting is not None:
             text = f"{text}; {waiting.allocation} waits: {describe_extra_job(waiting)}"
-        is_degraded = any(_was_taken(evidence, row) for row in needed)
+        # A worker that has run in this attempt, and whose nodes are gone.
+        is_degraded = any(evidence.lives[worker].ended_at is not None for worker in away)
         return (TrialState.DEGRADED if is_degraded else TrialState.STARTING), text
     return TrialState.RUNNING, ""
 
@@ -296,18 +297,6 @@ def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
         return True
     extra_job = evidence.extra_job_by_allocation.get(evidence.allocation_by_worker[row.worker])
     return extra_job is None or extra_job.is_elastic
-
-
-def _was_taken(evidence: Evidence, row: WorkerRow) -> bool:
-    """Whether a worker has run in this attempt, and its nodes are gone."""
-    life = evidence.lives.get(row.worker)
-    return row.state is WorkerState.AWAY and life is not None and life.ended_at is not None
-
-
-def _holds_up(evidence: Evidence, allocation: str, needed: Sequence[WorkerRow]) -> bool:
-    return any(
-        row.state is WorkerState.AWAY and evidence.allocation_by_worker.get(row.worker) == allocation for row in needed
-    )
 
 
 def _has_fresh_beat(rows: Sequence[WorkerRow]) -> bool:

@@ -177,7 +177,8 @@ class Supervisor:
         for seen in self._watch.take(now, is_awaited=bool(self._news)):
             self._heed(seen)
         self._leave_lost_allocation()
-        self._drive_extra_jobs()
+        if self._unit_nodes is not None:  # before the exits are judged: those whose nodes were lost are no crashes
+            self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
         while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
             news = self._news.popleft()
             self._find_job_gone(news.exits)
@@ -200,11 +201,6 @@ class Supervisor:
         if self._silence.is_redis_frozen:
             self._silence.redis_started(time.monotonic())
             self._tasks.end_frozen_redis()
-
-    def _drive_extra_jobs(self) -> None:
-        """Before the exits are judged: those whose nodes were lost are no crashes."""
-        if self._unit_nodes is not None:
-            self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
 
     def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""

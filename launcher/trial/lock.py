@@ -51,7 +51,8 @@ class SupervisorLock:
 
     def __init__(self, directory: TrialDirectory) -> None:
         self._path = lock_path(directory)
-        self._descriptor = -1
+        self.descriptor = -1
+        """To be passed on to the child that shares the lock."""
         self._has_tried = False
         """Whether the file may name us though the lock was not taken, because its disk failed half-way."""
 
@@ -80,18 +81,13 @@ class SupervisorLock:
         except BaseException:
             os.close(descriptor)  # and with it the lock: whoever tries again is not refused by himself
             raise
-        self._descriptor = descriptor
-
-    @property
-    def descriptor(self) -> int:
-        """To be passed on to the child that shares the lock."""
-        return self._descriptor
+        self.descriptor = descriptor
 
     def release(self) -> None:
         """Gives the lock up; what the file says stays, for `rl-status`."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def _lock(self, descriptor: int, patience_s: float, *, claim_decides: bool) -> None:
         deadline = time.monotonic() + patience_s

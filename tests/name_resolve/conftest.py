@@ -11,6 +11,7 @@ import pytest
 
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve import NameService, RedisNameService
+from corral.name_resolve.lease import Put
 from tests.name_services import MemoryNameService, MemoryStore
 from tests.workers.trusted import trust
 
@@ -87,3 +88,8 @@ def wait_until(condition: Callable[[], bool], description: str, timeout_s: float
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s} s until {description}"
         time.sleep(0.01)
+
+
+def add_for_a_while(service: NameService, name: str, *, ttl_s: float) -> None:
+    """A record that nobody refreshes."""
+    service._put([Put(name=name, value="x", owner="somebody", ttl_s=ttl_s, replace=True)])

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from corral.name_resolve import NameExistsError, NameNotFoundError, NameService, NameServiceError, NameTimeoutError
-from tests.name_resolve.conftest import ServiceFactory, wait_until
+from corral.name_resolve import NameNotFoundError, NameService, NameServiceError, NameTimeoutError
+from tests.name_resolve.conftest import ServiceFactory, add_for_a_while, wait_until
 
 
 def test_an_added_value_is_seen_through_another_service(make_service: ServiceFactory) -> None:
@@ -25,38 +25,10 @@ def test_a_value_that_is_no_text_is_refused_by_name(service: NameService) -> Non
         service.add("a", "\ud800")
 
 
-def test_adding_twice_keeps_the_first_value(service: NameService) -> None:
+def test_adding_overwrites_what_was_there(service: NameService) -> None:
     service.add("a", "first")
-    with pytest.raises(NameExistsError, match="'a' already exists; pass replace=True"):
-        service.add("a", "second")
-    assert service.get("a") == "first"
-
-
-def test_replace_overwrites_and_also_adds(service: NameService) -> None:
-    service.add("a", "first", replace=True)
-    service.add("a", "second", replace=True)
+    service.add("a", "second")
     assert service.get("a") == "second"
-
-
-def test_only_one_of_many_simultaneous_adds_wins(make_service: ServiceFactory) -> None:
-    services = [make_service() for _ in range(8)]
-    start = threading.Barrier(len(services))
-    winners: list[int] = []
-
-    def contend(index: int) -> None:
-        start.wait(10)
-        try:
-            services[index].add("leader", str(index))
-        except NameExistsError:
-            return
-        winners.append(index)
-
-    threads = [threading.Thread(target=contend, args=(index,)) for index in range(len(services))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert [services[0].get("leader")] == [str(index) for index in winners]
 
 
 def test_missing_names_are_errors_that_name_them(service: NameService) -> None:
@@ -76,21 +48,21 @@ def test_a_deleted_name_is_gone_and_free(service: NameService) -> None:
 
 def test_values_expire_and_leave_the_subtree_and_the_name_is_free(make_service: ServiceFactory) -> None:
     service = make_service()
-    service.add("a/short", "1", ttl_s=0.05)
-    service.add("a/long", "2", ttl_s=60)
+    add_for_a_while(service, "a/short", ttl_s=0.05)
+    add_for_a_while(service, "a/long", ttl_s=60)
     wait_until(lambda: service.find_subtree("a") == ["a/long"], "a/short expires")
     with pytest.raises(NameNotFoundError):
         service.get("a/short")
     with pytest.raises(NameNotFoundError):
         service.delete("a/short")
     make_service().add("a/short", "again")
-    assert service.get_subtree("a") == {"a/long": "2", "a/short": "again"}
+    assert service.get_subtree("a") == {"a/long": "x", "a/short": "again"}
 
 
-def test_replacing_without_ttl_makes_a_value_permanent(service: NameService) -> None:
-    service.add("a", "1", ttl_s=0.05)
-    service.add("a", "2", replace=True)
-    service.add("b", "short", ttl_s=0.1)
+def test_adding_makes_a_value_permanent(service: NameService) -> None:
+    add_for_a_while(service, "a", ttl_s=0.05)
+    service.add("a", "2")
+    add_for_a_while(service, "b", ttl_s=0.1)
     wait_until(lambda: service.find_subtree("b") == [], "b, which lives longer than a had left, expires")
     assert service.get("a") == "2"
 
@@ -135,7 +107,7 @@ def test_malformed_roots_are_refused(service: NameService, root: str) -> None:
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), 0.0001])
 def test_a_ttl_that_cannot_be_kept_is_refused(service: NameService, ttl_s: float) -> None:
     with pytest.raises(ValueError, match="ttl_s must be"):
-        service.add("a", "v", ttl_s=ttl_s)
+        service.lease("a", "v", ttl_s=ttl_s, owner="me")
 
 
 def test_wait_returns_what_is_already_there(service: NameService) -> None:

@@ -207,7 +207,7 @@ class TrajectoryReceiver(Closing):
 
     Example:
         with TrajectoryReceiver(security, address="10.0.0.7", capacity_records=256, capacity_bytes=2**30) as receiver:
-            names.add(keys.trajectory_receiver(0), receiver.endpoint, replace=True)
+            names.add(keys.trajectory_receiver(0), receiver.endpoint)
             receiver.start_session(f"{epoch}-{incarnation}")
             for header, tensors in receiver.drain(max_records=64): ...
     """

@@ -54,7 +54,7 @@ class Presence(Closing):
         self._closed = threading.Event()
         self._names = names
         self._memory = last_seen_key(key)
-        self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner, take_over=True)
+        self._lease = names.lease(key, self._text(), ttl_s=ttl_s, owner=owner)
         self._thread = threading.Thread(target=self._publish, name="presence", daemon=True)
         self._thread.start()
 
@@ -170,7 +170,7 @@ class Presence(Closing):
         try:
             text = self._text()
             self._lease.update(text)
-            self._names.add(self._memory, text, replace=True)
+            self._names.add(self._memory, text)
         except NameExistsError:
             # Whoever started our successor took us for dead. Two of us must not act.
             logger.critical("another process holds this worker's record: this one was replaced, and leaves")

@@ -159,7 +159,7 @@ class WorkerContext:
             owner: who publishes, if not this start of the worker.
         """
         ttl_s = self.plan.supervision.lease_ttl_s
-        return self.names.lease(key, value, ttl_s=ttl_s, owner=owner or self.incarnation, take_over=True)
+        return self.names.lease(key, value, ttl_s=ttl_s, owner=owner or self.incarnation)
 
 
 class Worker(ABC):

@@ -74,7 +74,7 @@ def shared_store(names: NameService, key: str, *, rank: int, address: str, timeo
     """
     if rank == 0:
         store, serves_at = host_store(address, timeout_s=timeout_s)
-        names.add(key, serves_at, replace=True)
+        names.add(key, serves_at)
         return store
     served_at = names.wait(key, timeout_s=timeout_s, waiting_for="model_worker/0")
     return connect_store(served_at, timeout_s=timeout_s)

@@ -76,7 +76,7 @@ class RequestClient(Closing):
 
     Example:
         with RequestClient(security, address="10.0.0.7", epoch=3) as client:
-            names.add(keys.master_stream(), client.endpoint, replace=True)
+            names.add(keys.master_stream(), client.endpoint)
             await client.wait_for_workers(workers, timeout_s=300)
             step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
             forward = client.post({worker: Inference(...) for worker in references}, deadline_s=600)

@@ -86,7 +86,7 @@ class Trial:
         return self.tell(published)
 
     def tell(self, published: PublishedWeights) -> PublishedWeights:
-        self.names.add(self._keys.policy_version(), published.to_json(), replace=True)
+        self.names.add(self._keys.policy_version(), published.to_json())
         return published
 
 

@@ -43,7 +43,7 @@ def refuse(gang: Gang) -> None:
     now = gang.published_weights()
     refusal = Refusal(weights=now.weights, server="generation_server/0", reason="it is flipped", is_served=False)
     text = msgspec.json.encode({"refused": refusal}).decode()
-    gang.context.names.add(gang.context.keys.weights_in_use(), text, replace=True)
+    gang.context.names.add(gang.context.keys.weights_in_use(), text)
 
 
 def test_a_version_that_servers_refuse_is_published_again_and_committed_again(
@@ -118,7 +118,7 @@ class Copies(PublishedVersions):
         """As the manager does."""
         record = msgspec.json.encode({"refused": self._look(self.present)}).decode()
         context = self._epoch.context
-        context.names.add(context.keys.weights_in_use(), record, replace=True)
+        context.names.add(context.keys.weights_in_use(), record)
 
     async def _write(self, version: PolicyVersion, *, copy: int = 0) -> None:
         self.present = Path(f"/weights/v1-copy{copy}")

@@ -207,7 +207,7 @@ class RolloutRig:
     def publish(self, version: str) -> None:
         """The trainer stands at this version of the weights."""
         published = PublishedWeights(version=version, weights=str(self._folder), digest=None)
-        MemoryNameService(self._store).add(self._keys.policy_version(), published.to_json(), replace=True)
+        MemoryNameService(self._store).add(self._keys.policy_version(), published.to_json())
 
     def reject_first(self) -> None:
         """Wait for a record, and reject it."""
