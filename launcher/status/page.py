@@ -1,14 +1,14 @@
 """What rl-status prints: one page for all trials, or for one.
 
-fileroot --TrialList--> trials that have ended, remembered --------------------------+
-                        the others --StatusReader--> what is known of each ----------+--> rows --> page
+fileroot --list_trials--> trials that have ended, remembered ------------------------+
+                          the others --StatusReader--> what is known of each --------+--> rows --> page
 queue --a job of ours whose directory is gone, or does not answer--> a row of its own --+
 
 With --explain the facts behind each word, and the command that shows them (`explain`, pure).
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_names, render_trial, render_trials
 from corral.launcher.status.trial_list import (
-    TrialList,
+    FinishedTrial,
+    Found,
     finished_path,
     list_trials,
     read_finished,
@@ -32,7 +33,7 @@ from corral.launcher.status.trial_list import (
 )
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import printable
-from corral.launcher.trial.find import find_trial
+from corral.launcher.trial.find import TrialFacts, find_trial
 
 _INDENT = "  "
 
@@ -168,23 +169,25 @@ class StatusPage:
         memory_path = finished_path(self._fileroot)
         memory = read_finished(memory_path) if use_memory else {}
         trials = list_trials(self._fileroot, memory, self._lookout)
-        reads, answer = self._reader.read_with_answer(list(trials.to_read.values()))
+        to_read = [one for one in trials.values() if isinstance(one, TrialFacts)]
+        finished = {path: one for path, one in trials.items() if isinstance(one, FinishedTrial)}
+        reads, answer = self._reader.read_with_answer(to_read)
         if answer.asked_at is None and not answer.error and self._cluster.is_here():
             answer = self._queue.look()  # for jobs whose trial directory is gone
         if use_memory:
-            kept = {str(path): one for path, one in trials.finished.items()} | to_remember(reads)
+            kept = {str(path): one for path, one in finished.items()} | to_remember(reads)
             if kept != memory:
                 write_finished(memory_path, kept)
-        statuses = {path: one.status for path, one in trials.finished.items()}
-        statuses |= {path: unreadable(path, reason) for path, reason in trials.unreadable.items()}
+        statuses = {path: one.status for path, one in finished.items()}
+        statuses |= {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
         statuses |= {read.facts.directory.path: read.status for read in reads}
         texts = [explain(read.evidence, read.status, answer) for read in reads if read.evidence is not None]
-        return [*(statuses[path] for path in trials.order), *self._orphans(answer, trials)], texts
+        return [*(statuses[path] for path in trials), *self._orphans(answer, trials)], texts
 
-    def _orphans(self, answer: QueueAnswer, trials: TrialList) -> list[TrialStatus]:
+    def _orphans(self, answer: QueueAnswer, trials: Mapping[Path, Found]) -> list[TrialStatus]:
         """Rows for jobs whose trial directory is gone, or does not answer."""
-        strays = find_strays(answer.jobs, set(trials.uuids))
-        found = self._lookout.look({path: path.is_dir for _, path in strays if path not in trials.unreadable})
+        strays = find_strays(answer.jobs, {one.uuid for one in trials.values() if not isinstance(one, str)})
+        found = self._lookout.look({path: path.is_dir for _, path in strays if not isinstance(trials.get(path), str)})
         return [
             _orphan(job, path, self._cluster.mode, does_answer=found[path] is False)
             for job, path in strays

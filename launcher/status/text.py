@@ -12,7 +12,7 @@ import msgspec
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
-from corral.launcher.status.words import TrialState, WorkerState
+from corral.launcher.status.words import FINAL_STATES, TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.history import Finding, PastAttempt
@@ -32,20 +32,10 @@ _ANSI = {"green": "\x1b[32m", "cyan": "\x1b[36m", "yellow": "\x1b[33m", "red": "
 _RESET = "\x1b[0m"
 _RESUME = "rl-submit --resume {trial}"
 _ADVICE = {
+    **dict.fromkeys(FINAL_STATES - {TrialState.COMPLETE}, _RESUME),
     TrialState.UNRESPONSIVE: "rl-logs {trial} master_worker",
     TrialState.FAILED: f"rl-logs {{trial}} --errors\n           {_RESUME}    when it is mended",
     TrialState.OOM: "rl-logs {trial} --errors\n           rl-submit ... a new trial, with more mem for that group",
-    **dict.fromkeys(
-        (
-            TrialState.STOPPED,
-            TrialState.CANCELLED,
-            TrialState.TIMED_OUT,
-            TrialState.PREEMPTED,
-            TrialState.NODE_FAILED,
-            TrialState.LOST,
-        ),
-        _RESUME,
-    ),
 }
 """What one does about a state; where that is to wait, nothing is said."""
 _SHOW_NUMBERS = (TrialState.RUNNING, TrialState.COMPLETE)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,33 +32,12 @@ class FinishedTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Without workers, groups and numbers."""
 
 
-@dataclass(slots=True, kw_only=True)
-class TrialList:
-    """All trials of a fileroot, each in one of three ways."""
-
-    finished: dict[Path, FinishedTrial] = field(default_factory=dict)
-    to_read: dict[Path, TrialFacts] = field(default_factory=dict)
-    unreadable: dict[Path, str] = field(default_factory=dict)
-    """What is wrong."""
-    order: list[Path] = field(default_factory=list)
-    """The newest last; those that do not answer first."""
-
-    @property
-    def uuids(self) -> list[str]:
-        """Of the trials that could be read."""
-        return [*(one.uuid for one in self.finished.values()), *(one.uuid for one in self.to_read.values())]
+Found = FinishedTrial | TrialFacts | str
+"""A trial whose end is remembered, one that is to be read, or what is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What a first look at a directory finds, and when its plan was written."""
-
-    created_at: float
-    content: FinishedTrial | TrialFacts | str
-
-
-def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lookout[Path]) -> TrialList:
-    """The trials below a fileroot.
+def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lookout[Path]) -> dict[Path, Found]:
+    """The trials below a fileroot, the newest last; folders that do not answer come first.
 
     Args:
         memory: what is known of those that have ended, by directory.
@@ -69,29 +48,17 @@ def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lo
     experiments = lookout.look_once(fileroot, partial(_folders, fileroot))
     if isinstance(experiments, Unanswered):
         raise TimeoutError(experiments.about(fileroot))
-    found = TrialList()
+    found: dict[Path, tuple[float, Found]] = {}
     paths: list[Path] = []
     for experiment, folders in lookout.look({path: partial(_folders, path) for path in experiments}).items():
         if isinstance(folders, Unanswered):
-            found.unreadable[experiment] = folders.about(experiment)
+            found[experiment] = 0.0, folders.about(experiment)
         else:
             paths += folders
-    looks = lookout.look({path: partial(_look_at, path, memory.get(str(path))) for path in paths})
-    created_at: dict[Path, float] = {}
-    for path, look in looks.items():
-        if look is None:
-            continue
-        if isinstance(look, Unanswered):
-            look = _Look(0.0, look.about(path))
-        content, created_at[path] = look.content, look.created_at
-        if isinstance(content, str):
-            found.unreadable[path] = content
-        elif isinstance(content, TrialFacts):
-            found.to_read[path] = content
-        else:
-            found.finished[path] = content
-    found.order = sorted({*found.unreadable, *created_at}, key=lambda path: (created_at.get(path, 0.0), path))
-    return found
+    for path, look in lookout.look({path: partial(_look_at, path, memory.get(str(path))) for path in paths}).items():
+        if look is not None:
+            found[path] = (0.0, look.about(path)) if isinstance(look, Unanswered) else look
+    return {path: found[path][1] for path in sorted(found, key=lambda path: (found[path][0], path))}
 
 
 def to_remember(reads: Iterable[TrialRead]) -> dict[str, FinishedTrial]:
@@ -135,19 +102,20 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _look_at(path: Path, remembered: FinishedTrial | None) -> _Look | None:
+def _look_at(path: Path, remembered: FinishedTrial | None) -> tuple[float, Found] | None:
+    """When the plan was written, and what a first look finds; None if there is no plan."""
     directory = TrialDirectory(path)
     try:
         created_at = directory.plan_path.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return None
     if remembered is not None and _fingerprint(path) == remembered.fingerprint:
-        return _Look(created_at, remembered)
+        return created_at, remembered
     try:
         facts = load_facts(directory)
     except PlanDamagedError:
-        return _Look(created_at, f"its plan.json is damaged; rl-status {path.parent.name}/{path.name} says what to do")
-    return None if facts is None else _Look(created_at, facts)
+        return created_at, f"its plan.json is damaged; rl-status {path.parent.name}/{path.name} says what to do"
+    return None if facts is None else (created_at, facts)
 
 
 def _fingerprint(path: Path) -> tuple[int, ...]:

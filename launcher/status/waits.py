@@ -12,20 +12,12 @@ shown, by text.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.status.words import SPEAKING, WorkerState
+from corral.launcher.status.words import ABSENT, SPEAKING, WorkerState
 from corral.launcher.status.workers import WorkerRow, is_away
 from corral.launcher.terminal import format_duration
 
 # The first that fits is the one that holds the others up.
-_CULPRIT_ORDER = (
-    WorkerState.SILENT,
-    WorkerState.MISSING,
-    WorkerState.AWAY,
-    WorkerState.KEPT_DOWN,
-    WorkerState.GIVEN_UP,
-    WorkerState.RESTARTING,
-    WorkerState.STARTING,
-)
+_CULPRIT_ORDER = (WorkerState.SILENT, WorkerState.MISSING, *ABSENT, WorkerState.RESTARTING, WorkerState.STARTING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

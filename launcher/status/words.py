@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from corral.experiments.trial.attempt_end_record import EndState
+
 
 class TrialState(StrEnum):
     """One word for a trial."""
@@ -35,19 +37,9 @@ class TrialState(StrEnum):
 
 NOT_STARTED = (TrialState.QUEUED, TrialState.BLOCKED, TrialState.HELD, TrialState.REQUEUED)
 """SLURM has not started it, or has put it back."""
-FINAL_STATES = frozenset(
-    {
-        TrialState.COMPLETE,
-        TrialState.STOPPED,
-        TrialState.FAILED,
-        TrialState.CANCELLED,
-        TrialState.TIMED_OUT,
-        TrialState.NODE_FAILED,
-        TrialState.PREEMPTED,
-        TrialState.OOM,
-        TrialState.LOST,
-    }
-)
+_ENDS_OF_ATTEMPTS = frozenset(TrialState.of(state) for state in EndState)
+_GOES_ON = {TrialState.REQUEUED, TrialState.UNKNOWN}
+FINAL_STATES = _ENDS_OF_ATTEMPTS - _GOES_ON | {TrialState.OOM, TrialState.LOST}
 """Nothing of it runs any more."""
 
 

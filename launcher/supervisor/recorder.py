@@ -78,22 +78,17 @@ class Recorder:
 
     def _write(self) -> None:
         """In the file thread. Lines and files do without each other: a quota may refuse new files only."""
-        told = (self._write_lines(), self._write_all(self._writes, lambda write: write()))
-        refused = [why for why in told if why]
+        lines_refused = self._write_all(self._lines, self._journal.append_line)
+        files_refused = self._write_all(self._writes, lambda write: write())
+        refused = lines_refused or files_refused
         if not refused and self._trouble:
-            self._lines.append(self._what_was_late())
-            refused = [why for why in (self._write_lines(),) if why]
+            numbers = {"late": self._num_late, "dropped": self._num_dropped}
+            self._num_late = self._num_dropped = 0
+            self._lines.append(event_line("records_late", attempt=self.attempt, **numbers, cause=self._trouble))
+            refused = self._write_all(self._lines, self._journal.append_line)
         elif refused and not self._trouble:
-            logger.warning("journal or exit records cannot be written now: %s", refused[0])
-        self._trouble = refused[0] if refused else ""
-
-    def _what_was_late(self) -> bytes:
-        num_late, num_dropped = self._num_late, self._num_dropped
-        self._num_late = self._num_dropped = 0
-        return event_line("records_late", attempt=self.attempt, late=num_late, dropped=num_dropped, cause=self._trouble)
-
-    def _write_lines(self) -> str:
-        return self._write_all(self._lines, self._journal.append_line)
+            logger.warning("journal or exit records cannot be written now: %s", refused)
+        self._trouble = refused
 
     def _write_all(self, kept: deque[T], write: Callable[[T], None]) -> str:
         """Why what is kept could not all be written; "" if it was."""

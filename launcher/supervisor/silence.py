@@ -58,15 +58,11 @@ class LeaseWatch:
             # Where Redis is, which is said once it answers, it stays; what files refuse says nothing of it.
             with contextlib.suppress(OSError, ValueError):
                 names = names or connect_name_service(self._directory, self._trial_uuid, timeout_s=_TIMEOUT_S)
-                began_at = time.monotonic()
-                self._looks.append((began_at, self._look(names)))
+                began_at, records = time.monotonic(), None
+                with contextlib.suppress(NameServiceError):
+                    records = read_worker_records(names, WORKERS_ROOT)
+                self._looks.append((began_at, records))
             time.sleep(LOOK_INTERVAL_S)
-
-    def _look(self, names: NameService) -> dict[str, WorkerRecord] | None:
-        try:
-            return read_worker_records(names, WORKERS_ROOT)
-        except NameServiceError:
-            return None
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """What the journal of a trial says about its last attempt and about those before it. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -71,14 +71,21 @@ class JournalView:
 
     def lives(self, workers: Sequence[str]) -> dict[str, WorkerLife]:
         """What became of each worker in the attempt."""
-        starts: dict[str, list[Event]] = {}
-        exits: dict[str, list[Event]] = {}
+        lives = dict.fromkeys(workers, WorkerLife())
         for event in self.of_attempt:
-            if event["event"] == "worker_started":
-                starts.setdefault(str(event.get("worker")), []).append(event)
-            elif event["event"] == "worker_exited":
-                exits.setdefault(str(event.get("worker")), []).append(event)
-        return {worker: _life(starts.get(worker, []), exits.get(worker, [])) for worker in workers}
+            before = lives.get(str(event.get("worker")))
+            if before is not None and event["event"] == "worker_started":
+                lives[event["worker"]] = WorkerLife(
+                    pid=event.get("pid"),
+                    node=str(event.get("node") or ""),
+                    incarnation=str(event.get("incarnation") or ""),
+                    started_at=float(event["time"]),
+                    restarts=before.restarts + (before.started_at is not None),
+                )
+            elif before is not None and before.started_at is not None and event["event"] == "worker_exited":
+                exit_, ended_at = exit_text(int(event["returncode"])), float(event["time"])
+                lives[event["worker"]] = replace(before, pid=None, exit=exit_, ended_at=ended_at)
+        return lives
 
     def given_up(self, workers: Sequence[str]) -> dict[str, str]:
         """Workers that the attempt goes on without, and why."""
@@ -113,18 +120,3 @@ class JournalView:
             started_at=float(started["time"]),
             ended_at=float(ended["time"]) if ended else None,
         )
-
-
-def _life(starts: Sequence[Event], exits: Sequence[Event]) -> WorkerLife:
-    if not starts:
-        return WorkerLife()
-    started, ended = starts[-1], exits[-1] if len(exits) >= len(starts) else None
-    return WorkerLife(
-        pid=started.get("pid") if ended is None else None,
-        node=str(started.get("node") or ""),
-        incarnation=str(started.get("incarnation") or ""),
-        started_at=float(started["time"]),
-        restarts=len(starts) - 1,
-        exit=exit_text(int(ended["returncode"])) if ended is not None else "",
-        ended_at=float(ended["time"]) if ended is not None else None,
-    )

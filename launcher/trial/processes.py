@@ -19,12 +19,21 @@ TRIAL_UUID_VARIABLE = "CORRAL_TRIAL_UUID"
 
 def process_start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot, or None if there is no such process (or only its zombie)."""
+    fields = _stat_of(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def _process_ids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """The fields of a process's stat from the state on; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the command name may hold spaces and brackets
-    return None if fields[0] in "ZX" else int(fields[19])
+    return stat.rpartition(")")[2].split()  # the command name may hold spaces and brackets
 
 
 def describe_this_process() -> dict[str, str | int]:
@@ -43,11 +52,8 @@ def is_process_alive(description: dict[str, object]) -> bool | None:
 
 def trial_processes(trial_uuid: str, *, spare: Collection[int] = ()) -> Iterator[int]:
     """Process ids on this host that carry the trial's uuid."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) in spare:
-            continue
-        pid = int(entry.name)
-        if _carries(trial_uuid, pid) and process_start_ticks(pid) is not None:
+    for pid in _process_ids():
+        if pid not in spare and _carries(trial_uuid, pid) and process_start_ticks(pid) is not None:
             yield pid
 
 
@@ -150,13 +156,9 @@ def kill_session(leader: int, *, start_ticks: int | None = None, trial_uuid: str
 
 def _all_stats() -> Iterator[tuple[int, list[str]]]:
     """Of every process: its id, and the fields of its stat from the state on."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                stat = Path(entry.path, "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            yield int(entry.name), stat.rpartition(")")[2].split()
+    for pid in _process_ids():
+        if (fields := _stat_of(pid)) is not None:
+            yield pid, fields
 
 
 def _may_be_of(trial_uuid: str, pid: int) -> bool:
