@@ -61,9 +61,9 @@ def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> l
             by_step[line["step"]] = StepTimes(
                 step=line["step"],
                 calls=_ordered(found),
-                wait_s=_seconds(line, "time/wait_s") or 0.0,
+                wait_s=line["time/wait_s"] if is_number(line.get("time/wait_s")) else 0.0,
                 run_s=max(call.end_s for call in found.values()),
-                commit_s=_seconds(line, "time/commit_s") or 0.0,
+                commit_s=line["time/commit_s"] if is_number(line.get("time/commit_s")) else 0.0,
             )
     return [by_step[step] for step in sorted(by_step)]
 
@@ -146,16 +146,8 @@ def _draw_rows(axes: "Axes", step: StepTimes, colours: Mapping[str, str]) -> Non
 
 
 def _call_seconds(line: Mapping[str, Any], name: str) -> CallSeconds | None:
-    inputs_s, ranks_s = _seconds(line, f"time/{name}/inputs_s"), _seconds(line, f"time/{name}/ranks_s")
-    run_s = _seconds(line, f"time/{name}_s")
-    if inputs_s is None or ranks_s is None or run_s is None:
-        return None
-    return CallSeconds(inputs_s=inputs_s, ranks_s=ranks_s, run_s=run_s)
-
-
-def _seconds(line: Mapping[str, Any], name: str) -> float | None:
-    value = line.get(name)
-    return float(value) if is_number(value) else None
+    seconds = [line.get(f"time/{name}{part}_s") for part in ("/inputs", "/ranks", "")]
+    return CallSeconds(*map(float, seconds)) if all(map(is_number, seconds)) else None
 
 
 def _ordered(calls: Mapping[str, CallSeconds]) -> dict[str, CallSeconds]:

@@ -8,7 +8,7 @@ import json
 import secrets as random_tokens
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -96,24 +96,13 @@ class AttemptTasks:
         kind = task.exit_kind()
         if returncode and self._was_out_of_memory(worker):
             returncode = WorkerExit.OUT_OF_MEMORY
-        self.recorder.keep(
-            partial(
-                record_exit,
-                self.directory,
-                self.attempt.attempt,
-                worker,
-                returncode,
-                exit_kind=kind,
-                pid=task.pid,
-                node=task.node,
-                ended_at=time.time(),
-            )
-        )
+        ended = TaskExit(worker, returncode, kind)
+        record = partial(record_exit, self.directory, self.attempt.attempt, ended)
+        self.recorder.keep(partial(record, pid=task.pid, node=task.node, ended_at=time.time()))
         self.recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
         )
-        said = self._last_word(worker) if returncode == WorkerExit.USER_CODE else ""
-        return TaskExit(worker, returncode, kind, said=said)
+        return replace(ended, said=self._last_word(worker)) if returncode == WorkerExit.USER_CODE else ended
 
     def _was_out_of_memory(self, worker: str) -> bool:
         """Takes its guard's note."""

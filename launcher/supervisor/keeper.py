@@ -24,7 +24,6 @@ from functools import partial
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
-from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
@@ -60,39 +59,20 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
     """
     lock, wake = SupervisorLock(directory), WakeUp()
     FilePatience().insist(lambda: _acquire(lock, directory), "lock the trial")
-    try:
-        with wake.listening():
-            patience = FilePatience(wake.has_signals)
-            record = open_attempt(directory, patience=patience)
-            if record is None:
-                return 0
-            return _keep(directory, wake, lock, record, patience, command=command, max_restarts=max_restarts)
-    finally:
-        sweep()
-        lock.release()
-
-
-def _acquire(lock: SupervisorLock, directory: TrialDirectory) -> None:
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
-
-
-def _keep(
-    directory: TrialDirectory,
-    wake: WakeUp,
-    lock: SupervisorLock,
-    record: AttemptRecord,
-    patience: FilePatience,
-    *,
-    command: Sequence[str],
-    max_restarts: int,
-) -> int:
-    plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
-    recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
-    budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=plan.supervision.healthy_after_s)
-    unheard: list[str] = []
-    num_starts = 0
-    with _secrets_recorded(directory, plan.trial.uuid) as recorded:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        stack.callback(sweep)
+        stack.enter_context(wake.listening())
+        patience = FilePatience(wake.has_signals)
+        record = open_attempt(directory, patience=patience)
+        if record is None:
+            return 0
+        plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
+        recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
+        budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=plan.supervision.healthy_after_s)
+        unheard: list[str] = []
+        num_starts = 0
+        recorded = stack.enter_context(_secrets_recorded(directory, plan.trial.uuid))
         while True:
             started_at = time.monotonic()
             # The child shares the locks: the trial stays locked until it is gone too.
@@ -117,6 +97,11 @@ def _keep(
             resumes_at = time.monotonic() + growing_pause(budget.in_a_row, first_s=_PAUSE_S, longest_s=_MAX_PAUSE_S)
             while not wake.has_signals() and (left_s := resumes_at - time.monotonic()) > 0:  # a signal is for the next
                 wake.wait(left_s)
+
+
+def _acquire(lock: SupervisorLock, directory: TrialDirectory) -> None:
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
 
 
 @contextlib.contextmanager

@@ -94,28 +94,20 @@ class TaskExit:
 
 
 def record_exit(
-    directory: TrialDirectory,
-    attempt: int,
-    worker: str,
-    returncode: int,
-    *,
-    exit_kind: ExitKind,
-    pid: int,
-    node: str,
-    ended_at: float,
+    directory: TrialDirectory, attempt: int, ended: TaskExit, *, pid: int, node: str, ended_at: float
 ) -> None:
     """Writes down how a worker ended and what it said last.
 
     Raises:
         OSError: if the file system refuses; it may be written down again.
     """
-    kind, _, index = worker.partition("/")
+    kind, _, index = ended.task.partition("/")
     content = {
-        "worker": worker,
+        "worker": ended.task,
         "attempt": attempt,
-        "returncode": returncode,
-        "kind": exit_kind,
-        "signal": signal_name(returncode),
+        "returncode": ended.returncode,
+        "kind": ended.kind,
+        "signal": signal_name(ended.returncode),
         "time": ended_at,
         "node": node,
         "pid": pid,

@@ -122,7 +122,12 @@ class RedisServer:
     """The one address to listen on."""
     log_path: Path
     """Receives the server's log."""
-    _place: "_Place | None" = None
+    _listener: socket.socket | None = None
+    """The port of its front, kept over restarts."""
+    _folder: Path = Path()
+    """Of mode 0700, on this host and with a short path, which a Unix socket needs and the trial's folder may not be."""
+    _leave: ExitStack = field(default_factory=ExitStack)
+    """Gives port and folder back."""
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     """The server, and its front."""
 
@@ -134,9 +139,9 @@ class RedisServer:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port, the same from the first `start` until `stop`."""
-        if self._place is None:
+        if self._listener is None:
             raise RuntimeError("this Redis server has no port yet; call start() first")
-        return self.host, int(self._place.listener.getsockname()[1])
+        return self.host, int(self._listener.getsockname()[1])
 
     @property
     def pid(self) -> int:
@@ -159,10 +164,9 @@ class RedisServer:
         """
         self._end_processes()
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        if self._place is None:
-            self._place = _Place.make(self.host)
+        listener = self._listener or self._take_place()
         try:
-            log_start = self._start_processes(self._place)
+            log_start = self._start_processes(listener.fileno())
             while not self._answers():
                 has_ended = self.poll() is not None
                 if has_ended or time.monotonic() > deadline_s:
@@ -189,9 +193,8 @@ class RedisServer:
             subprocess.TimeoutExpired: if the kernel does not let it go in time.
         """
         self._end_processes()
-        place, self._place = self._place, None
-        if place is not None:
-            place.leave.close()
+        self._listener = None
+        self._leave.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -206,10 +209,25 @@ class RedisServer:
         for process in processes:
             process.wait(_END_TIMEOUT_S)
 
-    def _start_processes(self, place: "_Place") -> int:
+    def _take_place(self) -> socket.socket:
+        with ExitStack() as stack:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            listener = socket.create_server((self.host, 0), family=family, backlog=tls_front.BACKLOG)
+            stack.callback(listener.close)
+            folder = Path(tempfile.mkdtemp(prefix="corral-redis-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            try:
+                record = leftovers.begin(os.environ.get(TRIAL_UUID_VARIABLE, ""))
+                record.note(folder)
+                stack.callback(record.drop)
+            except OSError as error:
+                logger.warning("%s stays if this process is killed: it could not be recorded: %s", folder, error)
+            self._listener, self._folder, self._leave = listener, folder, stack.pop_all()
+        return listener
+
+    def _start_processes(self, listener: int) -> int:
         """Returns where in the log this start begins."""
-        listener, folder = place.listener.fileno(), place.folder
-        front = [sys.executable, "-m", tls_front.__name__, str(listener), str(folder / _SOCKET)]
+        front = [sys.executable, "-m", tls_front.__name__, str(listener), str(self._folder / _SOCKET)]
         front.append(str(self.trust.secrets_directory.absolute()))
         hashed = hashlib.sha256(self.password.encode()).hexdigest()
         configuration = _CONFIGURATION.format(hash=hashed, prefix=self.key_prefix)
@@ -218,7 +236,7 @@ class RedisServer:
             log_start = log.tell()
             told.write(configuration.encode())
             told.seek(0)
-            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=told, cwd=folder))
+            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=told, cwd=self._folder))
             self._processes.append(_start(front, log, stdin=subprocess.DEVNULL, pass_fds=[listener]))
         return log_start
 
@@ -245,30 +263,3 @@ def _start(command: Sequence[str], log: IO[bytes], **more: Any) -> "subprocess.P
     return subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare, **more
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a server is reached: the port of its front, and its own socket; both are kept over its restarts."""
-
-    listener: socket.socket
-    folder: Path
-    """Of mode 0700, on this host and with a short path, which a Unix socket needs and the trial's folder may not be."""
-    leave: ExitStack
-    """Gives both back."""
-
-    @classmethod
-    def make(cls, host: str) -> Self:
-        with ExitStack() as stack:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, 0), family=family, backlog=tls_front.BACKLOG)
-            stack.callback(listener.close)
-            folder = Path(tempfile.mkdtemp(prefix="corral-redis-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            try:
-                record = leftovers.begin(os.environ.get(TRIAL_UUID_VARIABLE, ""))
-                record.note(folder)
-                stack.callback(record.drop)
-            except OSError as error:
-                logger.warning("%s stays if this process is killed: it could not be recorded: %s", folder, error)
-            return cls(listener, folder, stack.pop_all())
