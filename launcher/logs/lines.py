@@ -109,27 +109,27 @@ def end_of_lines(path: Path, *, files: Files = DIRECT) -> int:
     """Where the last whole line of a file ends: what comes after it is not written to its end yet."""
     try:
         with files.open(path) as file:
-            end = file.seek(0, 2)
-            while end:
-                start = max(0, end - _CHUNK_BYTES)
-                file.seek(start)
-                place = file.read(end - start).rfind(b"\n")
-                if place >= 0:
-                    return start + place + 1
-                end = start
+            newlines = ((start, block.rfind(b"\n")) for start, block in _blocks(file, file.seek(0, 2)))
+            return next((start + place + 1 for start, place in newlines if place >= 0), 0)
     except FileNotFoundError:
-        pass
-    return 0
+        return 0
+
+
+def _blocks(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
+    """What is before a place, the last block first, each with where it begins."""
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        file.seek(start)
+        yield start, file.read(end - start)
+        end = start
 
 
 def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
     """The lines before a place, the last one first."""
     later: list[bytes] = []  # pieces of a line whose beginning has not been read, the last one first
     is_last = True
-    while end > 0:
-        start = max(0, end - _CHUNK_BYTES)
-        file.seek(start)
-        first, *others = file.read(end - start).split(b"\n")
+    for _, block in _blocks(file, end):
+        first, *others = block.split(b"\n")
         for piece in reversed(others):
             line = piece + b"".join(reversed(later))
             later.clear()
@@ -137,7 +137,6 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
                 yield line
             is_last = False
         later.append(first)
-        end = start
     if later and (not is_last or any(later)):
         yield b"".join(reversed(later))
 

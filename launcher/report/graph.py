@@ -15,7 +15,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from corral.launcher.report.style import FAINT, INK, role_colours
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
@@ -148,17 +148,16 @@ class Drawing:
     """Boxes on a diagonal, and lines with a corner or none; lengths in inches, to the right and downwards."""
 
     def __init__(self, nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
-        self._nodes = {node.name: place for place, node in enumerate(nodes)}
         self._colours = role_colours(node.role for node in nodes if node.role)
         self.edges = edges
         self.labels = [textwrap.wrap(edge.label, _LABEL_CHARACTERS) for edge in edges]
-        self.boxes: list[Box] = []
+        self.boxes: dict[str, Box] = {}
         x = y = 0.0
         for node in nodes:
             width = _CHARACTER * max(map(len, (node.name, *node.lines, " " * 8))) + 2 * _PAD
             ports = [len(label) for edge, label in zip(edges, self.labels, strict=True) if edge.start == node.name]
             height = _LINE * max(1 + len(node.lines), sum(ports) + len(ports)) + 2 * _PAD
-            self.boxes.append(Box(node=node, left=x, top=y, width=width, height=height))
+            self.boxes[node.name] = Box(node=node, left=x, top=y, width=width, height=height)
             # A label may go on above the left half of the next box: lines to that end in its right half.
             x += width + _CHARACTER * _LABEL_CHARACTERS - width / 2 + 2 * _PAD
             y += height + 2 * _PAD
@@ -166,30 +165,27 @@ class Drawing:
     @property
     def size(self) -> tuple[float, float]:
         """Width and height."""
-        last = self.boxes[-1]
+        last = [*self.boxes.values()][-1]
         return last.left + last.width, last.top + last.height
 
     def draw(self, axes: "Axes") -> None:
         leaving, arriving = Counter[str](), Counter[str]()
         arriving_in_all = Counter(end for edge in self.edges for end in edge.ends)
         for edge, label in zip(self.edges, self.labels, strict=True):
-            start = self.boxes[self._nodes[edge.start]]
+            start = self.boxes[edge.start]
             colour = self._colours.get(start.node.role or "", FAINT)
             leaving[edge.start] += len(label) + 1  # a label stands on its line
             y = start.top + leaving[edge.start] * _LINE
             for end in edge.ends:
-                target = self.boxes[self._nodes[end]]
+                target = self.boxes[end]
                 spacing = min(_PORT, target.width / 2 / arriving_in_all[end])
                 x = target.left + target.width / 2 + spacing * (arriving[end] + 0.5)
                 arriving[end] += 1
                 self._line(axes, start, target, corner=(x, y), colour=colour, is_dashed=edge.is_weights)
-            is_back = self._nodes[edge.ends[0]] < self._nodes[edge.start]
+            is_back = self.boxes[edge.ends[0]].top < start.top
             x = start.left - _PAD if is_back else start.left + start.width + _PAD
-            side = "right" if is_back else "left"
-            axes.text(
-                x, y - 0.02, "\n".join(label), color=INK, ha=side, va="bottom", fontsize=_POINTS, family="monospace"
-            )
-        for box in self.boxes:
+            _write(axes, x, y - 0.02, "\n".join(label), ha="right" if is_back else "left", va="bottom")
+        for box in self.boxes.values():
             self._box(axes, box)
 
     def _line(
@@ -211,7 +207,8 @@ class Drawing:
             axes.add_patch(Rectangle(corner, box.width, box.height, facecolor=face, alpha=alpha, edgecolor=colour))
         for number, text in enumerate((box.node.name, *box.node.lines)):
             y = box.top + box.height / 2 + _LINE * (number - len(box.node.lines) / 2)
-            weight = "normal" if number else "bold"
-            axes.text(
-                box.left + _PAD, y, text, color=INK, va="center", fontsize=_POINTS, family="monospace", weight=weight
-            )
+            _write(axes, box.left + _PAD, y, text, va="center", weight="normal" if number else "bold")
+
+
+def _write(axes: "Axes", x: float, y: float, text: str, **style: Any) -> None:
+    axes.text(x, y, text, color=INK, fontsize=_POINTS, family="monospace", **style)

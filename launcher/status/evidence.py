@@ -88,10 +88,10 @@ class Evidence:
         """The moment by the clock of the trial's own processes, where that is known: supervisor and Redis share it."""
         return self.now if self.redis_now is None else self.redis_now
 
-    @property
-    def extra_job_by_allocation(self) -> dict[str, ExtraJob]:
-        """The extra jobs by the name of their allocation."""
-        return {extra_job.allocation: extra_job for extra_job in self.extra_jobs}
+    def extra_job_of(self, worker: str) -> ExtraJob | None:
+        """The extra job that a worker runs in."""
+        name = self.allocation_by_worker.get(worker)
+        return next((extra_job for extra_job in self.extra_jobs if extra_job.allocation == name), None)
 
 
 _HEADS = (None, "", HEAD)

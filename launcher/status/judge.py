@@ -295,7 +295,7 @@ def _may_be_absent(evidence: Evidence, row: WorkerRow) -> bool:
     """Elastic workers come and go; what rl-stop keeps down and what was given up is not waited for."""
     if row.state is not WorkerState.AWAY:
         return True
-    extra_job = evidence.extra_job_by_allocation.get(evidence.allocation_by_worker[row.worker])
+    extra_job = evidence.extra_job_of(row.worker)
     return extra_job is None or extra_job.is_elastic
 
 

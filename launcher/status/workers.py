@@ -192,11 +192,9 @@ def _is_ending(evidence: Evidence) -> bool:
 
 def _are_nodes_gone(evidence: Evidence, worker: str) -> bool:
     """Whether the worker's nodes are those of a job that does not run now."""
-    allocation = evidence.allocation_by_worker.get(worker)
-    if allocation is None:
-        return False
-    extra_job = evidence.extra_job_by_allocation.get(allocation)
-    return extra_job is None or extra_job.job is None or extra_job.job.phase is not JobPhase.RUNNING
+    extra_job = evidence.extra_job_of(worker)
+    is_there = extra_job is not None and extra_job.job is not None and extra_job.job.phase is JobPhase.RUNNING
+    return worker in evidence.allocation_by_worker and not is_there
 
 
 def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> GroupRow:

@@ -26,7 +26,7 @@ from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.trial.log_state import Done, Entry, Stop, StoppedError, TrialLogError
+from corral.experiments.trial.log_state import Done, Stop, StoppedError, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
@@ -181,10 +181,12 @@ class Supervisor:
             self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
         while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
             news = self._news.popleft()
-            self._find_job_gone(news.exits)
             for number in news.signals:
                 self._request_stop_for(number)
             for one in news.exits:
+                # Whether an extra job is gone, the cluster is asked.
+                if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
+                    self._why_abandoned = f"{one.task} could not be started: the job has ended"
                 self._apply(
                     self._unit_machine.exited(one.task, one.returncode, time.monotonic(), kind=one.kind, said=one.said)
                 )
@@ -226,12 +228,6 @@ class Supervisor:
             self._unit_machine.give_up(worker)
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
-    def _find_job_gone(self, exits: Sequence[TaskExit]) -> None:
-        """Of the trial's own job; whether an extra job is gone, the cluster is asked."""
-        for one in exits:
-            if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
-                self._why_abandoned = f"{one.task} could not be started: the job has ended"
-
     def _leave_lost_allocation(self) -> None:
         cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
         if cause and self.continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
@@ -248,21 +244,17 @@ class Supervisor:
         if seen.is_superseded:
             self._why_abandoned = f"attempt {self.attempt.attempt + 1} has begun"
         for slot, entry in seen.entries or ():
-            if slot >= self.attempt.start_slot:
-                self._heed_entry(entry)
+            if slot >= self.attempt.start_slot and isinstance(entry, Done):
+                self._apply(self._unit_machine.log_ended(EndState.COMPLETE, "", time.monotonic()))
+            elif slot >= self.attempt.start_slot and isinstance(entry, Stop):
+                reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
+                self._apply(self._unit_machine.log_ended(EndState.STOPPED, reason, time.monotonic()))
         if seen.groups_kept_down is not None:
             self._keep_groups_down(seen.groups_kept_down)
         if seen.unreadable_stop_request:
             self._record("stop_request_unreadable", cause=seen.unreadable_stop_request)
         if seen.stop_request is not None:
             self._heed_stop_request(seen.stop_request)
-
-    def _heed_entry(self, entry: Entry) -> None:
-        if isinstance(entry, Done):
-            self._apply(self._unit_machine.log_ended(EndState.COMPLETE, "", time.monotonic()))
-        elif isinstance(entry, Stop):
-            reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
-            self._apply(self._unit_machine.log_ended(EndState.STOPPED, reason, time.monotonic()))
 
     def _keep_groups_down(self, down: frozenset[str]) -> None:
         if down == self._groups_kept_down:

@@ -138,17 +138,14 @@ def submitting(directory: TrialDirectory) -> Iterator[None]:
 def is_locked(directory: TrialDirectory) -> bool:
     """Whether a supervisor of this trial runs, as far as this host can see."""
     try:
-        descriptor = os.open(lock_path(directory), os.O_RDWR | os.O_CLOEXEC)
+        with lock_path(directory).open("r+b") as file:
+            answer = try_lock(file.fileno())
     except FileNotFoundError:
         return False
-    try:
-        answer = try_lock(descriptor)
-        if answer is not LockAnswer.NO_LOCKS:
-            return answer is LockAnswer.BUSY
-        holder = read_lock(lock_path(directory))
-        return holder is not None and is_process_alive(holder) is True
-    finally:
-        os.close(descriptor)
+    if answer is not LockAnswer.NO_LOCKS:
+        return answer is LockAnswer.BUSY
+    holder = read_lock(lock_path(directory))
+    return holder is not None and is_process_alive(holder) is True
 
 
 def try_lock(descriptor: int) -> LockAnswer:
