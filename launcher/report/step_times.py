@@ -146,7 +146,7 @@ def _draw_rows(axes: "Axes", step: StepTimes, colours: Mapping[str, str]) -> Non
 
 
 def _call_seconds(line: Mapping[str, Any], name: str) -> CallSeconds | None:
-    seconds = [line.get(f"time/{name}{part}_s") for part in ("/inputs", "/ranks", "")]
+    seconds: list[Any] = [line.get(f"time/{name}{part}_s") for part in ("/inputs", "/ranks", "")]
     return CallSeconds(*map(float, seconds)) if all(map(is_number, seconds)) else None
 
 
