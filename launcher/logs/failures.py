@@ -19,7 +19,7 @@ from typing import Any
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.terminal import printable
-from corral.launcher.trial.exits import how_it_ended, is_consequence, is_out_of_memory, read_exits, tail_lines
+from corral.launcher.trial.exits import is_consequence, is_out_of_memory, read_exits, tail_lines
 from corral.launcher.trial.history import JournalView
 
 _MAX_FOLLOWED = 20
@@ -113,7 +113,7 @@ def _without_first_words(events: Sequence[Mapping[str, Any]]) -> list[Mapping[st
 
 
 def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
-    what = how_it_ended(record)
+    what = str(record.get("signal") or f"exit {record['returncode']}")
     if is_out_of_memory(record):
         what = f"{what}, out of memory"
     return Incident(

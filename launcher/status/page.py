@@ -21,7 +21,7 @@ from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.evidence import Evidence, find_strays
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.status.text import render_json, render_names, render_trial, render_trials
+from corral.launcher.status.text import render_json, render_trial, render_trials
 from corral.launcher.status.trial_list import (
     FinishedTrial,
     Found,
@@ -162,7 +162,7 @@ class StatusPage:
         if self._output == "json":
             return render_json(statuses)
         if self._output == "name":
-            return render_names(statuses)
+            return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
         return render_trials(statuses, colour=self._colour, width=self._width, num_hidden=num_hidden)
 
     def _read_all(self, *, use_memory: bool) -> tuple[list[TrialStatus], list[str]]:

@@ -39,7 +39,7 @@ from corral.launcher.layout.layout import Layout
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
-from corral.launcher.trial.exits import first_cause, read_exits
+from corral.launcher.trial.exits import is_consequence, read_exits
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
@@ -347,12 +347,14 @@ def _zombies(jobs: TrialJobs, records: Mapping[str, WorkerRecord] | None, attemp
 
 
 def _read_failure(directory: TrialDirectory, view: JournalView, *, has_failed: bool) -> dict[str, Any] | None:
+    """The earliest failure of the attempt that is not the consequence of another."""
     if not has_failed:
         return None
     failures = [
         record for record in read_exits(directory) if record.get("attempt") == view.attempt and record["returncode"]
     ]
-    return first_cause(failures) if failures else None
+    causes = [record for record in failures if not is_consequence(record)]
+    return next(iter(causes or failures), None)
 
 
 def _read_log(directory: TrialDirectory, attempt: AttemptRecord | None) -> tuple[LogState, str]:

@@ -143,11 +143,6 @@ def render_json(statuses: Sequence[TrialStatus]) -> str:
     return msgspec.json.format(msgspec.json.encode(list(statuses)), indent=2).decode()
 
 
-def render_names(statuses: Sequence[TrialStatus]) -> str:
-    """One name a line, for a shell's loop."""
-    return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
-
-
 def render_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, colour: bool, width: int | None = None
 ) -> str:

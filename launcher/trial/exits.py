@@ -6,7 +6,7 @@ exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, kind, sig
 import json
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -131,14 +131,8 @@ def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: float(record["time"]))
 
 
-def first_cause(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The earliest that is not the consequence of another: ended by us, or fenced, or a rank whose peer had died."""
-    causes = [record for record in failures if not is_consequence(record)]
-    return (causes or list(failures))[0]
-
-
 def is_consequence(record: Mapping[str, Any]) -> bool:
-    """Whether another end explains this one."""
+    """Whether another end explains this one: ended by us, or fenced, or a rank whose peer had died."""
     return record["returncode"] in _CONSEQUENCES or record.get("kind", ExitKind.OWN) != ExitKind.OWN
 
 
@@ -151,11 +145,6 @@ def is_out_of_memory(record: Mapping[str, Any]) -> bool:
         return True
     said = " ".join(lines).lower()
     return record.get("returncode") in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
-
-
-def how_it_ended(record: Mapping[str, Any]) -> str:
-    """SIGKILL, or exit 3."""
-    return str(record.get("signal") or f"exit {record['returncode']}")
 
 
 def exit_text(returncode: int) -> str:

@@ -89,11 +89,8 @@ class JournalView:
 
     def given_up(self, workers: Sequence[str]) -> dict[str, str]:
         """Workers that the attempt goes on without, and why."""
-        causes = {
-            str(event.get("unit") or event.get("worker")): str(event.get("cause") or "out of restarts")
-            for event in self.of_attempt
-            if event["event"] == "unit_given_up"
-        }
+        given_up = [event for event in self.of_attempt if event["event"] == "unit_given_up"]
+        causes = {str(event.get("unit")): str(event.get("cause") or "out of restarts") for event in given_up}
         return {worker: causes[worker] for worker in workers if worker in causes}
 
     def findings(self) -> tuple[Finding, ...]:

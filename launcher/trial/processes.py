@@ -9,6 +9,7 @@ import pwd
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -123,14 +124,13 @@ def children_of(parent: int) -> list[int]:
 
 def descendants_of(ancestor: int) -> list[int]:
     """Process ids of all that come from a process and have not ended."""
-    parents = {pid: int(fields[1]) for pid, fields in _all_stats()}
-    found, left = [], [ancestor]
-    while left:
-        parent = left.pop()
-        children = [pid for pid, its_parent in parents.items() if its_parent == parent]
-        found += children
-        left += children
-    return found
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, fields in _all_stats():
+        children[int(fields[1])].append(pid)
+    found = [ancestor]
+    for parent in found:  # which grows on the way
+        found += children[parent]
+    return found[1:]
 
 
 def kill_session(leader: int, *, start_ticks: int | None = None, trial_uuid: str = "") -> list[int]:
