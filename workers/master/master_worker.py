@@ -52,7 +52,7 @@ A whole asynchronous step:
                                            Initialize, sessions    of a gang           then OkReply of all
 
      1, 4   rollout/rollout_worker.py, group_maker.py; engine/loop.py
-     2, 3   manager/admission.py, routing.py, on the gate of scheduling/staleness.py
+     2, 3   manager/gserver_manager.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver.py
      6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
