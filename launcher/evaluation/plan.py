@@ -15,7 +15,7 @@ from pathlib import Path
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
@@ -111,9 +111,7 @@ def make_requests(
     """
     spec = _model_worker(plan)
     kind: RowKind = "answers" if spec.reward.function == EXACT_MATCH else "prompts"
-    reader = DatasetReader(config=evaluation.dataset, kind=kind)
-    reader.read_to_end()
-    reader.raise_problems()
+    digest = dataset_spec(evaluation.dataset, kind=kind).sha256
     return [
         EvaluationRequest(
             step=weights.step,
@@ -121,7 +119,7 @@ def make_requests(
             source=directory.relative(weights.directory),
             are_weights_ours=weights.may_vanish,
             evaluation=evaluation,
-            dataset_sha256=reader.sha256,
+            dataset_sha256=digest,
             reward=spec.reward,
             dtype="bfloat16" if spec.roles[0].model.dtype == "bfloat16" else "float32",
             result=result_path(folder, weights.step),

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,
@@ -105,13 +105,11 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
 
 def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
     """How far earlier starts got; who asks for an evaluation removes what an earlier request left."""
-    reader = DatasetReader(config=request.evaluation.dataset, kind="prompts")
-    reader.read_to_end()
-    reader.raise_problems()
-    if reader.sha256 != request.dataset_sha256:
+    digest = dataset_spec(request.evaluation.dataset, kind="prompts").sha256
+    if digest != request.dataset_sha256:
         raise ValueError(
             f"dataset {request.evaluation.dataset.path} has changed since this evaluation was asked for (sha256 "
-            f"{reader.sha256}, then {request.dataset_sha256}); run rl-eval again"
+            f"{digest}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)
     progress = EvaluationProgress(num_done=0, sums=dict.fromkeys(SUMS, 0.0), seconds=0.0, num_starts=0)
