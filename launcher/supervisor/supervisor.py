@@ -32,6 +32,17 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.runners.runner import TaskRunner
+from corral.launcher.supervisor.actions import (
+    Action,
+    AppendStop,
+    CheckNodes,
+    EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+)
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
@@ -41,20 +52,7 @@ from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExi
 from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, UnitNodes, WorkerCommand, units_of_plan, worker_command
-from corral.launcher.supervisor.units import (
-    Action,
-    AppendStop,
-    CheckNodes,
-    EndTrial,
-    GiveUpUnit,
-    LeaveUnit,
-    RestartPolicy,
-    RestartUnit,
-    SignalTask,
-    StartUnit,
-    TrialPhase,
-    UnitMachine,
-)
+from corral.launcher.supervisor.units import RestartPolicy, TrialPhase, UnitMachine
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes

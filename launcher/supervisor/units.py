@@ -28,6 +28,17 @@ from enum import StrEnum
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
+from corral.launcher.supervisor.actions import (
+    Action,
+    AppendStop,
+    CheckNodes,
+    EndTrial,
+    GiveUpUnit,
+    LeaveUnit,
+    RestartUnit,
+    SignalTask,
+    StartUnit,
+)
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.scheduling.restarts import growing_pause
 
@@ -63,71 +74,6 @@ class RestartPolicy:
     check_timeout_s: float = 30.0
     """How long an exit may wait for the cluster's word on its nodes; after that it counts as a crash."""
 
-
-@dataclass(frozen=True, slots=True)
-class StartUnit:
-    """Start every task of the unit under a new incarnation."""
-
-    unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class SignalTask:
-    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
-
-    task: str
-    kill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RestartUnit:
-    """News for the journal: the unit will start again after the pause."""
-
-    unit: str
-    cause: str
-    pause_s: float
-    restarts: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckNodes:
-    """Find out whether the unit's nodes are still there; `nodes_stay` or `nodes_lost` is the answer."""
-
-    unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveUnit:
-    """News for the journal: the unit ended for a reason that is not its own, and starts again when it may."""
-
-    unit: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUpUnit:
-    """An optional unit is out of budget: the trial goes on without it."""
-
-    unit: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class AppendStop:
-    """Fence the trial: append Stop to the trial log before anything is killed."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndTrial:
-    """Nothing runs any more."""
-
-    outcome: EndState
-    cause: str
-
-
-Action = StartUnit | SignalTask | RestartUnit | CheckNodes | LeaveUnit | GiveUpUnit | AppendStop | EndTrial
 
 _FINAL = (
     WorkerExit.BAD_CONFIGURATION,

@@ -17,11 +17,12 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
+from corral.launcher.supervisor.actions import RestartUnit, StartUnit
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.units import RestartPolicy, RestartUnit, StartUnit, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import RestartPolicy, UnitMachine, UnitSpec
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial

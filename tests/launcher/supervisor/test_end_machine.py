@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import Refusal, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase, Verdict
-from corral.launcher.supervisor.units import EndTrial
 
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")

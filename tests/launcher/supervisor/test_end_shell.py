@@ -18,9 +18,9 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachab
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.supervisor import continuation
+from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndShell, Verdict
 from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.units import EndTrial
 from tests.launcher.jobs import queued
 from tests.launcher.trials import StubTrial
 

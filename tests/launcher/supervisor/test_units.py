@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
-from corral.launcher.supervisor.units import (
+from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
     CheckNodes,
     EndTrial,
     GiveUpUnit,
     LeaveUnit,
-    RestartPolicy,
     RestartUnit,
     SignalTask,
     StartUnit,
-    TrialPhase,
-    UnitMachine,
-    UnitSpec,
 )
+from corral.launcher.supervisor.units import RestartPolicy, TrialPhase, UnitMachine, UnitSpec
 from corral.launcher.trial.exits import ExitKind
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
