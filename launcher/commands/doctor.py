@@ -1,6 +1,7 @@
 """rl-doctor: will trials run here, and if not, what is to be done."""
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,7 @@ def doctor(
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
     with user_errors():
-        from corral.launcher.doctor.findings import as_json, render, worst
+        from corral.launcher.doctor.findings import render, worst
         from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
         from corral.launcher.slurm.client import missing_commands
         from corral.launcher.trial.find import default_fileroot
@@ -33,7 +34,7 @@ def doctor(
         if not missing:
             is_reachable, seen = look_at_cluster(root, partition=partition, is_quick=quick)
             findings += seen
-        print(json.dumps(as_json(findings), indent=1) if output == "json" else render(findings))
+        print(json.dumps([asdict(one) for one in findings], indent=1) if output == "json" else render(findings))
         if not is_reachable:
             raise typer.Exit(CommandExit.UNREACHABLE)
         if worst(findings) == "fail":

@@ -4,8 +4,8 @@ A finding is ok, warn (works, but something costs more or is less safe than it c
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -51,8 +51,3 @@ def render(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
     counts = {level: sum(1 for finding in findings if finding.level == level) for level in ("ok", "warn", "fail")}
     return "\n".join([*lines, "", "  ".join(f"{count} {level}" for level, count in counts.items())])
-
-
-def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The same as data."""
-    return [asdict(finding) for finding in findings]

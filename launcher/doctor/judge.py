@@ -19,7 +19,7 @@ from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.accounts import seconds_of as seconds_of_limit
-from corral.launcher.slurm.parse import Node
+from corral.launcher.slurm.parse import Node, keeps_accounts
 from corral.launcher.slurm.verdict import judge_job
 
 _OLDEST_SLURM = (20, 11)  # srun --exact
@@ -56,12 +56,11 @@ def judge_version(version: str) -> Finding:
 
 def _jobs(config: Mapping[str, str]) -> Iterator[Finding]:
     """What becomes of jobs: before they start, when they are put back, and after their end."""
-    accounting = config.get("AccountingStorageType", "").rpartition("/")[2]
-    if accounting in ("", "none", "(null)"):
-        yield ok("config.accounting", "accounting is off; corral does not need it, and keeps its own records")
-    else:
-        said = f"accounting by {accounting}; asked only about jobs that squeue has forgotten"
-        yield ok("config.accounting", said)
+    said = "accounting is off; corral does not need it, and keeps its own records"
+    if keeps_accounts(config):
+        storage = config["AccountingStorageType"].rpartition("/")[2]
+        said = f"accounting by {storage}; asked only about jobs that squeue has forgotten"
+    yield ok("config.accounting", said)
     age_s = seconds_of(config.get("MinJobAge", ""))
     if age_s is not None and age_s < _MIN_JOB_AGE_S:
         said = f"SLURM forgets a job {age_s} s after its end (MinJobAge)"

@@ -22,9 +22,10 @@ from typing import Any
 
 from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.trial.directory import atomic_write
+from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.doctor.node import FIRST_PORT, exchange, is_there
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.slurm.verdict import judge_job
+from corral.launcher.slurm.verdict import job_of_scontrol
 
 TIMEOUT_S = 60.0
 EXIT_NO_CANARY = 41
@@ -167,12 +168,12 @@ def _look_at_job(client: SlurmClient, job_id: str, outcome: ProbeOutcome) -> boo
         return False
     if facts is None:
         return True
-    outcome.state, outcome.reason = facts.get("JobState", ""), facts.get("Reason", "")
-    nodes = facts.get("NumNodes", "").partition("-")[0]
-    if outcome.state not in ("PENDING", "CONFIGURING") and nodes.isdigit():
-        outcome.num_nodes = int(nodes)
-    if outcome.state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-        return judge_job(outcome.state, outcome.reason).state == "BLOCKED"
+    job = job_of_scontrol(facts)
+    outcome.state, outcome.reason = job.word, job.reason
+    if job.phase is not JobPhase.WAITING:
+        outcome.num_nodes = job.num_nodes or outcome.num_nodes
+    if job.phase is not JobPhase.ENDED:
+        return job.is_blocked
     code = facts.get("ExitCode", "").partition(":")[0]
     outcome.exit_code = int(code) if code.isdigit() else None
     return True

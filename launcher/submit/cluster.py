@@ -92,8 +92,9 @@ class ClusterFacts:
         own, limit = options.get("reservation", "").split(","), options.get("time_limit")
         reserved: dict[str, str] = {}
         for name, settings in (self.reservations or {}).items():
-            begin_s = _moment(settings.get("StartTime", "")) - self.asked_at
-            if name not in own and (limit is None or begin_s < parse_time_limit(limit)):
+            begins_at = seconds_of_moment(settings.get("StartTime", ""))
+            waits_s = 0.0 if begins_at is None else begins_at - self.asked_at
+            if name not in own and (limit is None or waits_s < parse_time_limit(limit)):
                 nodes = expand_host_list(settings.get("Nodes", "").replace("(null)", ""))
                 reserved |= dict.fromkeys(nodes, f"in reservation {name!r} until {settings.get('EndTime', '?')}")
         return reserved
@@ -135,12 +136,12 @@ def default_of(partitions: Mapping[str, Mapping[str, str]]) -> str | None:
     return next((name for name, settings in partitions.items() if settings.get("Default") == "YES"), None)
 
 
-def _moment(text: str) -> float:
-    """Seconds since the epoch of a moment that SLURM writes; long ago if it is none."""
+def seconds_of_moment(text: str) -> float | None:
+    """Seconds since the epoch of a moment that SLURM writes; None if it is none."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
-        return float("-inf")
+        return None
 
 
 def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]] | None:

@@ -37,7 +37,7 @@ from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import Capacity, check_layout, describe
 from corral.launcher.submit.check_limits import check_limits
 from corral.launcher.submit.check_memory import check_memory
-from corral.launcher.submit.cluster import ClusterFacts, read_cluster
+from corral.launcher.submit.cluster import ClusterFacts, read_cluster, seconds_of_moment
 from corral.launcher.trial.processes import user_name
 
 _FAR_AWAY_S = 366 * 86400.0
@@ -214,10 +214,9 @@ def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProble
 
 def _estimate(start: str, *, now: float) -> str:
     """A moment that sbatch names, for people: behind a job without a time limit it is centuries away."""
-    try:
-        away_s = time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) - now
-    except (ValueError, OverflowError):
+    if (starts_at := seconds_of_moment(start)) is None:
         return start
+    away_s = starts_at - now
     return "now" if away_s < 60.0 else "unknown" if away_s > _FAR_AWAY_S else start
 
 

@@ -24,9 +24,8 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.trial.mode import Mode, has_jobs
-from corral.launcher.cluster.cluster import Cluster
 from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
@@ -209,7 +208,13 @@ def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:
     if _still_runs(directory):
         raise SubmissionError(f"trial {name} still runs; rl-status {name} shows it")
     if has_jobs(plan.mode):
-        _refuse_queued(name, own_jobs_of_plan(plan, directory), cluster_of(plan.mode))
+        try:
+            jobs = cluster_of(plan.mode).jobs()
+        except ClusterError as error:
+            raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
+        for job, _ in own_jobs_of_plan(plan, directory).select(jobs):
+            if job.is_active:
+                raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.word}); rl-stop {name} first")
 
 
 def _still_runs(directory: TrialDirectory) -> bool:
@@ -261,13 +266,3 @@ def _check_here(
 
 
 _CHECK_BY_MODE = {"local": _check_here, "slurm": check_on_slurm}
-
-
-def _refuse_queued(name: str, own: OwnJobs, cluster: Cluster) -> None:
-    try:
-        jobs = cluster.jobs()
-    except ClusterError as error:
-        raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
-    for job, _ in own.select(jobs):
-        if job.is_active:
-            raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.word}); rl-stop {name} first")
