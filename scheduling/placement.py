@@ -9,7 +9,8 @@ Nodes and GPUs are indices: their names are known only once SLURM has started th
 Redis run too, one core and 1 GiB of every node stay free for them.
 """
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -117,6 +118,26 @@ def place(scheduling: Groups, node: NodeShape, *, has_slack: bool = True, max_no
         nodes.put(kind, index, wanted[kind], in_turns=in_turns)
     places = {worker_id(*task): nodes.places[worker_id(*task)] for task in tasks}
     return Placement(places=places, num_nodes=nodes.num_nodes)
+
+
+def most_tasks_that_fit(
+    groups: Groups, kinds: Sequence[WorkerKind], node: NodeShape, *, has_slack: bool = True, max_nodes: int | None
+) -> int:
+    """The most tasks, fewer than now, that each group of these kinds, which are equally many, may have; 0 if not one.
+
+    Args:
+        groups: all that are placed together.
+    """
+
+    def is_too_many(count: int) -> bool:
+        fewer = {kind: groups[kind].model_copy(update={"count": count}) for kind in kinds}
+        try:
+            place({**dict(groups.items()), **fewer}, node, has_slack=has_slack, max_nodes=max_nodes)
+        except ValueError:
+            return True
+        return False
+
+    return bisect.bisect_left(range(1, groups[kinds[0]].count), True, key=is_too_many)
 
 
 def _wanted(task: Scheduling, node: NodeShape) -> Amounts:

@@ -1,12 +1,11 @@
 """Checks of groups of workers: as many as the allocation says, images that can run, nodes that they fit on."""
 
-import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from corral.experiments.config.cluster import ClusterConfig, GroupsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath
-from corral.scheduling.placement import NodeShape, place
-from corral.scheduling.scheduling import ExperimentScheduling, TasksGroup
+from corral.scheduling.placement import NodeShape, most_tasks_that_fit, place
+from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
 
 # What the file leaves open, only the cluster can tell.
@@ -91,29 +90,9 @@ def _what_fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes:
     ranks, rollout = scheduling["model_worker"], scheduling.get("rollout_worker")
     follows = rollout is not None and rollout.count == ranks.count
     kinds: tuple[WorkerKind, ...] = ("model_worker", "rollout_worker") if follows else ("model_worker",)
-    if count := _most_that_fit(scheduling, kinds, shape, max_nodes=max_nodes):
+    if count := most_tasks_that_fit(scheduling, kinds, shape, max_nodes=max_nodes):
         also = ", with as many rollout workers," if follows else ""
         yield f"{count} of {ranks.count} model workers{also} fit beside the others"
     servers = scheduling.get("generation_server")
-    if servers and (count := _most_that_fit(scheduling, ("generation_server",), shape, max_nodes=max_nodes)):
+    if servers and (count := most_tasks_that_fit(scheduling, ("generation_server",), shape, max_nodes=max_nodes)):
         yield f"{count} of {servers.count} generation servers fit beside the others"
-
-
-def _most_that_fit(
-    scheduling: ExperimentScheduling, kinds: Sequence[WorkerKind], shape: NodeShape, *, max_nodes: int | None
-) -> int:
-    """The most tasks that each group of these kinds, which are equally many, may have; 0 if not even one fits."""
-
-    def is_too_many(count: int) -> bool:
-        fewer: dict[str, TasksGroup] = {kind: scheduling[kind].model_copy(update={"count": count}) for kind in kinds}
-        return not _fits(scheduling.model_copy(update=fewer), shape, max_nodes=max_nodes)
-
-    return bisect.bisect_left(range(1, scheduling[kinds[0]].count), True, key=is_too_many)
-
-
-def _fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> bool:
-    try:
-        place(scheduling, shape, max_nodes=max_nodes)
-    except ValueError:
-        return False
-    return True

@@ -10,7 +10,6 @@ SLURM queues all of these requests, and hetjob sums pass `sbatch --test-only` to
 state: those that are down or drained come back. That too few of them are up at present is a warning.
 """
 
-import bisect
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -25,7 +24,7 @@ from corral.launcher.slurm.client import hostnames_command, nodes_command
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import asks_of, raise_problems, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, counted, hosts
-from corral.scheduling.placement import place
+from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind
 
@@ -257,16 +256,9 @@ class Part:
     def count_that_fits(self, num_nodes: int, partition: str) -> int:
         """The largest count of the largest group with which it needs at most so many nodes; 0 if none does."""
         shapes = shapes_for(asks_of(self.plan, self.source), self.plan, self.facts)
-        shape, groups, largest = self.plan.cluster.node_shape(shapes.get(partition)), self.groups, self.largest_group
-
-        def is_too_many(count: int) -> bool:
-            less = {**groups, largest: TasksGroup(count=count, scheduling=groups[largest].scheduling)}
-            try:
-                return place(less, shape, has_slack=self.allocation.role == "head").num_nodes > num_nodes
-            except ValueError:
-                return True
-
-        return bisect.bisect_left(range(1, groups[largest].count), True, key=is_too_many)
+        shape = self.plan.cluster.node_shape(shapes.get(partition))
+        has_slack = self.allocation.role == "head"
+        return most_tasks_that_fit(self.groups, [self.largest_group], shape, has_slack=has_slack, max_nodes=num_nodes)
 
     def waits(self, how: str, *, away: Mapping[str, str]) -> Iterator[str]:
         """Too few nodes, or not those that are asked for by name, are `how` at present.
