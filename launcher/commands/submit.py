@@ -1,6 +1,5 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -169,9 +168,13 @@ def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Su
 
 def _changes(overrides: Sequence[str] | None, *, fileroot: Path | None, layout: AskedLayout | None) -> list[str]:
     """Options that stand for a key of the experiment file, after the overrides."""
+    import yaml
+
     changes = list(overrides or [])
-    if fileroot is not None:  # in quotes, between which YAML reads what JSON writes: it is text whatever it looks like
-        changes.append(f"cluster.fileroot={json.dumps(str(fileroot.absolute()), ensure_ascii=False)}")
+    if fileroot is not None:
+        # In quotes it is text whatever it looks like, and what would be a line's end to YAML is written as its code.
+        quoted = yaml.safe_dump(str(fileroot.absolute()), default_style='"', width=float("inf"), allow_unicode=True)
+        changes.append(f"cluster.fileroot={quoted.strip()}")
     if layout is not None:
         changes.append(f"launch.layout={layout}")
     return changes
