@@ -124,7 +124,7 @@ def _signal_problems(ask: Ask, plan: RunPlan, source: ConfigSource) -> Iterator[
 
 
 def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:
-    unwanted = hosts(ask.values, "exclude")
+    unwanted = set(hosts(ask.values, "exclude"))
     if both := [host for host in hosts(ask.values, "nodelist") if host in unwanted]:
         yield ask.problem(
             "exclude", f"{', '.join(both)} is in nodelist and in exclude", hint="remove it from one of them"
@@ -177,7 +177,7 @@ def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mappi
 
 
 def _may_run_on(ask: Ask, partition: str, facts: ClusterFacts) -> list[Node]:
-    wanted, allowed = hosts(ask.values, "nodelist"), facts.allowed(partition, ask.values)
+    wanted, allowed = set(hosts(ask.values, "nodelist")), facts.allowed(partition, ask.values)
     return [node for node in allowed if not wanted or node.name in wanted]
 
 

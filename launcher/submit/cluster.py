@@ -57,7 +57,7 @@ class ClusterFacts:
 
     def allowed(self, partition: str, options: Mapping[str, str]) -> list[Node]:
         """The nodes of a partition that a job with these options may get beside those that it names."""
-        excluded, features = hosts(options, "exclude"), plain_features(options.get("constraint", ""))
+        excluded, features = set(hosts(options, "exclude")), plain_features(options.get("constraint", ""))
         return [
             node
             for node in self.members(partition)
