@@ -35,6 +35,9 @@ class Cluster(JobQueue, Protocol):
     def write_scripts(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
         """Puts the scripts of the trial's jobs into its folder."""
 
+    def submission_command(self, directory: TrialDirectory) -> str:
+        """What people would type to do what `submit_trial` does."""
+
     def submit_trial(self, directory: TrialDirectory) -> str:
         """Hands the trial's job over; returns its id.
 

@@ -72,6 +72,7 @@ def submit(
             "--resume", metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
@@ -113,7 +114,7 @@ def submit(
         if dry_run is None:
             if resume is None:
                 submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
-            _start(submission, is_resumed=resume is not None, wait=wait, follow=follow)
+            _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
 
 
 def _check_together(*, wait: bool, follow: bool, no_checks: bool, local: bool) -> None:
@@ -255,7 +256,7 @@ def _print_graph(submission: "Submission") -> None:
     print(render_mermaid(graph), flush=True)
 
 
-def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool) -> None:
+def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:
     from corral.experiments.errors import display_path
     from corral.experiments.trial.mode import has_jobs
     from corral.launcher.submit.start import start
@@ -267,6 +268,10 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
         print(f"started    supervisor {identifier} on this machine; it goes on when this terminal closes")
     else:
         print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
+    if verbose and submission.layout is not None:
+        from corral.launcher.clusters import cluster_of
+
+        print(f"command    {cluster_of(plan.mode).submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)

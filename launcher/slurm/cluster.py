@@ -22,6 +22,7 @@ from corral.launcher.slurm.sbatch import (
     extra_job_path,
     render_extra_job,
     render_script,
+    submission_command,
     successor_options,
 )
 from corral.launcher.slurm.srun import SrunRunner
@@ -40,6 +41,9 @@ class SlurmCluster(SlurmQueue):
     def write_scripts(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
         atomic_write(directory.sbatch_path, self.script(plan, layout, directory), mode=0o700)
         atomic_write(extra_job_path(directory), os.fsencode(render_extra_job(directory)), mode=0o700)
+
+    def submission_command(self, directory: TrialDirectory) -> str:
+        return submission_command(directory)
 
     def submit_trial(self, directory: TrialDirectory) -> str:
         return self._client.submit([], directory.sbatch_path)

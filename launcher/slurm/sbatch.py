@@ -36,6 +36,11 @@ _BASH_TIMEOUT_S = 10.0
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
+def submission_command(directory: TrialDirectory) -> str:
+    """The call of sbatch that submits a trial, for people; it can be pasted into a shell."""
+    return shlex.join(["sbatch", "--parsable", str(directory.sbatch_path)])
+
+
 def refusal_command(options: Sequence[str]) -> str:
     """A call of sbatch, for people, that shows the same refusal as these options; it submits nothing."""
     shown = [option for option in options if not option.startswith(_NOT_SHOWN)]

@@ -23,6 +23,7 @@ from corral.launcher.slurm.sbatch import (
     render_script,
     sbatch_lines,
     sbatch_options,
+    submission_command,
     successor_options,
 )
 from corral.scheduling.scheduling import ElasticTasks, Scheduling
@@ -105,6 +106,11 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("CORRAL_WRITE_GOLDEN") == "1":
         path.write_text(text)
     assert text == path.read_text(), f"{path} differs"
+
+
+def test_the_command_that_is_shown_can_be_pasted() -> None:
+    command = submission_command(TrialDirectory(HETJOB.trial.directory))
+    assert command == "sbatch --parsable '/s/my runs/it'\"'\"'s 100%/trial.sbatch'"
 
 
 def test_the_job_carries_who_it_belongs_to() -> None:
