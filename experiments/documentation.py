@@ -99,7 +99,7 @@ def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:
         )
         value = "whole number or text such as 20G" if is_memory else _type(field)
         default = "by kind" if model is Scheduling and field.is_required() else _default(field)
-        cells = [f"`{name}`", value, default, purpose(field) + "."]
+        cells = [f"`{name}`", value, default, purpose(model, (name,)) + "."]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class FrozenModel(BaseModel):
     """A value: never changed after it was checked; an unknown field is an error, not a typo that stays silent."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")

@@ -6,6 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class FrozenConfig(BaseModel):
     """A configuration that is checked once, before submission, and never changed afterwards."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)

@@ -4,10 +4,15 @@ Error messages, overrides, relative paths and the generated reference all ask he
 description of the schema.
 """
 
+import ast
+import functools
+import inspect
+import itertools
 import re
+import textwrap
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -70,7 +75,25 @@ def accepts(field: FieldInfo | None, kind: Any) -> bool:
     return field is not None and kind in alternatives(field.annotation)
 
 
-def purpose(field: FieldInfo | None) -> str:
-    """What a field is for, on one line, with the words of the file."""
-    description = (field.description or "") if field is not None else ""
-    return re.sub(r"\bNone\b", "null", " ".join(description.split())).rstrip(".")
+def purpose(model: type[BaseModel], path: KeyPath) -> str:
+    """What the key at a path is for, on one line, with the words of the file; empty if nobody says it."""
+    above = model_at(model, path[:-1])
+    text = _docstrings(above).get(str(path[-1]), "") if path and above is not None else ""
+    return re.sub(r"\bNone\b", "null", " ".join(text.split())).rstrip(".")
+
+
+@functools.cache
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """What stands under each field of a class and of its bases.
+
+    Read from the source once somebody asks. Pydantic would do it (`use_attribute_docstrings`) for every class in every
+    process that imports one, which is a quarter of the time of that import.
+    """
+    found: dict[str, str] = {}
+    for holder in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(holder))).body
+        for field, text in itertools.pairwise(cast(ast.ClassDef, definition).body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    found[name] = said
+    return found

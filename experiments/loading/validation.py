@@ -66,11 +66,11 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
     if kind == "extra_forbidden":
         return _unknown_key(path, details["input"], model, source)
     if kind == "missing":
-        meaning = purpose(field_at(model, path))
+        meaning = purpose(model, path)
         hint = f"add {path[-1]}" + (f": {meaning}" if meaning else "")
         return ConfigProblem(f"{dotted(path)} is missing", hint, path=path, place=source.place(path))
     rule, remedy = _rule(details)
-    if not remedy and (meaning := purpose(field_at(model, path))):
+    if not remedy and (meaning := purpose(model, path)):
         remedy = f"{path[-1]}: {meaning}"
     # The rules here are predicates; those of the classes' own validators may be whole sentences.
     separator = " " if rule.startswith(("must ", "is ")) else ": "

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from corral.experiments.loading.schema import purpose
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 
 
@@ -75,7 +76,7 @@ def test_full_scheduling_survives_json() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    undocumented = [name for name, field in Scheduling.model_fields.items() if not field.description]
+    undocumented = [name for name in Scheduling.model_fields if not purpose(Scheduling, (name,))]
     assert undocumented == []
 
 

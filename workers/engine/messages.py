@@ -41,7 +41,7 @@ class BadRequestError(ValueError):
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _check_token_ids(value: list[Any]) -> list[Any]:
