@@ -49,10 +49,9 @@ from corral.scheduling.packing import (  # noqa: E402
     TYPICAL_SHAPE,
     MicroBatchSpec,
     TransformerShape,
-    balanced_partition,
     forward_flops,
-    partition_near_owners,
 )
+from corral.scheduling.redistribution import balanced_partition, partition_near_owners  # noqa: E402
 from corral.workers.algorithms.ppo_actor import PPOActorInterface  # noqa: E402
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface  # noqa: E402
 from corral.workers.backends.base import LossOutput  # noqa: E402

@@ -46,8 +46,8 @@ import torch.distributed as dist
 from gloo_messages import Gloo, pack
 from torch._C._distributed_c10d import PrefixStore
 
-from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops, partition_near_owners
-from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
+from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops
+from corral.scheduling.redistribution import Demand, Locations, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
 from corral.workers.model.data_plane import DataPlane, IncomingParcel, Membership, keys_in_order

@@ -1,4 +1,7 @@
-"""Who has which sequences, and who needs them -> direct transfers.
+"""Who computes on which sequences, who has them, and who needs them -> direct transfers.
+
+balanced_partition          time: data-parallel ranks get equal work
+partition_near_owners       time and traffic: as good as equal work, and what need not move stays where it is
 
     locations  {"0:a": {"input_ids": {0}, "rewards": {0}}, "0:b": {"input_ids": {1}, "rewards": {1}}}
     wanted     [Demand(ranks=(2, 3), uids=("0:a", "0:b"), keys=("input_ids", "rewards"))]
@@ -14,10 +17,13 @@ one destination, which passes it on to the others of its host:
                               rank 2 ──Parcel(source=2, destinations=(3, 4), is_passed_on=True)──► 3, 4 on host B
 """
 
+import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from corral.scheduling.packing import fill_lightest, load_of
 
 Locations = Mapping[str, Mapping[str, frozenset[int]]]
 """uid -> key -> ranks that hold it."""
@@ -211,3 +217,169 @@ def _not_held(unknown: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
         f"no rank holds {shown}{more}; the call that produces it must run before this one, "
         "or the worker that held it was lost and the sample must be issued again"
     )
+
+
+def balanced_partition(costs: Sequence[float], *, num_parts: int) -> list[list[int]]:
+    """Split items, such as groups of sequences, into `num_parts` parts of nearly equal cost.
+
+    Example:
+        balanced_partition([8, 7, 6, 5, 4], num_parts=2)    # [[2, 3, 4], [0, 1]]
+
+    Returns:
+        `num_parts` ascending lists of indices into `costs`, each index exactly once; none is empty if there are at
+        least as many items as parts. The same input gives the same parts on every rank.
+    """
+    _check(costs, num_parts=num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    fill_lightest(parts, range(len(costs)), costs)
+    _refine(parts, costs, num_exchanges=_MAX_REFINEMENTS)
+    return [sorted(part) for part in parts]
+
+
+def partition_near_owners(
+    costs: Sequence[float], owners: Sequence[int | None], *, num_parts: int, max_over_mean: float = 1.05
+) -> list[list[int]]:
+    """Split items such that each stays in the part that owns it, but for what the balance of the parts takes.
+
+    The heaviest part costs at most `max_over_mean` times the mean where the items allow it, and little is moved for
+    that: a part that is too heavy gives away no more than its excess, as far as its items add up to that.
+
+    Example:
+        partition_near_owners([5, 5, 1, 5, 4], [0, 0, 0, 1, 1], num_parts=2)    # [[0, 1], [2, 3, 4]]
+
+    Args:
+        costs: of each item.
+        owners: the part that holds each item; None for an item that no part holds.
+
+    Returns:
+        As `balanced_partition`.
+    """
+    _check(costs, num_parts=num_parts)
+    if len(owners) != len(costs):
+        raise ValueError(f"{len(costs)} items need as many owners, got {len(owners)}")
+    limit = max_over_mean * sum(costs) / num_parts
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    homeless = [index for index, owner in enumerate(owners) if owner is None]
+    for index, owner in enumerate(owners):
+        if owner is not None:
+            parts[owner].append(index)
+    for part in parts:
+        homeless += _take_excess(part, costs, limit=limit)
+    fill_lightest(parts, homeless, costs)
+    _fill_empty(parts, costs)
+    _refine(parts, costs, num_exchanges=_MAX_REFINEMENTS + 2 * num_parts, enough=limit)
+    if _heaviest(parts, costs) > limit:
+        dealt_anew = balanced_partition(costs, num_parts=num_parts)
+        if _heaviest(dealt_anew, costs) < _heaviest(parts, costs):
+            parts = _near_owners(dealt_anew, costs, owners)
+    return [sorted(part) for part in parts]
+
+
+def _check(costs: Sequence[float], *, num_parts: int) -> None:
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, got {num_parts}")
+    for index, cost in enumerate(costs):
+        if not cost >= 0:
+            raise ValueError(f"item {index} has the cost {cost}; costs must be 0 or more")
+
+
+def _heaviest(parts: Sequence[Sequence[int]], costs: Sequence[float]) -> float:
+    return max(load_of(part, costs) for part in parts)
+
+
+def _take_excess(part: list[int], costs: Sequence[float], *, limit: float) -> list[int]:
+    """Take items out of an ascending part until it is not above the limit; they cost little more than they have to."""
+    excess = load_of(part, costs) - limit
+    kept: list[int] = []
+    taken: list[int] = []
+    for index in sorted(part, key=costs.__getitem__, reverse=True):  # of items that cost the same, the first one first
+        if costs[index] <= min(excess, limit):  # what is above the limit alone would be so anywhere
+            taken.append(index)
+            excess -= costs[index]
+        else:
+            kept.append(index)
+    if excess > 0 and len(kept) > 1 and costs[kept[-1]] <= limit:
+        taken.append(kept.pop())  # the cheapest of those that make up for the rest
+    part[:] = kept
+    return taken
+
+
+def _fill_empty(parts: list[list[int]], costs: Sequence[float]) -> None:
+    """Give each part an item, as far as there are any: a rank without work would still have to wait for the others."""
+    for part in parts:
+        if not part:
+            donor = max(
+                (other for other in parts if len(other) > 1), key=lambda other: load_of(other, costs), default=part
+            )
+            if donor is not part:
+                smallest = min(donor, key=lambda index: (costs[index], index))
+                donor.remove(smallest)
+                part.append(smallest)
+
+
+def _near_owners(parts: Sequence[list[int]], costs: Sequence[float], owners: Sequence[int | None]) -> list[list[int]]:
+    """The same parts in the order in which the most stays with its owner, as far as taking the best first finds it."""
+    stays: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for number, part in enumerate(parts):
+        for index in part:
+            owner = owners[index]
+            if owner is not None:
+                stays[number, owner] += costs[index]
+    place_by_part: dict[int, int] = {}
+    used: set[int] = set()
+    for number, owner in sorted(stays, key=lambda pair: (-stays[pair], pair)):
+        if number not in place_by_part and owner not in used:
+            place_by_part[number] = owner
+            used.add(owner)
+    free = iter(sorted(set(range(len(parts))) - used))
+    placed: list[list[int]] = [[] for _ in parts]
+    for number, part in enumerate(parts):
+        placed[place_by_part[number] if number in place_by_part else next(free)] = part
+    return placed
+
+
+_MAX_REFINEMENTS = 64  # each one lowers the heaviest part; the first few bring nearly all of the gain
+_NOTHING = -1  # in place of an item's index: the exchange is a plain move
+
+
+def _refine(parts: list[list[int]], costs: Sequence[float], *, num_exchanges: int, enough: float = 0.0) -> None:
+    """Move or exchange items between the heaviest and the lightest part while that lowers the heaviest.
+
+    Args:
+        num_exchanges: at most.
+        enough: what the heaviest part may cost; then nothing more is moved.
+    """
+    loads = [load_of(part, costs) for part in parts]
+    for _ in range(num_exchanges):
+        heavy = max(range(len(parts)), key=lambda number: (loads[number], -number))
+        if loads[heavy] <= enough:
+            return
+        light = min(range(len(parts)), key=lambda number: (loads[number], number))
+        exchange = _best_exchange(parts[heavy], parts[light], costs, gap=loads[heavy] - loads[light])
+        if exchange is None:
+            return
+        given, taken = exchange
+        parts[heavy].remove(given)
+        parts[light].append(given)
+        if taken is not None:
+            parts[light].remove(taken)
+            parts[heavy].append(taken)
+        for number in (heavy, light):
+            loads[number] = load_of(parts[number], costs)
+
+
+def _best_exchange(
+    heavy: Sequence[int], light: Sequence[int], costs: Sequence[float], *, gap: float
+) -> tuple[int, int | None] | None:
+    """What the heavy part gives and takes so that their difference shrinks most; None if nothing shrinks it clearly."""
+    best: tuple[int, int | None] | None = None
+    best_gap = gap * (1 - 1e-9)  # rounding must not keep the refinement going
+    # Giving away the only item for nothing never wins: the difference would not shrink, so that no part becomes empty.
+    offers: list[tuple[float, int]] = [(0.0, _NOTHING), *sorted((costs[index], index) for index in light)]
+    for given in sorted(heavy):
+        position = bisect.bisect(offers, (costs[given] - gap / 2, _NOTHING))
+        for offered, taken in offers[max(0, position - 1) : position + 1]:
+            new_gap = abs(gap - 2 * (costs[given] - offered))
+            if new_gap < best_gap:
+                best, best_gap = (given, None if taken == _NOTHING else taken), new_gap
+    return best

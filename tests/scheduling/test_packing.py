@@ -13,11 +13,10 @@ from corral.scheduling.packing import (
     TYPICAL_SHAPE,
     MicroBatchSpec,
     TransformerShape,
-    balanced_partition,
     forward_flops,
     pack_first_fit_decreasing,
-    partition_near_owners,
 )
+from corral.scheduling.redistribution import balanced_partition, partition_near_owners
 
 lengths_up_to_100 = st.lists(st.integers(0, 100), max_size=40)
 

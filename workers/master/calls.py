@@ -34,9 +34,9 @@ from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
-from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops, partition_near_owners
+from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops
 from corral.scheduling.policy_version import Lineage
-from corral.scheduling.redistribution import Demand, Parcel, plan_redistribution
+from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpecs, key_spec, key_specs
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_gang import TrainerGang
