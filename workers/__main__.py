@@ -131,7 +131,9 @@ def _run(
             presence=presence,
             stopping=stopping,
         )
-        exit_code = run_to_exit_code(_load_class(arguments.kind)(context))
+        module_name, _, class_name = WORKER_CLASSES[arguments.kind].partition(":")
+        worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
+        exit_code = run_to_exit_code(worker_class(context))
         # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
         stopping.set()
         return exit_code
@@ -173,12 +175,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--attempt", type=int, default=0, help="which start of the trial this is, from 0")
     parser.add_argument("--incarnation", required=True, help="random name of this start of the worker")
     return parser.parse_args(argv)
-
-
-def _load_class(kind: str) -> type[Worker]:
-    module_name, _, class_name = WORKER_CLASSES[kind].partition(":")
-    worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
-    return worker_class
 
 
 def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:
