@@ -122,8 +122,9 @@ def test_an_experiment_of_ones_own_gives_its_key_to_the_advantage_that_reads_it(
     for surprised in ("ref", "actor"):
         experiment = load_experiment(tmp_path / "mine.yaml", [f"surprised={surprised}"])
         graph = experiment.initial_setup().graph
-        assert (graph.call("surprise_inf").role, graph.producer_of("surprise")) == (surprised, "surprise_inf")
-        assert graph.consumers_of("surprise") == ("actor_train",)
+        made = graph.call("surprise_inf")
+        assert (made.role, made.output_keys) == (surprised, ("surprise",))
+        assert [maker for maker in graph.makers_of("actor_train") if "surprise" in maker.output_keys] == [made]
 
 
 def test_a_reward_of_ones_own_adds_what_a_model_says_to_what_the_function_said() -> None:
