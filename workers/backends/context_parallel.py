@@ -84,6 +84,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
         slice(before[layout][rank], before[layout][rank + 1])
         for layout in (KeyLayout.PER_SHIFTED_TOKEN, KeyLayout.PER_ANSWER)
     )
+    experts = micro_batch.routed_experts
     part = replace(
         micro_batch,
         segment_lengths=micro_batch.segment_lengths + ((padding,) if padding else ()),
@@ -93,18 +94,14 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
         predicting=micro_batch.predicting[shifted] - first,
         labels=micro_batch.labels[shifted],
         last_tokens=micro_batch.last_tokens[answers] - first,
-        routed_experts=_padded_rows(micro_batch.routed_experts, padding, own),
+        # Those of padding say nothing.
+        routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)[own],
     )
     counts = {
         layout: tuple(end - start for start, end in zip(numbers, numbers[1:], strict=False))
         for layout, numbers in before.items()
     }
     return RowPart(part, rank, counts)
-
-
-def _padded_rows(routed_experts: Tensor | None, padding: int, own: slice) -> Tensor | None:
-    """The rows of a part; those of padding say nothing."""
-    return None if routed_experts is None else F.pad(routed_experts, (0, 0, 0, 0, 0, padding), value=-1)[own]
 
 
 def _predicting_before(segment_lengths: tuple[int, ...], place: int) -> int:

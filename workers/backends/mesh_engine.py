@@ -258,15 +258,12 @@ class MeshEngine(ABC):
         """Whether rows have prompts once; what is done is said when it is first asked for."""
         if not self.micro_batches.shares_prompts:
             return False
+        reason = self._unshared_because
         if not self._has_told_of_prompts:
             self._has_told_of_prompts = True
-            if self._unshared_because is None:
-                logger.info("answers of one prompt share it in a micro-batch")
-            else:
-                logger.info(
-                    "each answer has its prompt to itself, though they may share it: %s", self._unshared_because
-                )
-        return self._unshared_because is None
+            unshared = f"each answer has its prompt to itself, though they may share it: {reason}"
+            logger.info("answers of one prompt share it in a micro-batch" if reason is None else unshared)
+        return reason is None
 
     def _over_mesh(self, sums: "DeviceSums") -> dict[str, float]:
         """The sums of all data-parallel ranks, and the squared norm, of which every rank has a part."""

@@ -81,13 +81,12 @@ class Beginnings:
     """How far answers of a sample are the same: by their tokens, and by the experts that these went to."""
 
     def __init__(self, sample: SequenceSample) -> None:
-        self._keys = [key for key in ("input_ids", ROUTED_EXPERTS) if key in sample.data]
-        slices = {key: answer_slices(sample.answer_lengths(key)) for key in self._keys}
         self._lengths = sample.answer_lengths()
-        self._arrays = [
-            [_by_token(sample.data[key][part], tokens) for part, tokens in zip(slices[key], self._lengths, strict=True)]
-            for key in self._keys
-        ]
+        self._arrays: list[list[Array]] = []
+        """Of each key, of each answer: [tokens, numbers of each]."""
+        for key in {"input_ids", ROUTED_EXPERTS} & sample.data.keys():
+            parts = zip(answer_slices(sample.answer_lengths(key)), self._lengths, strict=True)
+            self._arrays.append([sample.data[key][part].reshape(num_tokens, -1) for part, num_tokens in parts])
 
     def shared_by(self, answers: Sequence[int]) -> int:
         """Tokens that all of these answers begin with; each is left at least one of its own, and one shares nothing."""
@@ -101,11 +100,6 @@ class Beginnings:
             for answer in answers[1:]:
                 is_same[:limit] &= (arrays[answer][:limit] == first).all(axis=1)
         return int(is_same.argmin())
-
-
-def _by_token(values: Array, num_tokens: int) -> Array:
-    """[tokens, numbers of each]."""
-    return values.reshape(num_tokens, -1)
 
 
 def pack_groups(

@@ -86,10 +86,8 @@ class Bridge:
         self._head = head
         self.expert_names = stored_names(config)
         self.has_tied_output = bool(config.tie_word_embeddings) and head == "lm"
-        self.tensor_ranks: int = groups.tp.size()
-        self.tensor_rank: int = groups.tp.rank()
-        self.expert_ranks: int = groups.ep.size()
-        self.expert_rank: int = groups.ep.rank()
+        self.tensor_rank, self._tensor_ranks = int(groups.tp.rank()), int(groups.tp.size())
+        self._expert_rank, self._expert_ranks = int(groups.ep.rank()), int(groups.ep.size())
         self.num_experts: int = config.num_experts if has_experts(config) else 0
         self._bridge: Any = AutoBridge.from_config(
             config,
@@ -137,7 +135,7 @@ class Bridge:
     def _in_any_layer(self, name: str) -> str:
         """A parameter's name within its layer, as mbridge knows it, with its expert's number in the whole model."""
         if expert := _LOCAL_EXPERT.fullmatch(name):
-            number = self.expert_rank * (self.num_experts // self.expert_ranks) + int(expert[1])
+            number = self._expert_rank * (self.num_experts // self._expert_ranks) + int(expert[1])
             return f"mlp.experts.{expert[2]}{number}"
         if self.num_experts and name == _PRE_MLP_NORM:
             return name
@@ -151,9 +149,9 @@ class Bridge:
         expert = _EXPERT.fullmatch(name)
         if expert is None:
             return [(name, None)]
-        per_rank = self.num_experts // self.expert_ranks
+        per_rank = self.num_experts // self._expert_ranks
         place = int(expert[2]) % per_rank
-        return [(f"{expert[1]}{rank * per_rank + place}", rank) for rank in range(self.expert_ranks)]
+        return [(f"{expert[1]}{rank * per_rank + place}", rank) for rank in range(self._expert_ranks)]
 
     def is_score_layer(self, name: str) -> bool:
         """Whether a parameter is of the layer that gives the scores of a critic or a reward model."""
@@ -186,22 +184,16 @@ class Bridge:
         return whole
 
     def join(self, name: str, parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
-        """The parts of any number of tensor-parallel ranks as one; of a parameter that each has whole, the first."""
-        if not is_cut(parameter):
-            return parts[0]
+        """The parts of all tensor-parallel ranks, of a parameter that is cut, as one."""
         columns = zip(*(_halves(name, part) for part in parts), strict=True)
         return torch.cat([torch.cat(column, dim=cut_dimension(parameter)) for column in columns])
 
-    def cut(self, name: str, whole: Tensor, parameter: nn.Parameter, *, ranks: int) -> list[Tensor]:
-        """The inverse of `join`."""
-        if not is_cut(parameter):
-            return [whole] * ranks
-        cuts = [half.chunk(ranks, dim=cut_dimension(parameter)) for half in _halves(name, whole)]
-        return [torch.cat(halves) for halves in zip(*cuts, strict=True)]
-
     def own_part(self, name: str, whole: Tensor, parameter: nn.Parameter) -> Tensor:
-        """What this rank has of a parameter of the whole model."""
-        return self.cut(name, whole, parameter, ranks=self.tensor_ranks)[self.tensor_rank]
+        """What this rank has of a parameter of the whole model: the inverse of `join`."""
+        if not is_cut(parameter):
+            return whole
+        rank, ranks = self.tensor_rank, self._tensor_ranks
+        return torch.cat([half.chunk(ranks, dim=cut_dimension(parameter))[rank] for half in _halves(name, whole)])
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
