@@ -96,16 +96,10 @@ def _forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tenso
     return output
 
 
-_TOKENS, _SEQUENCES = AutoModelForTokenClassification, AutoModelForSequenceClassification
+_TEXT, _TOKENS, _SEQUENCES = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification
 HEADS: Mapping[str, Head] = MappingProxyType(
     {
-        "lm": Head(
-            AutoModelForCausalLM,
-            AutoModelForCausalLM,
-            ("logprobs", "entropy"),
-            KeyLayout.PER_SHIFTED_TOKEN,
-            has_score_layer=False,
-        ),
+        "lm": Head(_TEXT, _TEXT, ("logprobs", "entropy"), KeyLayout.PER_SHIFTED_TOKEN, has_score_layer=False),
         "value": Head(_TOKENS, _TOKENS, ("values",), KeyLayout.PER_TOKEN),
         "scalar": Head(_TOKENS, _SEQUENCES, ("scores",), KeyLayout.PER_ANSWER),
     }

@@ -41,9 +41,7 @@ def device_mesh(context: ParallelContext) -> DeviceMesh:
     formed = [group for name in names if (group := groups[name]) is not None]
     if len(formed) < len(names):
         raise ValueError(f"{context.world_size} ranks of layout {context.mesh.dims} need process groups")
-    if len(names) == 1:
-        return DeviceMesh.from_group(formed[0], context.device.type, mesh_dim_names=names)
-    ranks = torch.tensor(context.mesh.ranks).view(context.shard_size, context.tp_size)
+    ranks = torch.tensor(context.mesh.ranks).view([sizes[name] for name in names])
     return DeviceMesh.from_group(formed, context.device.type, mesh=ranks, mesh_dim_names=names)
 
 
@@ -114,8 +112,7 @@ def local_with_gradient(tensor: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows of a tensor that is cut, or the tensor itself; without gradient, no collective."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_with_gradient(tensor.detach())
 
 
 def start_of(tensor: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,23 +89,18 @@ def read_adapter(directory: Path, parameters: Mapping[str, Tensor]) -> None:
     path = directory / ADAPTER_TENSORS
     try:
         with safe_open(path, framework="pt") as file:
-            _take_over(file, path, parameters)
+            stored = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the adapter {path}: {error}; give a directory that peft has written") from error
-
-
-def _take_over(file: Any, path: Path, parameters: Mapping[str, Tensor]) -> None:
-    stored = set(file.keys())
     wanted = {f"{ADAPTER_PREFIX}{name}": parameter for name, parameter in parameters.items()}
-    if missing := sorted(wanted.keys() - stored):
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise ValueError(f"adapter {path} has no {missing[0]!r}; let lora.targets name the layers that it adapts")
-    if unknown := sorted(stored - wanted.keys()):
+    if unknown := sorted(stored.keys() - wanted.keys()):
         raise ValueError(f"adapter {path} has {unknown[0]!r}, which is not trained; name its layer in lora.targets")
     for name, parameter in wanted.items():
-        tensor = file.get_tensor(name)
-        if tensor.shape != parameter.shape:
+        if stored[name].shape != parameter.shape:
             raise ValueError(
-                f"{name!r} of adapter {path} has shape {list(tensor.shape)}, the model's has {list(parameter.shape)}; "
-                "give the model that it was trained beside, and its rank"
+                f"{name!r} of adapter {path} has shape {list(stored[name].shape)}, the model's has "
+                f"{list(parameter.shape)}; give the model that it was trained beside, and its rank"
             )
-        parameter.copy_(tensor)
+        parameter.copy_(stored[name])

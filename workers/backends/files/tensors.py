@@ -41,7 +41,6 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     *,
-    metadata: Mapping[str, str] | None = None,
     on_piece: Callable[[memoryview], None] | None = None,
     on_progress: Callable[[], None] = no_progress,
 ) -> FileEntry:
@@ -57,7 +56,7 @@ def write_tensors(
     """
     # Wide elements first: then each tensor begins at a multiple of its own element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header = _header({name: tensors[name] for name in names}, metadata or {})
+    header = _header({name: tensors[name] for name in names})
     pieces = chain([memoryview(header)], _values(tensors[name] for name in names))
     shown = pieces if on_piece is None else _shown(pieces, on_piece)
     return write_durable(path, shown, on_progress=on_progress)
@@ -82,8 +81,8 @@ def _shown(pieces: Iterable[memoryview], to: Callable[[memoryview], None]) -> It
         yield piece
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers refuses other formats
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses other formats
     start = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:

@@ -175,9 +175,8 @@ def can_be_dealt(tensor: Tensor) -> bool:
 
 def rounds_of(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Those that can be dealt out, as many at a time as there are ranks; then the others, one by one."""
-    dealt = sorted((p for p in parameters if can_be_dealt(p)), key=lambda parameter: -parameter.numel())
-    mesh = getattr(dealt[0], "device_mesh", None) if dealt else None
-    ranks = 1 if mesh is None else mesh.size()
+    dealt: list[Any] = sorted((p for p in parameters if can_be_dealt(p)), key=lambda parameter: -parameter.numel())
+    ranks = dealt[0].device_mesh.size() if dealt else 1
     for first in range(0, len(dealt), ranks):
         yield dealt[first : first + ranks]
     yield from ([parameter] for parameter in parameters if not can_be_dealt(parameter))

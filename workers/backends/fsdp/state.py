@@ -65,19 +65,17 @@ def read_state(
         optimizer.state.clear()
         for name, kinds in stored.header.kinds().items():
             if kinds:
+                like = parameters[name].detach()
+                numbers = {kind: stored.header.scalars.get(f"{kind}.{name}") for kind in kinds}
                 optimizer.state[parameters[name]] = {
-                    kind: _empty(stored.header.scalars.get(f"{kind}.{name}"), parameters[name]) for kind in kinds
+                    kind: torch.empty_like(like)  # to be filled
+                    if number is None
+                    else torch.tensor(number, dtype=torch.float32, device=like.device)
+                    for kind, number in numbers.items()
                 }
     stored.fill(
         Part(name, start_of(tensor), local(tensor)) for name, tensor in _kept(parameters, optimizer) if tensor.ndim
     )
-
-
-def _empty(number: float | None, parameter: nn.Parameter) -> Tensor:
-    """What is kept of a parameter as one number, or memory of its size, which is to be filled."""
-    if number is None:
-        return torch.empty_like(parameter.detach())
-    return torch.tensor(number, dtype=torch.float32, device=parameter.device)
 
 
 def _kept(

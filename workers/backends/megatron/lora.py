@@ -15,7 +15,6 @@ backends/lora.py holds here, too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -177,18 +176,15 @@ class Adapters:
         Guarantee: for one seed they are the fsdp backend's, whatever the layout.
         """
         if self._config.adapter is not None:
-            self._read(self._config.adapter)
+            given = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
+            read_adapter(self._config.adapter, given)
+            self.trained.take_over(given.items())
             return
         for name, parameter in self.trained.parameters.items():
             if name.endswith(_A):
                 whole = torch.empty(self._shapes[name])
                 draw_A(whole, generator_of(name.removesuffix(_A), seed))
                 parameter.copy_(bridge.own_part(name, whole, parameter))
-
-    def _read(self, directory: Path) -> None:
-        given = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
-        read_adapter(directory, given)
-        self.trained.take_over(given.items())
 
     @torch.no_grad()
     def merged(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -36,7 +36,7 @@ def test_a_file_holds_what_the_format_s_own_reader_finds(
 ) -> None:
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
     tensors = {f"t{index}": random_tensor(tuple(shape), dtype) for index, (dtype, shape) in enumerate(kinds)}
-    entry = write_tensors(path, tensors, metadata={"of": "a test"})
+    entry = write_tensors(path, tensors)
     assert {"x.safetensors": entry} == describe(path.parent)
     found = load_file(path)
     assert found.keys() == tensors.keys()
@@ -44,7 +44,7 @@ def test_a_file_holds_what_the_format_s_own_reader_finds(
         found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in tensors.items()
     )
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "of": "a test"}
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_a_transposed_tensor_is_written_row_by_row(tmp_path: Path) -> None:
