@@ -109,38 +109,32 @@ def stack_experts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights as a directory has them -> as transformers' modules do: the matrices of a layer's experts in two tensors.
 
-    Holds one layer's matrices at a time, if weights come layer by layer. Others pass as they are.
+    Holds the matrices of one such tensor at a time, if weights come layer by layer. Others pass as they are.
     """
-    waiting: defaultdict[str, dict[tuple[str, int], Tensor]] = defaultdict(dict)
+    waiting: defaultdict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
     for name, tensor in weights:
-        stored = names.of_expert(name)
-        if stored is None:
-            yield _in_module(name, names), tensor
+        home, start = place_in_module(name, tuple(tensor.shape), names)
+        if len(start) == tensor.ndim:
+            yield home, tensor
             continue
-        layer, experts = stored["layer"], range(num_experts)
-        matrices = waiting[layer]
-        matrices[stored["matrix"], int(stored["expert"])] = tensor
-        if len(matrices) == 3 * num_experts:
-            gates_and_ups = [torch.cat([matrices[names.gate, e], matrices[names.up, e]]) for e in experts]
-            yield f"{layer}{_GATE_UP}", torch.stack(gates_and_ups)
-            yield f"{layer}{_DOWN}", torch.stack([matrices[names.down, expert] for expert in experts])
-            del waiting[layer], matrices
+        matrices = waiting[home]
+        matrices[start] = tensor
+        if len(matrices) == num_experts * (2 if home.endswith(_GATE_UP) else 1):
+            rows = torch.cat([matrices[place] for place in sorted(matrices)])  # of each expert gate before up
+            yield home, rows.view(num_experts, -1, rows.shape[1])
+            del waiting[home], matrices, rows
 
 
 def unstack_experts(weights: Iterable[tuple[str, Tensor]], names: StoredNames) -> Iterator[tuple[str, Tensor]]:
     """The inverse of `stack_experts`."""
     for name, tensor in weights:
-        experts = f"{name.partition('.mlp.')[0]}.{names.block}.experts"
-        if name.endswith(_GATE_UP):
-            for expert, matrix in enumerate(tensor):
-                gate, up = matrix.chunk(2)
-                yield f"{experts}.{expert}.{names.gate}.weight", gate
-                yield f"{experts}.{expert}.{names.up}.weight", up
-        elif name.endswith(_DOWN):
-            for expert, matrix in enumerate(tensor):
-                yield f"{experts}.{expert}.{names.down}.weight", matrix
-        else:
+        layer, _, kind = name.partition(".mlp.")
+        parts = {_GATE_UP: (names.gate, names.up), _DOWN: (names.down,)}.get(f".mlp.{kind}", ())
+        if not parts:
             yield name.replace(".mlp.", f".{names.block}."), tensor
+        for expert, matrices in enumerate(tensor if parts else ()):
+            for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                yield f"{layer}.{names.block}.experts.{expert}.{part}.weight", matrix
 
 
 def stored_names(config: Any) -> StoredNames:

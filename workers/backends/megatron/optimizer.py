@@ -73,13 +73,11 @@ def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupColl
     Megatron's own factory asks all ranks of the world for their parameter groups, which other models' ranks would not
     answer.
     """
-    apart = {id(parameter) for buffer in model.expert_parallel_buffers for parameter in buffer.params}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # beside adapters little
-    shared = [parameter for parameter in trained if id(parameter) not in apart]
-    optimizers = [_distributed(model, shared, model.buffers, groups.dp_cp, config, groups)]
-    if apart:
-        experts = [parameter for parameter in trained if id(parameter) in apart]
-        optimizers.append(_distributed(model, experts, model.expert_parallel_buffers, groups.expt_dp, config, groups))
+    optimizers = []
+    for buffers, sharing in ((model.buffers, groups.dp_cp), (model.expert_parallel_buffers, groups.expt_dp)):
+        inside = {id(parameter) for buffer in buffers for parameter in buffer.params}
+        if own := [parameter for parameter in model.parameters() if id(parameter) in inside]:
+            optimizers.append(_distributed(model, own, buffers, sharing, config, groups))
     return StageOptimizer(model, optimizers)
 
 
@@ -129,11 +127,8 @@ def _adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) ->
     """Weight decay for matrices, and for biases and norms if so configured."""
     decaying = [parameter for parameter in parameters if parameter.ndim >= 2 or config.decays_biases_and_norms]
     others = [parameter for parameter in parameters if parameter.ndim < 2 and not config.decays_biases_and_norms]
-    parameter_groups = [
-        {"params": group, "weight_decay": weight_decay}
-        for group, weight_decay in ((decaying, config.weight_decay), (others, 0.0))
-        if group
-    ]
+    of_groups = ((decaying, config.weight_decay), (others, 0.0))
+    parameter_groups = [{"params": group, "weight_decay": decay} for group, decay in of_groups if group]
     return torch.optim.AdamW(
         parameter_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
