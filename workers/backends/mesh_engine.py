@@ -117,11 +117,9 @@ class MeshEngine(ABC):
         assert self.optimizer is None or not self.is_held_low, "an optimizer changes float32"
         self._head = head_named(self.head)
         config = self._load()
-        self._companions = (
-            companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
-            if self.context.is_first
-            else {}
-        )
+        self._companions: dict[str, bytes] = {}
+        if self.context.is_first:
+            self._companions = companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
 
     # --- what a backend says ----------------------------------------------------------------------------------------
 
@@ -498,9 +496,7 @@ class DeviceSums:
             self._sums[name] = self._sums[name] + wide if name in self._sums else wide
 
     def on_host(self) -> dict[str, float]:
-        """All sums, after one wait for the device."""
-        if not self._sums:
-            return {}
+        """All sums, of which there must be any, after one wait for the device."""
         return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
 
 

@@ -78,10 +78,9 @@ class _SharedPromptAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sums = ctx.saved_tensors
-        of_inputs = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        of_inputs = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]]
         for piece in (*_within_segments(ctx.groups), *_on_prompts(ctx.groups)):
-            parts = _gradients(piece, gradients[0], query, key, value, output, log_sums, ctx.scale)
+            parts = _gradients(piece, gradients[0], ctx.saved_tensors, ctx.scale)
             for whole, part, place in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
                 whole[:, :, place] += in_row(part)
         return *of_inputs, None, None
@@ -123,16 +122,15 @@ def _attend(piece: _Piece, query: Tensor, key: Tensor, value: Tensor, scale: flo
 
 
 def _gradients(
-    piece: _Piece,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    scale: float | None,
+    piece: _Piece, gradient: Tensor, saved: Sequence[Tensor], scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the keys of a piece are the reason of, by its queries, keys and values; all arguments are of the row."""
+    """What the keys of a piece are the reason of, by its queries, keys and values.
+
+    Args:
+        gradient: by the output of the row.
+        saved: queries, keys, values, output, and logarithms of the softmax's sums of the row.
+    """
+    query, key, value, output, log_sums = saved
     of_result, queries, results = (
         stacked(tensor[:, :, piece.queries], piece.num_segments) for tensor in (gradient, query, output)
     )

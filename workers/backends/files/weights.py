@@ -224,12 +224,8 @@ def _name_begins(shard: int) -> str:
 
 def _file_of_shard(files: Iterable[str], shard: int) -> str | None:
     """The file of another version with the same tensors as this one's shard, if both are cut into as many."""
-    for name in files:
-        if name.startswith(_name_begins(shard)) and name.endswith(".safetensors"):
-            return name
-        if name == ONLY_FILE and shard == 0:
-            return name
-    return None
+    begins = (_name_begins(shard), ONLY_FILE) if shard == 0 else _name_begins(shard)
+    return next((name for name in files if name.startswith(begins) and name.endswith(".safetensors")), None)
 
 
 def _write_part(

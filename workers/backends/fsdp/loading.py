@@ -214,7 +214,13 @@ def load_over_ranks(
         model = load_model(model_directory, head, stored)
         if is_held_low:
             model.requires_grad_(False)
-        _prepare(model, head, lora, seed=seed)
+        if lora is not None:
+            add_adapters(model, lora, seed=seed, has_score_layer=head.has_score_layer)
+            if lora.adapter is not None:
+                read_adapter(lora.adapter, trained(dict(model.named_parameters())))
+        cast_per_use(model)
+        head.install(model)
+        install_router_replay(model)
         if mesh is not None and context.tp_size > 1:
             cut_layers(model, mesh[TENSOR])
         if context.cp_group is not None:
@@ -226,14 +232,3 @@ def load_over_ranks(
         low = [*frozen_products(model), *(weight for weight in experts if not weight.requires_grad)]
         hold_weights(model, context.device, stored, low=low, low_type=compute_dtype)
     return model
-
-
-def _prepare(model: Any, head: Head, lora: LoraConfig | None, *, seed: int) -> None:
-    """Whatever is done with a whole model."""
-    if lora is not None:
-        add_adapters(model, lora, seed=seed, has_score_layer=head.has_score_layer)
-        if lora.adapter is not None:
-            read_adapter(lora.adapter, trained(dict(model.named_parameters())))
-    cast_per_use(model)
-    head.install(model)
-    install_router_replay(model)

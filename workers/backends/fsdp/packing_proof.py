@@ -129,11 +129,10 @@ def _inputs_of_last_layer(model: Any, head: Head) -> Iterator[list[Tensor]]:
 def _set_for_now(config: Any, name: str, value: Any) -> Iterator[None]:
     """Another value of what a forward pass reads in a configuration, where it has any."""
     before = getattr(config, name, None)
-    if before is None:
-        yield
-        return
-    setattr(config, name, value)
+    if before is not None:
+        setattr(config, name, value)
     try:
         yield
     finally:
-        setattr(config, name, before)
+        if before is not None:
+            setattr(config, name, before)
