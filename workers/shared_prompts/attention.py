@@ -78,9 +78,10 @@ class _SharedPromptAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs = [torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]]
+        saved = ctx.saved_tensors  # asked for once: a layer that is computed again gives them one time
+        of_inputs = [torch.zeros_like(tensor) for tensor in saved[:3]]
         for piece in (*_within_segments(ctx.groups), *_on_prompts(ctx.groups)):
-            parts = _gradients(piece, gradients[0], ctx.saved_tensors, ctx.scale)
+            parts = _gradients(piece, gradients[0], saved, ctx.scale)
             for whole, part, place in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
                 whole[:, :, place] += in_row(part)
         return *of_inputs, None, None
