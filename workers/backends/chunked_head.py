@@ -20,7 +20,7 @@ the group gives the same hidden states and labels, and gets the same scores.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from corral.workers.backends.sharding import local_with_gradient
 from corral.workers.backends.token_scores import TokenScores
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxSums:
+class SoftmaxSums(NamedTuple):
     """What is known of each row's softmax from some of its columns: all [T] float32."""
 
     largest: Tensor
@@ -43,18 +42,6 @@ class SoftmaxSums:
     """Sum of (z - largest) exp(z - largest)."""
     of_label: Tensor
     """The label's logit; 0 where the label is not among them."""
-
-    def log_normalizer(self) -> Tensor:
-        """[T]: log of the sum of exp(z)."""
-        return self.largest + self.exponentials.log()
-
-    def logprobs(self) -> Tensor:
-        """[T]: of the labels; where these are the sums over all columns."""
-        return (self.of_label - self.largest) - self.exponentials.log()
-
-    def entropy(self) -> Tensor:
-        """[T]: in nats; where these are the sums over all columns."""
-        return self.exponentials.log() - self.weighted / self.exponentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +136,13 @@ class _ChunkedScores(torch.autograd.Function):
             for chunk in _chunks(hidden.shape[0], chunk_tokens):
                 logits = _logits(_operand(hidden[chunk], dtype), rows, bias, scale)
                 sums[:, chunk] = _softmax_sums(logits, labels[chunk])
-        known = share.combine(SoftmaxSums(*sums.unbind()))
-        entropy = known.entropy()
-        ctx.save_for_backward(hidden, weight, bias, labels, known.log_normalizer())
+        largest, total, weighted, of_label = share.combine(SoftmaxSums(*sums.unbind()))
+        log_total = total.log()
+        entropy = log_total - weighted / total  # in nats
+        ctx.save_for_backward(hidden, weight, bias, labels, largest + log_total)
         ctx.mark_non_differentiable(entropy)
         ctx.scale, ctx.dtype, ctx.share, ctx.chunk_tokens = scale, dtype, share, chunk_tokens
-        return known.logprobs(), entropy
+        return (of_label - largest) - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

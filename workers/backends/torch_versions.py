@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import varlen
 
-_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+# The second is its name before 2.13.
+gather_equal_parts: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather of parts of one shape [n, ...] into its first argument [ranks * n, ...], in the group's order."""
 _TAKES_GQA: Final = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 _TAKES_ORDER: Final = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
@@ -30,11 +32,6 @@ def varlen_attention(
     output = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
     assert isinstance(output, Tensor), "nothing else was asked for"
     return output
-
-
-def gather_equal_parts(gathered: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> None:
-    """All-gather of parts of one shape [n, ...] into `gathered` [ranks * n, ...], in the group's order."""
-    _gather(gathered, part, group=group)
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float, takes_order: bool = _TAKES_ORDER) -> dist.ProcessGroup:
