@@ -18,7 +18,7 @@ Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -80,10 +80,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
     }
     first = rank * width
     own = slice(first, first + width)
-    shifted, answers = (
-        slice(before[layout][rank], before[layout][rank + 1])
-        for layout in (KeyLayout.PER_SHIFTED_TOKEN, KeyLayout.PER_ANSWER)
-    )
+    scores = {layout: slice(numbers[rank], numbers[rank + 1]) for layout, numbers in before.items()}
     experts = micro_batch.routed_experts
     part = replace(
         micro_batch,
@@ -91,16 +88,13 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
         cu_seqlens=F.pad(micro_batch.cu_seqlens, (0, int(padding > 0)), value=num_tokens + padding),
         input_ids=F.pad(micro_batch.input_ids, (0, padding))[own],
         position_ids=F.pad(micro_batch.position_ids, (0, padding))[own],
-        predicting=micro_batch.predicting[shifted] - first,
-        labels=micro_batch.labels[shifted],
-        last_tokens=micro_batch.last_tokens[answers] - first,
+        predicting=micro_batch.predicting[scores[KeyLayout.PER_SHIFTED_TOKEN]] - first,
+        labels=micro_batch.labels[scores[KeyLayout.PER_SHIFTED_TOKEN]],
+        last_tokens=micro_batch.last_tokens[scores[KeyLayout.PER_ANSWER]] - first,
         # Those of padding say nothing.
         routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)[own],
     )
-    counts = {
-        layout: tuple(end - start for start, end in zip(numbers, numbers[1:], strict=False))
-        for layout, numbers in before.items()
-    }
+    counts = {layout: tuple(end - start for start, end in pairwise(numbers)) for layout, numbers in before.items()}
     return RowPart(part, rank, counts)
 
 
