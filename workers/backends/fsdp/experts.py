@@ -52,12 +52,17 @@ def _compute(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     chosen, order = torch.sort(top_k_index.flatten(), stable=True)
     # On the device, where `chosen` is: the host need not wait for how many tokens an expert has.
     ends = torch.searchsorted(chosen, torch.arange(module.num_experts, device=chosen.device), right=True).int()
-    tokens = hidden_states[order // top_k_index.shape[1]]
-    gated = module._apply_gate(grouped_product(tokens, ends, [module.gate_up_proj], dtype=dtype))
+    # Nothing that has k rows for each token is held for longer than it is read; they are rounded before there are k of
+    # them where no gradients of theirs are to be added up.
+    rows = hidden_states if torch.is_grad_enabled() else hidden_states.to(dtype)
+    gated = module._apply_gate(
+        grouped_product(rows[order // top_k_index.shape[1]], ends, [module.gate_up_proj], dtype=dtype)
+    )
     outputs = grouped_product(gated, ends, [module.down_proj], dtype=dtype)
-    weighted = outputs * top_k_weights.flatten()[order, None]
-    in_order = weighted[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))]
-    return in_order.view(*top_k_index.shape, -1).sum(dim=1, dtype=hidden_states.dtype)
+    del gated
+    outputs = outputs * top_k_weights.flatten()[order, None]
+    outputs = outputs[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))]
+    return outputs.view(*top_k_index.shape, -1).sum(dim=1, dtype=hidden_states.dtype)
 
 
 def expert_matrices(layers: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
