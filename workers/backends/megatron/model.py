@@ -97,7 +97,12 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]
         experts = packed_seq_params.routed_experts
         place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
         self.mlp.router.router_replay = None if experts is None else Replay(experts[:, place])
-        return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        try:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        finally:
+            # The dispatcher would keep them until the next row, and with them the graph that they come from: of a layer
+            # that is computed again all that its attention keeps, when its backward pass is long over.
+            self.mlp.token_dispatcher.probs = None
 
 
 class RowNorm(nn.RMSNorm):
