@@ -80,8 +80,9 @@ class KVCache:
         self._replace(0, 0)
 
     def _replace(self, rows: int, capacity: int) -> None:
-        self._keys = [self._resized(old, rows, capacity) for old in self._keys]
-        self._values = [self._resized(old, rows, capacity) for old in self._values]
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):  # one by one: the old cache and the new one are never both there
+                tensors[layer] = self._resized(old, rows, capacity)
 
     def _resized(self, old: Tensor, rows: int, capacity: int) -> Tensor:
         # Zeros, not empty: a masked position still enters as 0 * value, and uninitialised memory may hold NaN.

@@ -159,6 +159,7 @@ class Decoder:
             queries_keys = self._rotate(queries_keys, cos, signed_sin)
             queries, keys = queries_keys[:, : self._num_heads], queries_keys[:, self._num_heads :]
             layer.o_proj.add_to(hidden, attend(index, queries, keys, values))
+            del queries_keys, queries, keys, values  # before the MLP, which needs more room than all else
             layer.mlp.add_to(hidden, layer.mlp_norm(hidden), chosen)
         return self._norm(hidden)
 

@@ -108,9 +108,12 @@ class Mixture:
         return weights.to(normed.dtype), experts
 
 
+_SILUS = ("SiLU", "SiLUActivation")  # torch's, and transformers' of the same formula, which takes seconds to import
+
+
 def activation_of(function: Any) -> Activation:
     """The module's activation; in place where that is the same."""
-    return _silu_ if isinstance(function, torch.nn.SiLU) else function
+    return _silu_ if type(function).__name__ in _SILUS else function
 
 
 def _silu_(inputs: Tensor) -> Tensor:
