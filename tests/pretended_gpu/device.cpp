@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -464,10 +465,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", item);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", choose_attention);
+  for (const char* name : {"silu_backward", "mish_backward"})  // a kernel of a GPU, too, where others are given a formula
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 TORCH_LIBRARY(pretended, library) {
   c10::SetAllocator(c10::kCUDA, &device_memory);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(choose_attention);  // whom attention asks in C++
   library.def("on_host(Tensor tensor) -> Tensor", on_host);
   library.def("on_device(Tensor made) -> Tensor", on_device);
   library.def("resize_storage(Tensor tensor, int size) -> ()", resize_storage);

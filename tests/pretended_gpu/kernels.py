@@ -150,6 +150,29 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype,
     return out
 
 
+def _norm(values: Tensor, shape: list[int], weight: Tensor | None, epsilon: float | None) -> tuple[Tensor, Tensor]:
+    """aten::_fused_rms_norm over the last dimension, which keeps one scale of each row."""
+    rows = _OPS.on_host(values).float()
+    tiny = torch.finfo(values.dtype).eps if epsilon is None else epsilon
+    scales = (rows.square().mean(-1, keepdim=True) + tiny).rsqrt()
+    normalized = rows * scales * (1.0 if weight is None else _OPS.on_host(weight).float())
+    return _OPS.on_device(normalized.to(values.dtype)), _OPS.on_device(scales)
+
+
+def _norm_backward(
+    gradient: Tensor, values: Tensor, shape: list[int], scales: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """aten::_fused_rms_norm_backward of the same."""
+    slopes, rows, scale = (_OPS.on_host(tensor).float() for tensor in (gradient, values, scales))
+    weighed = slopes if weight is None else slopes * _OPS.on_host(weight).float()
+    of_rows = scale * (weighed - rows * scale.square() * (weighed * rows).mean(-1, keepdim=True))
+    of_weight = (slopes * rows * scale).flatten(0, -2).sum(0)
+    return (
+        _OPS.on_device(of_rows.to(values.dtype)) if mask[0] else None,
+        _OPS.on_device(of_weight.to(weight.dtype)) if mask[1] and weight is not None else None,
+    )
+
+
 def install() -> torch.library.Library:
     """Give the device these kernels for as long as the result is held."""
     library = torch.library.Library("aten", "IMPL")
@@ -158,6 +181,8 @@ def install() -> torch.library.Library:
         "_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_flash_attention": _padded_flash,
         "_scaled_dot_product_flash_attention_backward": _padded_flash_backward,
+        "_fused_rms_norm": _norm,
+        "_fused_rms_norm_backward": _norm_backward,
         "mm.dtype": _product,
         "addmm.dtype_out": _add_product,
     }

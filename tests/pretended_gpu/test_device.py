@@ -88,3 +88,23 @@ def test_a_graph_computes_when_it_is_replayed_and_not_before() -> None:
         given.fill_(number)
         graph.replay()
         assert taken.tolist() == [2 * number + 1] * 3
+
+
+def test_the_norm_of_a_gpu_and_its_gradients_are_those_of_a_cpu_and_keep_its_input_alone() -> None:
+    values, weight, found = torch.randn(5, 8), torch.randn(8), []
+    for device in ("cpu", "cuda"):
+        given, scale = (tensor.clone().to(device).requires_grad_() for tensor in (values, weight))
+        kept: list[int] = []
+
+        def note(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            normalized = torch.nn.functional.rms_norm(given, (8,), scale, 1e-6)
+        normalized.square().sum().backward()
+        assert given.grad is not None and scale.grad is not None
+        found.append([tensor.detach().cpu() for tensor in (normalized, given.grad, scale.grad)])
+    for of_cpu, of_device in zip(*found, strict=True):
+        torch.testing.assert_close(of_device, of_cpu)
+    assert sorted(kept) == [5, 8, 40]  # a scale of each row, weights, input
