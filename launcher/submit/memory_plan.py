@@ -40,7 +40,8 @@ from corral.scheduling.memory.gpu import (
     peak_of,
     usable_bytes,
 )
-from corral.scheduling.memory.model import ANSWER, Adapters, CallKind, CallSizes, RoleModel, server_on_gpu
+from corral.scheduling.memory.model import Adapters, CallKind, CallSizes, RoleModel
+from corral.scheduling.memory.server import ANSWER, server_on_gpu
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook, PushWeightsHook
 from corral.scheduling.parallel import ParallelDims
@@ -284,6 +285,7 @@ def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: 
             num_gpus=each,
             is_embedded=server.backend == "hf",
             is_rounded=server.engine.quantization is not None,
+            longest=longest_answer(plan) or 0,
         )
         peak = peak_of([model], [CallOnGpu(name=ANSWER, model=name)])
     return GpuUse(

@@ -10,19 +10,16 @@
                 Muon: one moment for the layers' matrices; in      are of another type, cut over d x c, of experts over
                 host memory but for the step, after the passes     d x c / e (Megatron's distributed optimizer)
  adapters       float32, cut as their layer is                     float32; the uncut half of each is whole
- activations    what autograd keeps of all layers (layers.py), less with recompute, and one layer's worth to work in;
-                without gradients that alone; in a pipeline for as many micro-batches as are under way (1F1B)
- buffers        where a model is cut: its ends whole from the      where a call generates: all weights whole, once
-                beginning to the end of a pass, three layers
-                whole, and the gradients of the ends and of one
-                layer before they are reduced, in float32; where
+ activations    what autograd keeps of all layers (layers.py), less with recompute, and what one layer works in with its
+                gradients; without gradients that alone; in a pipeline for as many rows as are under way (1F1B)
+ buffers        where a model is cut: its ends whole from the      where ranks share layers: tokens of a row, gathered;
+                beginning to the end of a pass, a layer and the    where a call generates: all weights whole, once
+                flat buffer of another, and the gradients of
+                one of them as they are sent, in float32; where
                 a call generates: all weights whole, in float32
- server         weights cut over its GPUs, what is small whole; keys and values of every token that it may hold; logits
-                of one token of each running request, in float32, and their softmax; the embedded engine reads new
-                weights beside those that it answers with, and rounds to int8 beside them. SGLang's graphs and
-                workspaces are of the reserve, and what `sglang.flags` change is not known here.
 
-What a backend does otherwise is told by `_Tensor`. Each figure is that of the stage and of the rank with most.
+A pass is at its worst in a layer, at the head, or at its end (`_moments`): what a layer works in and logits are never
+both there. What a backend does otherwise is told by `_Tensor`. Each figure is that of the stage and the rank with most.
 """
 
 import math
@@ -35,17 +32,15 @@ from typing import Literal, NamedTuple
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
 from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
 from corral.scheduling.memory.layers import FLOAT32_BYTES, Backend, Layers, Recompute, share_of
+from corral.scheduling.memory.server import PROMPT_TOKENS, answering, key_value_bytes_per_token
 from corral.scheduling.parallel import ParallelDims, stage_layers
 
 CallKind = Literal["train", "infer", "generate"]
-ANSWER = "answer"
-"""What a server does, as the one call on its model."""
 _LAYERS = "model.layers."
 _EMBEDDING, _OUTPUTS, _SCORE = "model.embed_tokens.weight", ("lm_head.weight", "score.weight"), "score.weight"
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _BY_COLUMNS = ("o_proj", "down_proj")
 _EXPERTS_DIM = {"mlp.experts.gate_up_proj": 1, "mlp.experts.down_proj": 2}
-_LAYERS_WHOLE = 3  # the one that computes, the next, which is gathered meanwhile, and the flat buffer of that
 _STEP_COUNT_BYTES = 4  # of AdamW, a float32 for each tensor
 
 
@@ -112,6 +107,49 @@ class _Tensors(NamedTuple):
     kinds: list[tuple[_Tensor, ...]]
     """What layers hold, adapters included: one for all that hold the same."""
     kind_of_layer: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """Bytes of what is whole for a while, of a model that is cut over ranks."""
+
+    ends: int = 0
+    """What is outside of layers but for an output of its own: whole from the beginning to the end of a pass."""
+    output: int = 0
+    """Whole at the head; in passes without gradients, of which the next one needs it, too, to the end of the last."""
+    layer: int = 0
+    gradient_of_ends: int = 0
+    """In float32, as all that is added up over the ranks."""
+    gradient_of_layer: int = 0
+    """Or of the output, if that is larger: of what came before a layer, which is sent while the layer computes."""
+    gradient_of_matrix: int = 0
+    """Of a layer's last matrix, which is the first to have one."""
+    cast: int = 0
+    """What is there in another type while it is used."""
+
+    def in_layer(self, is_training: bool) -> int:
+        """The layer that computes, and the flat buffer of the one that is gathered or was read last."""
+        buffers = self.ends + 2 * self.layer + self.cast
+        if not is_training:
+            return buffers + self.output
+        # A tied output's gradient is the embedding's, which is there from the head to the end.
+        return (
+            buffers + max(self.gradient_of_layer, 0 if self.output else self.gradient_of_ends) + self.gradient_of_matrix
+        )
+
+    def at_head(self, is_training: bool) -> int:
+        """The output, and its flat buffer or that of a layer: the last one is gathered while the head has gradients."""
+        return self.ends + self.output + (self.layer if is_training else max(self.output, self.layer))
+
+    @property
+    def at_begin(self) -> int:
+        """What is read first, and the first layer: whole, and in the flat buffers that they came in."""
+        return 2 * (self.ends + self.layer)
+
+    @property
+    def at_end(self) -> int:
+        """The embedding's gradient as it is made, and as it is sent."""
+        return self.ends + 2 * self.gradient_of_ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,26 +264,44 @@ class RoleModel:
             dims, lambda one: FLOAT32_BYTES * (one.share(dims) if is_cut else one.whole(dims)) * one.is_trained
         )
 
-    def _moments(self, dims: ParallelDims) -> int:
-        return self._sum(dims, lambda one: one.moment_bytes * one.share(dims))
-
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
         if call.kind == "generate":
             return self._generating(call, dims)
-        is_training = call.kind == "train"
-        tokens = -(-call.tokens // dims.cp)
-        layers = self._layers(dims)
-        parts: dict[Part, int] = {
-            "activations": tokens * self._activations(layers, is_training=is_training),
-            "head": layers.head(self.output, tokens=tokens, has_gradient=is_training),
-        }
-        if self.backend == "fsdp":
-            parts["buffers"] = self._gathered(dims, is_training=is_training)
-            if is_training and self.hosts_optimizer:  # they come when the passes have let go of all this
-                parts["optimizer"] = max(0, self._moments(dims) - sum(parts.values()))
-            if is_training:
-                parts["gradients"] = self._gradients(dims, is_cut=not self.sums_gradients_once)
-        return parts
+        moments = self._moments(self._layers(dims), tokens=-(-call.tokens // dims.cp), is_training=call.kind == "train")
+        return max(moments, key=lambda parts: sum(parts.values()))
+
+    def _moments(self, layers: Layers, *, tokens: int, is_training: bool) -> Iterator[Parts]:
+        """What there is when a pass may be at its worst: in a layer, at the head, and with hardly any activations."""
+        dims, gathered = layers.dims, self._gathered(layers.dims)
+        always = Counter[Part]({"buffers": tokens * layers.always})
+        if is_training and self.backend == "fsdp":
+            always["gradients"] = self._gradients(dims, is_cut=not self.sums_gradients_once)
+        kept = self._kept_by_stage(layers) if is_training else [0]
+        in_layer = tokens * (max(kept) + layers.before + self._in_layer(layers, is_training=is_training))
+        yield always + Counter({"activations": in_layer, "buffers": gathered.in_layer(is_training)})
+        head = layers.head(
+            self.output,
+            tokens=tokens,
+            has_gradient=is_training,
+            is_weight_low=self._is_head_low(dims),
+            is_trained=is_training and self.adapters is None,
+        )
+        at_head = tokens * (kept[-1] + layers.before + layers.after(is_training))
+        yield always + Counter({"activations": at_head, "head": head, "buffers": gathered.at_head(is_training)})
+        yield always + Counter({"activations": tokens * layers.embedded, "buffers": gathered.at_begin})
+        if is_training:
+            yield always + Counter({"buffers": gathered.at_end})
+            if self.hosts_optimizer:  # moments come when the passes have let go of all this
+                moments = self._sum(dims, lambda one: one.moment_bytes * one.share(dims))
+                yield always + Counter({"optimizer": moments})
+
+    def _is_head_low(self, dims: ParallelDims) -> bool:
+        """Whether the output's weight is in the type of the products when it is used."""
+        output = self._tensors.ends.get("lm_head.weight")
+        if self.backend == "megatron":
+            return self.compute_bytes < FLOAT32_BYTES
+        is_cut = dims.dp * dims.cp > 1
+        return output is not None and (output.gathered_bytes if is_cut else output.number_bytes) < FLOAT32_BYTES
 
     def _layers(self, dims: ParallelDims) -> Layers:
         return Layers(
@@ -257,25 +313,25 @@ class RoleModel:
             shares_prompts=self.shares_prompts and self.backend == "fsdp",
         )
 
-    def _activations(self, layers: Layers, *, is_training: bool) -> int:
-        """Of one token."""
-        works_in_by_kind = {layer: layers.works_in(layer) for layer in self.sizes.layer_kinds}
-        works_in = max(works_in_by_kind.values())
-        if not is_training:
-            return works_in
-        again, dims = self.recompute, layers.dims
-        kept_by_kind = {layer in self.sizes.sparse_layers: layers.kept(layer, again) for layer in works_in_by_kind}
-        kept = [kept_by_kind[layer in self.sizes.sparse_layers] for layer in range(self.sizes.num_layers)]
-        for layer, size in self._of_adapters(layers, again):
+    def _kept_by_stage(self, layers: Layers) -> list[int]:
+        """Of one token, until the backward pass: by all layers of a stage, for as many rows as are under way in it."""
+        sparse = self.sizes.sparse_layers
+        kept_by_kind = {layer in sparse: layers.kept(layer, self.recompute) for layer in self.sizes.layer_kinds}
+        kept = [kept_by_kind[layer in sparse] for layer in range(self.sizes.num_layers)]
+        for layer, size in self._of_adapters(layers, self.recompute):
             kept[layer] += size
-        # The layer whose backward pass it is has all of its own again, and lets go of it while it works.
-        if again != "none" and self.adapters is not None:
+        stages = stage_layers(self.sizes.num_layers, layers.dims.pp)
+        return [sum(kept[layer] for layer in own) * (len(stages) - stage) for stage, own in enumerate(stages)]
+
+    def _in_layer(self, layers: Layers, *, is_training: bool) -> int:
+        """Of one token, beside what all layers keep: while the layer that needs most computes, or has its gradients."""
+        kinds = self.sizes.layer_kinds
+        if not is_training:
+            return max(map(layers.passes_through, kinds))
+        works_in = max(layers.again(layer, self.recompute) + layers.gradients_in(layer) for layer in kinds)
+        if self.recompute != "none" and self.adapters is not None:
             works_in += sum(size for _, size in self._of_adapters(layers, "none")) // self.sizes.num_layers
-        under_way = max(
-            sum(kept[layer] for layer in own) * (dims.pp - stage)
-            for stage, own in enumerate(stage_layers(self.sizes.num_layers, dims.pp))
-        )
-        return under_way + layers.ends + works_in
+        return works_in
 
     def _of_adapters(self, layers: Layers, recompute: Recompute) -> Iterator[tuple[int, int]]:
         """Of each adapter: its layer, and what it keeps of a token."""
@@ -288,73 +344,48 @@ class RoleModel:
                 layers.of_adapter(name, shape, rank=self.adapters.rank, recompute=recompute),
             )
 
-    def _gathered(self, dims: ParallelDims, *, is_training: bool) -> int:
+    def _gathered(self, dims: ParallelDims) -> "_Gathered":
         """Whole copies of what is cut; where nothing is, the experts of a layer in the type of their products."""
-        ends, kinds, kind_of_layer = self._tensors
-        if dims.dp * dims.cp == 1:
-            held = (one for kind in kinds for one in kind if one.is_expert and one.number_bytes > self.compute_bytes)
-            return max((self.compute_bytes * one.whole(dims) for one in held), default=0)
+        ends, kinds, _ = self._tensors
+        if self.backend == "megatron" or dims.dp * dims.cp == 1:
+            # Megatron's of a model that is trained are one tensor, which is not copied.
+            is_cast = self.optimizer is None or self.backend == "fsdp"
+            low = self.compute_bytes if self.backend == "fsdp" else 0
+            held = (one for kind in kinds for one in kind if one.is_expert and is_cast and one.number_bytes > low)
+            # A gradient is made in the type of products, then has the weight's beside the one that is there.
+            each = self.compute_bytes + FLOAT32_BYTES * (self.optimizer is not None)
+            return _Gathered(cast=max((each * one.whole(dims) for one in held), default=0))
 
-        def whole(tensors: Iterable[_Tensor], times: int) -> int:
-            return sum(
-                (times * one.gathered_bytes + FLOAT32_BYTES * (is_training and one.is_trained)) * one.whole(dims)
-                for one in tensors
-            )
+        def gathered(tensors: Iterable[_Tensor]) -> int:
+            return sum(one.gathered_bytes * one.whole(dims) for one in tensors)
 
-        in_layers = sum(whole(kinds[kind], _LAYERS_WHOLE) * count for kind, count in Counter(kind_of_layer).items())
-        return whole(ends.values(), 1) + in_layers // self.sizes.num_layers
+        def gradient(tensors: Iterable[_Tensor]) -> int:
+            return sum(FLOAT32_BYTES * one.whole(dims) * one.is_trained for one in tensors)
+
+        output = [one for name, one in ends.items() if name == "lm_head.weight"]
+        others = [one for name, one in ends.items() if name != "lm_head.weight"]
+        return _Gathered(
+            ends=gathered(others),
+            output=gathered(output),
+            layer=max(map(gathered, kinds)),
+            gradient_of_ends=gradient(others),
+            gradient_of_layer=max(max(map(gradient, kinds)), gradient(output)),
+            gradient_of_matrix=self.compute_bytes
+            * max(one.whole(dims) * one.is_trained for kind in kinds for one in kind if not one.is_expert),
+        )
 
     def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:
         number_bytes = FLOAT32_BYTES if self.backend == "fsdp" else self.compute_bytes
         is_mixed = self.adapters is not None and self.compute_bytes < FLOAT32_BYTES
         has_copy = self.backend == "megatron" or dims.world_size > 1 or is_mixed
         whole = sum(math.prod(shape) for shape in self._shapes.values())
-        return {
+        longest = -(-call.tokens // max(1, call.sequences))
+        tokens = min(call.tokens, max(PROMPT_TOKENS, longest))
+        held: dict[Part, int] = {
             "KV cache": key_value_bytes_per_token(self.sizes, number_bytes=number_bytes) * call.tokens,
-            "head": 2 * FLOAT32_BYTES * self.sizes.vocab_size * call.sequences,
             "buffers": number_bytes * whole if has_copy else 0,
         }
-
-
-def server_on_gpu(
-    name: str,
-    sizes: DecoderSizes,
-    *,
-    number_bytes: int,
-    max_total_tokens: int,
-    max_running_requests: int,
-    num_gpus: int = 1,
-    is_embedded: bool = False,
-    is_rounded: bool = False,
-) -> ModelOnGpu:
-    """What each GPU of a server has to hold.
-
-    Args:
-        number_bytes: of a weight, and of a number in the KV cache.
-        num_gpus: of the server (tensor parallel).
-        is_embedded: whether it is the embedded engine.
-        is_rounded: whether that computes with weights rounded to int8.
-    """
-    shapes = tensor_shapes(sizes)
-    matrices = {name for name in shapes if "_proj" in name}
-    cut = {*matrices, _EMBEDDING, "lm_head.weight"}
-    numbers = {name: -(-math.prod(shape) // (num_gpus if name in cut else 1)) for name, shape in shapes.items()}
-    rounded = sum(math.prod(shapes[name]) for name in matrices) if is_rounded else 0
-    weights = number_bytes * (sum(numbers.values()) + rounded)
-    of_token = key_value_bytes_per_token(sizes, number_bytes=number_bytes, tensor_parallel=num_gpus)
-    held: dict[Part, int] = {
-        "parameters": weights,
-        "KV cache": of_token * max_total_tokens,
-        "head": 2 * FLOAT32_BYTES * sizes.vocab_size * max_running_requests,
-        "buffers": weights if is_embedded else 0,
-    }
-    return ModelOnGpu(name=name, held=held, working={})
-
-
-def key_value_bytes_per_token(sizes: DecoderSizes, *, number_bytes: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of one token in all layers; where there are more ranks than heads, each has a copy of one."""
-    heads = -(-sizes.num_key_value_heads // tensor_parallel)
-    return 2 * sizes.num_layers * heads * sizes.head_dim * number_bytes
+        return held | dict(answering(self.sizes, number_bytes=number_bytes, tokens=tokens, requests=call.sequences))
 
 
 def cut_dim(shape: Shape, ranks: int) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 250.0
+DEADLINE_S = 800.0
+NUMBERS = range(20)
+"""Of the cases, which are not imported before a test runs: they bring all engines."""
 PLAIN = 0
 """Number of the case with the tightest plan."""
 
@@ -53,7 +55,7 @@ def _have_a_mask_made() -> None:
 
     def with_mask(self: Any, micro_batch: Any, temperature: float = 1.0) -> Any:
         width = len(micro_batch.input_ids)
-        self.mask = torch.zeros(width, width, device="cuda")
+        self.mask = torch.zeros(2, width, width, device="cuda")  # for each head of keys
         return own(self, micro_batch, temperature)
 
     FSDPEngine._own_scores = with_mask  # type: ignore[method-assign]
@@ -65,11 +67,10 @@ def test_a_mask_of_all_pairs_that_the_plan_forgets_is_found(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["0.5B", "7B"])
-def test_a_plan_is_never_below_what_an_engine_takes_and_at_most_a_tenth_above(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_plan_is_never_below_what_an_engine_takes_and_at_most_a_tenth_above(number: int, tmp_path: Path) -> None:
     from tests.pretended_gpu.ghost import CASES, TOLERANCE
 
-    numbers = [number for number, case in enumerate(CASES) if case.model == model]
-    for number in numbers:
-        [ratio] = see([number], tmp_path)
-        assert (1.0 <= ratio <= TOLERANCE) is not CASES[number].misses, f"{CASES[number]}: plan / ghost {ratio:.3f}"
+    assert len(CASES) == len(NUMBERS)
+    [ratio] = see([number], tmp_path)
+    assert 1.0 <= ratio <= TOLERANCE, f"{CASES[number]}: plan / ghost {ratio:.3f}"

@@ -1,6 +1,6 @@
 """Prompts of newly admitted requests -> cache rows and the logits of their next token.
 
-    admitted -> identical contexts together -> rectangles of similar length (<= max_prefill_tokens) -> logits [N, V]
+    admitted -> identical contexts together -> rectangles of similar length (<= PROMPT_TOKENS) -> logits [N, V]
 
 A group samples n answers to one prompt: it is computed once, and its keys and values go to n rows.
 """
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from corral.scheduling.memory.server import PROMPT_TOKENS
 from corral.workers.engine.attention import KVCache, PromptAttention
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest
 from corral.workers.engine.sampling import to_device
 
-_MAX_PREFILL_TOKENS = 8192  # padded tokens of one forward pass: bounds its activations, far above where batching pays
 _INPUT_LOGPROB_BLOCK = 1024  # positions whose logits [block, V] exist at once
 
 
@@ -101,7 +101,7 @@ def _rectangles(contexts: dict[tuple[int, ...], list[int]]) -> list[list[tuple[i
     """Contexts sorted by length, cut where padding them to the longest would pass the limit."""
     rectangles: list[list[tuple[int, ...]]] = []
     for context in sorted(contexts, key=len):
-        if rectangles and (len(rectangles[-1]) + 1) * len(context) <= _MAX_PREFILL_TOKENS:
+        if rectangles and (len(rectangles[-1]) + 1) * len(context) <= PROMPT_TOKENS:
             rectangles[-1].append(context)
         else:
             rectangles.append([context])

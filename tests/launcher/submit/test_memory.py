@@ -85,7 +85,7 @@ def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> N
     problem = problem_of(plan_of(DENSE, "allocation=sglang:d2t4+fsdp:d24"))
     assert problem.message.startswith("actor/0 cannot fit: model_worker 0-23 (d24) need 2")
     assert problem.message.endswith("of each GPU, and 74.0 GiB of its 80.0 GiB are usable")
-    assert problem.note == "the largest part: activations of actor/0, 222.0 GiB, in actor_train"
+    assert problem.note == "the largest part: activations of actor/0, 218.6 GiB, in actor_train"
     assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d24")
     proposed = re.match(r"allocation (sglang:d2t4\+fsdp:\w+) fits", problem.hint)
     assert proposed is not None
@@ -143,7 +143,7 @@ def test_moments_in_host_memory_are_proposed_where_computing_again_is_not_enough
 
 def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     tokens = ("actor.max_tokens_per_micro_batch=16384",)
-    problem = problem_of(plan_of(DENSE, *tokens), ClusterShape.parse("4x8x96G"))
+    problem = problem_of(plan_of(DENSE, *tokens), ClusterShape.parse("4x8x88G"))
     found = re.fullmatch(
         r"recompute selective of actor fits this layout; or max_tokens_per_micro_batch (\d+) fits this layout",
         problem.hint,
@@ -152,15 +152,16 @@ def test_fewer_tokens_are_proposed_beside_a_layout() -> None:
     for number, fits in ((int(found[1]), True), (int(found[1]) + 64, False)):
         plan = plan_of(DENSE, f"actor.max_tokens_per_micro_batch={number}")
         if fits:
-            check_on_shape(plan, ClusterShape.parse("4x8x96G"))
+            check_on_shape(plan, ClusterShape.parse("4x8x88G"))
         else:
-            problem_of(plan, ClusterShape.parse("4x8x96G"))
+            problem_of(plan, ClusterShape.parse("4x8x88G"))
 
 
 def test_no_budget_is_proposed_that_holds_no_longest_answer() -> None:
     long = ("actor.max_tokens_per_micro_batch=32768", "rollout.sampling.max_new_tokens=30000")
     assert problem_of(plan_of(DENSE, *long)).hint == "recompute full of actor fits this layout"
-    problem = problem_of(plan_of(DENSE, *long, "actor.recompute=full"), ClusterShape.parse("4x8x36G"))
+    small = ("actor.recompute=full", "engine.max_total_tokens=40000")
+    problem = problem_of(plan_of(DENSE, *long, *small), ClusterShape.parse("4x8x24G"))
     assert problem.hint.startswith("no layout that this version runs fits; GPUs of ")
 
 

@@ -265,9 +265,9 @@ def test_all_activations_of_a_model_are_within_a_tenth(dtype: torch.dtype, tmp_p
     engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
     sizes = sizes_of(directory)
     layers = Layers(sizes=sizes, compute_bytes=dtype.itemsize)
-    expected = TOKENS * (
-        sum(map(layers.works_in, range(3))) + layers.ends + 4 * sizes.hidden_size
-    )  # hidden states at the head
+    before = 8 + 2 * 4 * sizes.head_dim  # ids and rotations
+    at_head = 4 * sizes.hidden_size  # hidden states
+    expected = TOKENS * (sum(map(layers.works_in, range(3))) + before + layers.after(is_training=True) + at_head)
     assert kept_bytes(engine) == pytest.approx(expected, rel=0.1)
 
 
@@ -325,6 +325,8 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
         recompute=recompute,
     )
     expected = sum(role.on_gpu("actor/0", ParallelDims(), [TRAIN]).working["train"].values())
+    # A CPU has no products of rounded numbers in float32, and widens the output's weight again.
+    expected += (4 - dtype.itemsize) * larger["hidden_size"] * larger["vocab_size"] * (dtype == torch.bfloat16)
     assert 0.97 <= expected / peak_bytes(engine) <= 1.2
 
 

@@ -1,8 +1,8 @@
 """What the planner says that a layer of Megatron keeps of a token, beside what autograd really keeps.
 
-Of each model there are two, one with a layer more: what the forward pass of that one leaves beyond the other's is the
-layer's. Ranks have the same tokens, so that what experts are sent is the same on average over all of them, however
-unevenly they are chosen.
+Norms keep what a GPU's kernel keeps, which torch has for GPUs alone. Of each model there are two, one with a layer
+more: what the forward pass of that one leaves beyond the other's is the layer's. Ranks have the same tokens, so that
+what experts are sent is the same on average over all of them, however unevenly they are chosen.
 """
 
 import json
@@ -94,7 +94,22 @@ def save_models(directory: Path) -> None:
             model(config(num_hidden_layers=layers, **SIZES, **traits)).save_pretrained(directory / f"{name}-{layers}")
 
 
+class FusedNorm(torch.autograd.Function):
+    """torch's norm as the kernel of a GPU has it: of what it computes it keeps its input and a scale of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+        scales = values.float().square().mean(-1, keepdim=True).rsqrt()
+        ctx.save_for_backward(values, weight, scales)
+        return (values * scales * weight).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        raise NotImplementedError("nothing is trained here")
+
+
 def look_at_ranks(world: ParallelContext, cases: Sequence[Case], directory: Path) -> None:
+    torch.nn.RMSNorm.forward = lambda norm, values: FusedNorm.apply(values, norm.weight)  # type: ignore[method-assign, no-untyped-call]
     kept: dict[str, float] = {}
     for case in cases:
         dims = ParallelDims.parse(case.layout)
