@@ -100,9 +100,10 @@ class ReplayedLayer(TransformerLayer):  # type: ignore[misc]
         try:
             return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         finally:
-            # The dispatcher would keep them until the next row, and with them the graph that they come from: of a layer
-            # that is computed again all that its attention keeps, when its backward pass is long over.
-            self.mlp.token_dispatcher.probs = None
+            # The dispatcher would keep them until the next row, and with the probabilities the graph they come from: of
+            # a layer that is computed again all that its attention keeps, when its backward pass is long over.
+            dispatcher = self.mlp.token_dispatcher
+            dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 class RowNorm(nn.RMSNorm):

@@ -45,4 +45,4 @@ def look_for_graphs(_: ParallelContext, directory: Path) -> None:
     for dispatcher in dispatchers:
         assert isinstance(dispatcher, MoETokenDispatcher)
         kept = [value for value in vars(dispatcher).values() if isinstance(value, Tensor)]
-        assert kept and not any(value.requires_grad for value in kept)
+        assert kept and all(value.numel() <= 16 and not value.requires_grad for value in kept)
