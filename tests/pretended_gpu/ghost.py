@@ -51,7 +51,7 @@ from corral.workers.backends.parallel_context import ParallelContext, init_paral
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine import engine
 from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
-from corral.workers.engine.weights import StagedWeights, WeightLayout
+from corral.workers.engine.weights import WeightLayout
 
 GB: Final = 1e9
 LENGTH: Final = 4096  # tokens of each answer
@@ -174,7 +174,7 @@ def become_ghost() -> None:
         _GHOSTLY.impl(name, kernel, "CUDA")
     join = dist.init_process_group
     dist.init_process_group = lambda _, **options: join("fake", **options)
-    megatron._stored_tensors = _read_from_nowhere
+    megatron._needed = _read_from_nowhere
     engine.load_model = _load_from_nowhere
     engine.stage_weights = _stage_from_nowhere
 
@@ -189,9 +189,11 @@ def _norm_backward(
     return torch.empty_like(values), torch.empty_like(weight)
 
 
-def _read_from_nowhere(directory: Path, *, needed: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_from_nowhere(
+    directory: Path, slices: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """As Megatron's engine reads a directory, which would put matrices side by side in the host's memory."""
-    return ((name, torch.empty(shape, dtype=torch.bfloat16, device="cuda")) for name, shape in needed.items())
+    return ((name, torch.empty(shape, dtype=torch.bfloat16, device="cuda")) for name, shape in shapes.items())
 
 
 def _load_from_nowhere(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[Any, frozenset[int]]:
@@ -201,10 +203,9 @@ def _load_from_nowhere(directory: Path, *, dtype: torch.dtype, device: str) -> t
     return model.eval().requires_grad_(False), frozenset()
 
 
-def _stage_from_nowhere(directory: Path, layout: WeightLayout) -> StagedWeights:
+def _stage_from_nowhere(directory: Path, layout: WeightLayout) -> dict[str, torch.Tensor]:
     shapes = {name: shape for name, shape in layout.shapes.items() if name not in layout.pieces} | dict(layout.fused)
-    tensors = {name: torch.empty(shape, dtype=layout.dtype, device="cuda") for name, shape in shapes.items()}
-    return StagedWeights(directory, tensors)
+    return {name: torch.empty(shape, dtype=layout.dtype, device="cuda") for name, shape in shapes.items()}
 
 
 def choose_evenly(sizes: DecoderSizes) -> torch.library.Library | None:
