@@ -80,13 +80,8 @@ def submit(
         _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
         cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
         if resume is not None:
-            unfit: dict[str, object] = {
-                str(experiment): experiment,
-                "-n": trial,
-                "--profile": profile,
-                "--layout": layout,
-            }
-            unfit |= {"--sbatch-arg": sbatch_arg, "--local": local}
+            unfit: dict[str, object] = {str(experiment): experiment, "-n": trial, "--profile": profile}
+            unfit |= {"--layout": layout, "--sbatch-arg": sbatch_arg, "--local": local}
             prepare = partial(_prepared_resume, resume, fileroot, override or [], unfit=unfit)
         elif experiment is None:
             raise typer.BadParameter("name an experiment file, or a trial to --resume")
