@@ -117,7 +117,11 @@ class ConfigSource:
     profiles: tuple[Path, ...] = ()
 
     def place(self, path: KeyPath) -> str:
-        """Where `path` was written, or else the nearest thing that encloses it."""
+        """Where `path` was written, or else an override of something in it, or the nearest thing that encloses it."""
+        if path and not self.gives(path):
+            for inner, override in self.override_by_path.items():
+                if inner[: len(path)] == path:
+                    return shorten(override)
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if prefix in self.override_by_path:

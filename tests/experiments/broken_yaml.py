@@ -324,6 +324,11 @@ SCHEMA_CASES = (
         words=("-s ppo.eps_clp=0.1", "did you mean 'eps_clip'"),
     ),
     BrokenCase(
+        name="misspelt-section-of-an-override",
+        overrides=("actor.optimiser.lr=1e-4",),
+        words=("optimiser", "did you mean 'optimizer'", "-s actor.optimiser.lr=1e-4"),
+    ),
+    BrokenCase(
         name="override-below-a-number", overrides=("seed.value=1",), words=("seed has no key 'value'", "-s seed=")
     ),
 )
