@@ -13,8 +13,8 @@ DEVICE ?= cuda
 WHEELS ?=
 WHEELS_PYTHON ?= 3.12
 GPU_VENV := build/gpu-venv
-# Tests wait for SLURM's timers as much as they compute: four processes of them keep two cores busy.
-TEST_PROCESSES ?= 4
+# Tests wait for timers as much as they compute: six processes of them keep two cores busy.
+TEST_PROCESSES ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # A process has a pretended GPU or none: what is marked gpu runs by itself, in few processes.
 PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.pretended_gpu.installed \
