@@ -27,7 +27,7 @@ def test_a_trial_goes_on_past_files_that_cannot_be_removed(start_trial: Callable
     stays = {  # by who removes it
         "checkpoint": ("master_worker", oldest(directory.checkpoints_path, "step-*/manifest.json")),
         "weights": ("master_worker", oldest(directory.weights_path, "v*/config.json")),
-        "spool": ("rollout_worker", oldest(directory.spool_path(0), "segment-*.spool")),
+        "spool": ("rollout_worker", oldest(directory.spool_path(0), "record-*")),
         "memory": ("generation_server", oldest(memory, "*/config.json")),
     }
     inodes = {name: path.stat().st_ino for name, (_, path) in stays.items()}

@@ -97,4 +97,4 @@ def last_committed_step(trial: Trial) -> int:
 def spool_holds(trial: Trial, tag: str) -> bool:
     """Whether a record names this version: tags are in its header, as strings of msgpack."""
     text = bytes([0xA0 + len(tag)]) + tag.encode()
-    return any(text in path.read_bytes() for path in trial.directory.spool_path(0).glob("*.spool"))
+    return any(text in path.read_bytes() for path in trial.directory.spool_path(0).glob("record-*"))

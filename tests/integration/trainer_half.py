@@ -46,6 +46,7 @@ from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, install_signal_handlers, run_to_exit_code
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.model.model_worker import ModelWorker
+from corral.workers.streams.codec import MessageCodec, Tensors
 from corral.workers.streams.security import StreamSecurity
 from tests.integration.four_roles import Group, sample_of
 from tests.name_services import NamesAddress, running_names
@@ -259,6 +260,7 @@ class _Answering:
         self._stop_after = stop_after
         self._groups = {group.uid: group for batch in batches for group in batch}
         self._num_orders = 0
+        self._codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=UUID)
         self._num_given = 0
         self._deadline = time.monotonic() + _DEADLINE_S
         self._is_over = threading.Event()
@@ -286,9 +288,7 @@ class _Answering:
             self._place.names.connect() as names,
             StreamSecurity(secrets, "rollout_worker", trial_uuid=UUID) as security,
         ):
-            async with TrajectorySender(
-                security, sender_id="rollout_worker/0", on_verdict=self._on_verdict
-            ) as self._sender:
+            async with TrajectorySender(security, on_verdict=self._on_verdict) as self._sender:
                 while not self._is_over.is_set():
                     self._look(names, keys)
                     if time.monotonic() > self._deadline:
@@ -322,7 +322,7 @@ class _Answering:
         header = partial(TrajectoryHeader, uid=delivery_id(group.uid, order), dataset_epoch=0, order=order)
         if group.dropped_because:
             dropped = header(num_answers=0, status="dropped", reason=group.dropped_because)
-            self._sender.offer(dropped, dict, size_bytes=0)
+            self._deliver(dropped, {})
             return
         sample = sample_of(group)
         finished = header(
@@ -333,8 +333,11 @@ class _Answering:
                 [VersionSpan(str(INITIAL_VERSION), 0, len(answer.old_logprobs))] for answer in group.answers
             ],
         )
-        size_bytes = sum(array.nbytes for array in sample.data.values())
-        self._sender.offer(finished, partial(dict, sample.data), size_bytes=size_bytes)
+        self._deliver(finished, sample.data)
+
+    def _deliver(self, header: TrajectoryHeader, tensors: Tensors) -> None:
+        frames = self._codec.encode(header, epoch=0, tensors=tensors)
+        self._sender.deliver(header, lambda: frames)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
         if kind == "stale":

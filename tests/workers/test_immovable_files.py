@@ -64,35 +64,18 @@ def the_trial_log(folder: Path) -> Cleaned:
 
 
 def a_spool(folder: Path) -> Cleaned:
-    spool = Spool(folder / "spool", segment_bytes=1)
+    spool = Spool(folder / "spool")
     for uid in ("0:a", "0:b"):
         spool.append(uid, [b"answer"])
 
     def goes_on() -> None:
-        spool.append("0:c", [b"answer"])
+        spool.append("0:a", [b"another"])
         spool.close()
         with Spool(folder / "spool") as again:
-            assert again.uids() == ["0:b", "0:c"]
+            assert {uid: again.payload(uid) for uid in again.uids()} == {"0:b": [b"answer"], "0:a": [b"another"]}
 
-    stays = folder / "spool/segment-00000001.spool"
+    stays = folder / "spool/record-0000000001"
     return Cleaned(stays=stays, clean=lambda: spool.discard(["0:a"]), goes_on=goes_on)
-
-
-def the_newest_segment_of_a_spool(folder: Path) -> Cleaned:
-    """Nobody may open it for writing either."""
-    with Spool(folder / "spool") as spool:
-        spool.append("0:a", [b"answer"])
-
-    def clean() -> None:
-        with Spool(folder / "spool") as spool:
-            spool.discard(["0:a"])
-
-    def goes_on() -> None:
-        with Spool(folder / "spool") as spool:
-            assert spool.uids() == []
-            spool.append("0:a", [b"another"])
-
-    return Cleaned(stays=folder / "spool/segment-00000001.spool", clean=clean, goes_on=goes_on)
 
 
 def old_weights_in_memory(folder: Path) -> Cleaned:
@@ -142,7 +125,6 @@ def an_evaluation(folder: Path) -> Cleaned:
         an_unfinished_checkpoint,
         the_trial_log,
         a_spool,
-        the_newest_segment_of_a_spool,
         old_weights_in_memory,
         what_a_dead_worker_left_in_memory,
         the_weights_of_an_ended_trial_in_memory,

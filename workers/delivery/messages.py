@@ -2,25 +2,20 @@
 
     sender                              receiver
       |--- SenderHello ------------------->|
-      |<-- Session{session, credit} -------|   which session, and how much room there is
-      |--- Offer{uid, size_bytes} -------->|
-      |<-- Grant{uid} ---------------------|   a credit: room is reserved for exactly this record
-      |--- Record{header} + tensors ------>|
-      |<-- Ack{uid} -----------------------|   held; instead of Grant if it was held already
+      |<-- Session{session} ---------------|   also said again when a new one starts
+      |--- TrajectoryHeader + tensors ---->|   a few at a time: a window
+      |<-- Ack{uid} -----------------------|   held, now or already; the window moves on
       |<-- Verdict{uid, kind} -------------|   later, or instead: it will not be trained on (again)
-      |--- Withdraw{uid} ----------------->|   the offer does not stand any more
 
-Everything names its session. A session ends when the receiver restarts or a new trainer epoch starts: what it held is
-gone.
+A session ends when the receiver restarts or a new trainer epoch starts: what it held is gone. Nothing else bounds what
+a receiver holds: the staleness gate bounds what can be made before it is trained on.
 
 A sample whose trajectory came too late is generated again under the same uid. The stream remembers what it has refused,
 so each generation travels under a name of its own, its delivery id: the uid and its admission number,
 "0:problem-17#412".
 """
 
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.streams.codec import MessageBody
@@ -36,10 +31,14 @@ def uid_of_delivery(name: str) -> str:
     return name.rpartition("#")[0]
 
 
-VerdictKind = Literal["duplicate", "stale", "consumed", "malformed", "unreadable"]
+VerdictKind = Literal["duplicate", "stale", "consumed", "unreadable"]
 """duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last
-as long as the session; the others are final. stale: too old to train on. malformed: the record is not what its offer
-said. unreadable: said by the sender itself, whose spool could not give the payload."""
+as long as the session; the others are final. stale: too old to train on. unreadable: said by the sender itself, whose
+spool could not give the payload."""
+
+
+class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
+    """First thing on every connection."""
 
 
 class TrajectoryHeader(MessageBody, frozen=True, tag="trajectory"):
@@ -61,18 +60,10 @@ class TrajectoryHeader(MessageBody, frozen=True, tag="trajectory"):
     """Statistics of the group: mean reward, seconds, tokens."""
 
 
-class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Room that nobody has reserved yet."""
+class Session(MessageBody, frozen=True, tag="session"):
+    """Answer to SenderHello, and said again when a new session starts."""
 
-    records: int
-    size_bytes: int
-
-
-class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
-    """First thing on every connection."""
-
-    sender: str
-    """ "rollout_worker/0" """
+    session: str
 
 
 class _OfRecord(MessageBody, frozen=True):
@@ -80,34 +71,6 @@ class _OfRecord(MessageBody, frozen=True):
 
     session: str
     uid: str
-
-
-class Offer(_OfRecord, frozen=True, tag="offer"):
-    """I have this record."""
-
-    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Withdraw(_OfRecord, frozen=True, tag="withdraw"):
-    """Do not wait for this record."""
-
-
-class Record(MessageBody, frozen=True, tag="record"):
-    """The record itself, after a Grant."""
-
-    session: str
-    header: TrajectoryHeader
-
-
-class Session(MessageBody, frozen=True, tag="session"):
-    """Answer to SenderHello, and said again when a new session starts or the credit changes."""
-
-    session: str
-    credit: Credit
-
-
-class Grant(_OfRecord, frozen=True, tag="grant"):
-    """Send it."""
 
 
 class Ack(_OfRecord, frozen=True, tag="ack"):
@@ -120,5 +83,5 @@ class Verdict(_OfRecord, frozen=True, tag="verdict"):
     kind: VerdictKind
 
 
-ToReceiver = SenderHello | Offer | Withdraw | Record
-ToSender = Session | Grant | Ack | Verdict
+ToReceiver = SenderHello | TrajectoryHeader
+ToSender = Session | Ack | Verdict

@@ -1,73 +1,67 @@
-"""RecordStore and TrajectorySender: trajectories of one rollout worker -> whichever receiver has room.
+"""RecordStore and TrajectorySender: trajectories of one rollout worker -> the receivers, in turns.
 
-    finished --spool (fsync)--> offered --delivered--> ... --a commit covers it--> discarded
-                    ^                       | rejected as stale, malformed, unreadable
-              read back at a restart        `--> discarded; its prompt is issued again
+    finished --encoded once--> spool (fsync) --> SenderBook --frames--> the receiver whose turn it is
+                                                     ^------Ack, Verdict, Session------+
+             ... --delivered--> ... --a commit covers it--> discarded
+                      | rejected as stale, unreadable
+                      `--> discarded; its prompt is issued again
 
-    offer() --> SenderBook --Offer--> receiver with most room --Grant--> payload read back --Record--> receiver
-                    ^------------------------Ack, Verdict, Session----------------------------------------+
-
-A record is its stream header and tensors, in the stream's own encoding. Payloads are not kept in memory: they are read
-back from the spool whenever a receiver has room for them. Only the spool is used from other threads; what it raises (a
-full or broken disk) ends the worker: what is on disk then decides what the next one generates again.
+A record is its stream header and tensors, in the stream's own encoding: the same frames go to the spool and over the
+wire. They are kept until they are acknowledged, and read back from the spool only for a session that comes later, or
+after this process was started anew. Only the spool is used from other threads; what it raises (a full or broken disk)
+ends the worker: what is on disk then decides what the next one generates again.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.workers.delivery.messages import (
     Ack,
-    Grant,
-    Record,
     SenderHello,
     Session,
-    ToReceiver,
     ToSender,
     TrajectoryHeader,
     Verdict,
     VerdictKind,
     uid_of_delivery,
 )
-from corral.workers.delivery.sender_book import Action, Send, SenderBook
+from corral.workers.delivery.sender_book import SenderBook, Sends
 from corral.workers.delivery.spool import Spool
 from corral.workers.streams.closing import AsyncClosing
-from corral.workers.streams.codec import MessageCodec, Tensors, tensors_size_bytes
+from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Payload:
-    header: TrajectoryHeader
-    provider: Callable[[], Tensors]
+    read: Callable[[], Sequence[Buffer]]
+    frames: Sequence[Buffer] | None
+    """While they have not been acknowledged."""
 
 
 class TrajectorySender(AsyncClosing):
     """One rollout worker's end of the trajectory stream. All methods belong to the loop's thread.
 
     Example:
-        async with TrajectorySender(security, sender_id="rollout_worker/0", on_verdict=settle) as sender:
+        async with TrajectorySender(security, on_verdict=settle) as sender:
             sender.set_receivers({0: "tcp://10.0.0.7:45123"})
-            sender.offer(header, lambda: read(spool, header.uid), size_bytes=850_000)
+            sender.deliver(header, lambda: spool.payload(uid), frames=frames)
             ...
             sender.covered(uids_of_the_commit)
     """
 
-    def __init__(
-        self, security: StreamSecurity, *, sender_id: str, on_verdict: Callable[[str, VerdictKind], None]
-    ) -> None:
+    def __init__(self, security: StreamSecurity, *, on_verdict: Callable[[str, VerdictKind], None]) -> None:
         """
         Args:
-            sender_id: "rollout_worker/0".
             on_verdict: gets (uid, kind) of a record that its receiver does not need. After "duplicate" and "consumed"
-                it is offered again in the next session; the other kinds are final. It is kept until `covered`.
+                it is sent again in the next session; the other kinds are final. It is kept until `covered`.
         """
         self._security = security
-        self._sender_id = sender_id
         self._on_verdict = on_verdict
         self._codec: MessageCodec[ToSender] = MessageCodec(ToSender, trial_uuid=security.trial_uuid)
         self._book = SenderBook()
@@ -77,23 +71,29 @@ class TrajectorySender(AsyncClosing):
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
-    def offer(self, header: TrajectoryHeader, tensors_provider: Callable[[], Tensors], *, size_bytes: int) -> None:
-        """Deliver a record, as often as it takes until `covered`; offering it again changes nothing.
+    def deliver(
+        self,
+        header: TrajectoryHeader,
+        read: Callable[[], Sequence[Buffer]],
+        *,
+        frames: Sequence[Buffer] | None = None,
+    ) -> None:
+        """Deliver a record, as often as it takes until `covered`; delivering it again changes nothing.
 
         Args:
-            tensors_provider: reads the payload from the spool; called in another thread, once per sending.
-            size_bytes: of the tensors; not less than what the provider gives.
+            read: reads the frames of header and tensors from the spool; called in another thread, once per sending.
+            frames: these, where they are at hand.
         """
         if header.uid not in self._book:
-            self._payloads[header.uid] = _Payload(header, tensors_provider)
-            self._perform(self._book.add(header.uid, order=header.order, size_bytes=size_bytes))
+            self._payloads[header.uid] = _Payload(read, frames)
+            self._perform(self._book.add(header.uid, order=header.order))
 
     def covered(self, uids: Iterable[str]) -> None:
         """A commit covers these, as trained or dropped: forget them."""
         uids = list(uids)
-        self._perform(self._book.covered(uids))
         for uid in uids:
             self._payloads.pop(uid, None)
+        self._perform(self._book.covered(uids))
 
     def set_receivers(self, address_by_index: Mapping[int, str]) -> None:
         """The receivers that exist now; what a vanished one held is delivered to the others."""
@@ -133,57 +133,60 @@ class TrajectorySender(AsyncClosing):
             address,
             server=f"trajectory receiver {index}",
             on_message=lambda message: self._receive(index, message.body),
-            on_up=lambda: self._say_hello(index),
+            on_up=lambda: self._send(index, self._codec.encode(SenderHello(), epoch=0)),
             on_down=lambda reason: self._handle_down(index),
             bulk=True,
         )
 
-    def _say_hello(self, index: int) -> None:
+    def _send(self, index: int, frames: Sequence[Buffer]) -> None:
+        """Over a link that is there; what is lost with its connection is sent again over the next one."""
         if index in self._links:
-            self._links[index].send(self._codec.encode(SenderHello(sender=self._sender_id), epoch=0))
+            self._links[index].send(list(frames))
 
     def _handle_down(self, index: int) -> None:
         if index in self._links:
-            self._perform(self._book.disconnected(index))
+            self._book.disconnected(index)
 
     def _receive(self, index: int, body: ToSender) -> None:
         if index not in self._links:
             return
         match body:
             case Session():
-                self._perform(self._book.session(index, body))
-            case Grant():
-                self._perform(self._book.grant(index, body))
+                self._perform(self._book.session(index, body.session))
             case Ack():
                 self._perform(self._book.ack(index, body))
+                self._let_go(body.uid)
             case Verdict():
-                is_news, actions = self._book.verdict(index, body)
-                self._perform(actions)
+                is_news, sends = self._book.verdict(index, body)
+                self._perform(sends)
+                self._let_go(body.uid)
                 if is_news:
                     self._on_verdict(body.uid, body.kind)
 
-    def _perform(self, actions: list[Action]) -> None:
-        for index, action in actions:
-            if isinstance(action, Send):
-                self._spawn(self._send_record(index, action))
-            elif index in self._links:
-                self._links[index].send(self._codec.encode(action, epoch=0))
+    def _let_go(self, uid: str) -> None:
+        """Somebody has it, or nobody needs it: it need not be in memory."""
+        if uid in self._payloads:
+            self._payloads[uid].frames = None
 
-    async def _send_record(self, index: int, send: Send) -> None:
-        payload = self._payloads.get(send.uid)
-        if payload is None:
-            return  # covered in the meantime; the room was given back
+    def _perform(self, sends: Sends) -> None:
+        for index, uid in sends:
+            payload = self._payloads[uid]
+            if payload.frames is not None:
+                self._send(index, payload.frames)
+            else:
+                self._spawn(self._read_and_send(index, uid, payload))
+
+    async def _read_and_send(self, index: int, uid: str, payload: _Payload) -> None:
         try:
-            tensors = await asyncio.to_thread(payload.provider)
-            record: ToReceiver = Record(session=send.session, header=payload.header)
-            frames = self._codec.encode(record, epoch=0, tensors=tensors)
+            frames = await asyncio.to_thread(payload.read)
         except Exception as error:  # whatever the spool raises: the record is lost, and that must be counted
-            logger.exception("the payload of %s cannot be read back", send.uid, exc_info=error)
-            self._perform(self._book.unreadable(send.uid))
-            self._on_verdict(send.uid, "unreadable")
+            if self._payloads.get(uid) is payload:  # or it was covered, and removed, in the meantime
+                logger.exception("the payload of %s cannot be read back", uid, exc_info=error)
+                self._perform(self._book.unreadable(uid))
+                self._on_verdict(uid, "unreadable")
             return
-        if index in self._links and self._book.is_expected(index, send.session, send.uid):
-            self._links[index].send(frames)
+        if self._book.is_expected(index, uid):
+            self._send(index, frames)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -224,17 +227,17 @@ class RecordStore:
         return {uid: header.order for uid, header in self._header_by_uid.items() if header.status == "finished"}
 
     async def put(self, header: TrajectoryHeader, tensors: Tensors) -> None:
-        """Make a record durable and offer it to the trainer; OSError if it cannot be written."""
+        """Make a record durable and deliver it to the trainer; OSError if it cannot be written."""
         frames = self._codec.encode(header, epoch=0, tensors=tensors)
         uid = uid_of_delivery(header.uid)
-        await asyncio.to_thread(self._spool.append, uid, [bytes(frame) for frame in frames])
+        await asyncio.to_thread(self._spool.append, uid, frames)
         self._header_by_uid[uid] = header
-        self._offer(uid, size_bytes=tensors_size_bytes(tensors))
+        self._deliver(uid, frames)
 
-    def offer_all(self) -> None:
-        """Offer everything that is here to the trainer; what was offered before is not offered twice."""
+    def deliver_all(self) -> None:
+        """Deliver everything that is here to the trainer; what is under way is not sent twice."""
         for uid in self._header_by_uid:
-            self._offer(uid, size_bytes=tensors_size_bytes(self._tensors(uid)))
+            self._deliver(uid)
 
     async def remove(self, uids: Iterable[str]) -> list[str]:
         """Forget records on disk, here and in the stream; returns the uids that were here."""
@@ -245,8 +248,5 @@ class RecordStore:
             self._sender.covered([self._header_by_uid.pop(uid).uid for uid in here])
             return here
 
-    def _offer(self, uid: str, *, size_bytes: int) -> None:
-        self._sender.offer(self._header_by_uid[uid], lambda: self._tensors(uid), size_bytes=size_bytes)
-
-    def _tensors(self, uid: str) -> Tensors:
-        return self._codec.decode(self._spool.payload(uid)).tensors
+    def _deliver(self, uid: str, frames: Sequence[Buffer] | None = None) -> None:
+        self._sender.deliver(self._header_by_uid[uid], lambda: self._spool.payload(uid), frames=frames)

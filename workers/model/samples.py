@@ -33,9 +33,6 @@ from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore
 from corral.workers.requests.messages import SampleMetadata
 
-_BATCHES = 8  # held or on their way: rollout workers go on while some train steps are late
-_CAPACITY_BYTES = 2**30
-
 
 class RowLoader:
     """Turns a uid into a sample; `model` is the directory with the tokenizer."""
@@ -169,12 +166,7 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
         yield Samples(store, rows=rows, held_out=held_out, num_rows=spec.dataset.num_rows)
         return
     with (
-        TrajectoryReceiver(
-            context.security,
-            address=context.address,
-            capacity_records=_BATCHES * context.plan.master.train_batch_size,
-            capacity_bytes=_CAPACITY_BYTES,
-        ) as receiver,
+        TrajectoryReceiver(context.security, address=context.address) as receiver,
         context.lease(context.keys.trajectory_receiver(spec.index), receiver.endpoint),
     ):
         yield Samples(store, receiver=receiver, held_out=held_out)

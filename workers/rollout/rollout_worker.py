@@ -142,14 +142,12 @@ class RolloutWorker(Worker):
                 context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
             )
         )
-        self._sender = await stack.enter_async_context(
-            TrajectorySender(context.security, sender_id=context.worker_id, on_verdict=self._on_verdict)
-        )
+        self._sender = await stack.enter_async_context(TrajectorySender(context.security, on_verdict=self._on_verdict))
         self._records = RecordStore(spool, self._sender, trial_uuid=context.plan.trial.uuid)
         self._committed.poll()
         # Their commits came while this worker was away.
         await self._records.remove([uid for uid in self._records.uids() if self._committed.ledger.consumed(uid)])
-        self._records.offer_all()
+        self._records.deliver_all()
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         session = await stack.enter_async_context(
             open_session(context.trust.client(), headers=headers, max_connections=_MAX_CONNECTIONS)

@@ -265,7 +265,7 @@ class StreamSecurity(Closing):
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IPV6, ipv6)
-        # What can queue up is bounded by requests and credits; a full queue to one slow peer would stop the others.
+        # What can queue up is bounded by requests and windows; a full queue to one slow peer would stop the others.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         return socket

@@ -106,12 +106,12 @@ def _run(root: Path, *deaths: int | None) -> tuple[TrialDirectory, int]:
     """Runs attempts that die at the given calls, then one that does not; returns the calls of the first."""
     trial = TrialDirectory(root)
     trial.create()
-    with Spool(trial.spool_path(0), segment_bytes=1) as spool:
+    with Spool(trial.spool_path(0)) as spool:
         for uid in _UIDS:
             spool.append(uid, [b"tokens"])
     calls = 0
     for die_at in (*deaths, None):
-        spool = Spool(trial.spool_path(0), segment_bytes=1)
+        spool = Spool(trial.spool_path(0))
         try:
             if TrialLog(trial.log_path).read().is_done:
                 break

@@ -22,7 +22,7 @@ def publish(address_file: Path, index: str, endpoint: str) -> None:
 
 def main(secrets: str, address_file: str, index: str, session: str, output_file: str) -> None:
     with security_of(Path(secrets), "model_worker") as security:
-        with TrajectoryReceiver(security, address=LOOPBACK, capacity_records=4, capacity_bytes=100_000) as receiver:
+        with TrajectoryReceiver(security, address=LOOPBACK) as receiver:
             receiver.start_session(session)
             publish(Path(address_file), index, receiver.endpoint)
             with Path(output_file).open("a") as output:

@@ -13,7 +13,7 @@ import numpy as np
 
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.sender import TrajectorySender
-from corral.workers.streams.codec import Tensors
+from corral.workers.streams.codec import MessageCodec, Tensors
 from tests.workers.stream_helpers import security_of
 
 
@@ -23,12 +23,13 @@ def payload(index: int) -> Tensors:
 
 async def deliver(secrets: str, address_file: str, name: str, count: str) -> None:
     with security_of(Path(secrets), "rollout_worker") as security:
-        async with TrajectorySender(security, sender_id=name, on_verdict=lambda uid, kind: None) as sender:
+        codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=security.trial_uuid)
+        async with TrajectorySender(security, on_verdict=lambda uid, kind: None) as sender:
             for index in range(int(count)):
                 header = TrajectoryHeader(
                     uid=f"0:{name}-{index}", dataset_epoch=0, order=index, num_answers=1, status="finished"
                 )
-                sender.offer(header, functools.partial(payload, index), size_bytes=4000)
+                sender.deliver(header, functools.partial(codec.encode, header, epoch=0, tensors=payload(index)))
             while True:
                 addresses = json.loads(Path(address_file).read_text())
                 sender.set_receivers({int(index): address for index, address in addresses.items()})

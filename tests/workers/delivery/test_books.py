@@ -1,45 +1,26 @@
 """Delivery of trajectories as a simulation: senders, receivers and a network that loses, delays and cuts at any moment.
 
 However the schedule runs, once it calms down every record that no commit covers is with a receiver of the present
-session, no receiver has taken one twice in a session, and no receiver has ever held more than it had room for.
+session, no receiver has taken one twice in a session, and no more are ever on their way than a window takes.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.workers.delivery.messages import (
-    Ack,
-    Grant,
-    Offer,
-    Record,
-    SenderHello,
-    Session,
-    ToReceiver,
-    ToSender,
-    TrajectoryHeader,
-    Verdict,
-    Withdraw,
-)
+from corral.workers.delivery.messages import Ack, SenderHello, Session, ToReceiver, ToSender, TrajectoryHeader, Verdict
 from corral.workers.delivery.receiver import Outgoing, ReceiverBook
-from corral.workers.delivery.sender_book import Action, RecordState, Send, SenderBook
+from corral.workers.delivery.sender_book import WINDOW, RecordState, SenderBook, Sends
 
-RECORD_BYTES = 100
-CAPACITIES = [(3, 1000), (5, 250)]  # of each receiver: one is short of records, one of bytes
 NUM_SENDERS, NUM_RECEIVERS = 2, 2
 
 
 def header(uid: str, order: int = 0) -> TrajectoryHeader:
     return TrajectoryHeader(uid=uid, dataset_epoch=0, order=order, num_answers=1, status="finished")
-
-
-def new_receiver(index: int) -> ReceiverBook[str]:
-    capacity_records, capacity_bytes = CAPACITIES[index]
-    return ReceiverBook(capacity_records=capacity_records, capacity_bytes=capacity_bytes)
 
 
 @dataclass
@@ -60,13 +41,13 @@ class World:
         self.wires = {(s, r): Wire() for s in range(NUM_SENDERS) for r in range(NUM_RECEIVERS)}
         self.unnoticed: list[tuple[int, bytes]] = []
         """Connections that ended, of which the receiver has not heard yet."""
-        self.reads: list[tuple[int, int, Send]] = []
+        self.reads: list[tuple[int, int, str]] = []
         """Payloads that senders are reading from their spools."""
         self.drained: dict[tuple[int, str], list[str]] = {}
         self.uncovered: list[tuple[int, str]] = []
         self.num_uids = self.num_sessions = self.num_connections = 0
         for index in range(NUM_RECEIVERS):
-            self.receivers.append(new_receiver(index))
+            self.receivers.append(ReceiverBook())
             for sender in self.senders:
                 sender.add_receiver(index)
             self.new_session(index)
@@ -85,9 +66,9 @@ class World:
             "restart": self.restart_receiver,
             "cover": self.cover,
         }[event](pick)
-        for receiver in self.receivers:
-            assert receiver.credit.records >= 0
-            assert receiver.credit.size_bytes >= 0
+        for sender in self.senders:
+            on_their_way = Counter(one.receiver for one in sender._entries.values() if one.state is RecordState.SENT)
+            assert max(on_their_way.values(), default=0) <= WINDOW
 
     def calm_down(self) -> None:
         """Everything is connected and delivered, and receivers are drained."""
@@ -108,7 +89,7 @@ class World:
         uid = f"0:{self.num_uids}"
         self.num_uids += 1
         self.uncovered.append((index, uid))
-        self.act(index, self.senders[index].add(uid, order=self.num_uids, size_bytes=RECORD_BYTES))
+        self.act(index, self.senders[index].add(uid, order=self.num_uids))
         return True
 
     def deliver_up(self, pick: int) -> bool:
@@ -120,13 +101,9 @@ class World:
         assert identity is not None
         match message:
             case SenderHello():
-                self.spread(index, receiver.hello(identity, message.sender))
-            case Offer():
-                self.spread(index, receiver.offer(identity, message))
-            case Withdraw():
-                self.spread(index, receiver.withdraw(message))
-            case Record():
-                self.spread(index, receiver.record(identity, message, message.header.uid, RECORD_BYTES))
+                self.spread(index, receiver.hello(identity))
+            case TrajectoryHeader():
+                self.spread(index, receiver.record(identity, message.uid, message.uid))
         return True
 
     def deliver_down(self, pick: int) -> bool:
@@ -137,9 +114,7 @@ class World:
         book, message = self.senders[sender], wire.down.popleft()
         match message:
             case Session():
-                self.act(sender, book.session(index, message))
-            case Grant():
-                self.act(sender, book.grant(index, message))
+                self.act(sender, book.session(index, message.session))
             case Ack():
                 self.act(sender, book.ack(index, message))
             case Verdict():
@@ -149,9 +124,9 @@ class World:
     def read(self, pick: int) -> bool:
         if not self.reads:
             return False
-        sender, index, send = self.reads.pop(pick % len(self.reads))
-        if self.senders[sender].is_expected(index, send.session, send.uid):
-            self.say(sender, index, Record(session=send.session, header=header(send.uid)))
+        sender, index, uid = self.reads.pop(pick % len(self.reads))
+        if self.senders[sender].is_expected(index, uid):
+            self.say(sender, index, header(uid))
         return True
 
     def connect(self, pick: int) -> bool:
@@ -159,7 +134,7 @@ class World:
         if self.wires[sender, index].identity is not None:
             return False
         self.num_connections += 1
-        hello: ToReceiver = SenderHello(sender=str(sender))
+        hello: ToReceiver = SenderHello()
         self.wires[sender, index] = Wire(str(self.num_connections).encode(), deque([hello]))
         return True
 
@@ -170,25 +145,24 @@ class World:
             return False
         self.unnoticed.append((index, wire.identity))
         self.wires[sender, index] = Wire()
-        self.act(sender, self.senders[sender].disconnected(index))
+        self.senders[sender].disconnected(index)
         return True
 
     def notice(self, pick: int) -> bool:
         if not self.unnoticed:
             return False
         index, identity = self.unnoticed.pop(pick % len(self.unnoticed))
-        self.spread(index, self.receivers[index].disconnected(identity))
+        self.receivers[index].disconnected(identity)
         return True
 
     def drain(self, pick: int) -> bool:
         index = pick % NUM_RECEIVERS
         session = self.receivers[index].session
         assert session is not None
-        items, outgoing = self.receivers[index].drain(2)
+        items = self.receivers[index].drain(2)
         taken = self.drained.setdefault((index, session), [])
         assert not set(items) & set(taken), "a record was taken twice in a session"
         taken += items
-        self.spread(index, outgoing)
         return bool(items)
 
     def new_session(self, pick: int) -> bool:
@@ -202,7 +176,7 @@ class World:
         for sender in range(NUM_SENDERS):
             self.cut(sorted(self.wires).index((sender, index)))
         self.unnoticed = [(receiver, identity) for receiver, identity in self.unnoticed if receiver != index]
-        self.receivers[index] = new_receiver(index)
+        self.receivers[index] = ReceiverBook()
         return self.new_session(index)
 
     def cover(self, pick: int) -> bool:
@@ -219,12 +193,8 @@ class World:
         if wire.identity is not None:
             wire.up.append(message)
 
-    def act(self, sender: int, actions: list[Action]) -> None:
-        for index, action in actions:
-            if isinstance(action, Send):
-                self.reads.append((sender, index, action))
-            else:
-                self.say(sender, index, action)
+    def act(self, sender: int, sends: Sends) -> None:
+        self.reads += [(sender, index, uid) for index, uid in sends]
 
     def spread(self, index: int, outgoing: Outgoing) -> None:
         for identity, message in outgoing:
@@ -254,7 +224,7 @@ def test_no_record_is_lost_whatever_breaks(seed: int, fault_rate: float, faults:
     with_receivers = {uid for (_, session), uids in world.drained.items() if session in present for uid in uids}
     assert {uid for _, uid in world.uncovered} <= with_receivers
     for sender in world.senders:
-        assert {entry.state for entry in sender._entries.values()} <= {RecordState.ACKED}
+        assert {entry.state for entry in sender._entries.values()} <= {RecordState.HELD}
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1000)), max_size=120))
@@ -267,147 +237,93 @@ def test_without_faults_every_record_is_delivered_once(schedule: list[tuple[str,
     assert sorted(drained) == sorted(uid for _, uid in world.uncovered)
 
 
-def connected(capacity_records: int = 3, capacity_bytes: int = 250) -> ReceiverBook[str]:
+def connected() -> ReceiverBook[str]:
     """A receiver with one sender, "s"."""
-    book: ReceiverBook[str] = ReceiverBook(capacity_records=capacity_records, capacity_bytes=capacity_bytes)
+    book: ReceiverBook[str] = ReceiverBook()
     book.start_session("1")
-    book.hello(b"s", "rollout_worker/0")
+    book.hello(b"s")
     return book
 
 
-def deliver(book: ReceiverBook[str], uid: str, *, size_bytes: int = 100, identity: bytes = b"s") -> list[ToSender]:
-    """Offer and, if it is granted, send; the messages to the sender."""
-    answers = [message for _, message in book.offer(identity, Offer(session="1", uid=uid, size_bytes=size_bytes))]
-    if Grant(session="1", uid=uid) in answers:
-        record = Record(session="1", header=header(uid))
-        answers += [message for _, message in book.record(identity, record, uid, size_bytes)]
-    return answers
-
-
-def test_a_record_that_is_held_is_acknowledged_without_being_sent_again() -> None:
-    book = connected()
-    assert Ack(session="1", uid="0:a") in deliver(book, "0:a")
-    assert deliver(book, "0:a") == [Ack(session="1", uid="0:a")]
-    assert book.drain(10)[0] == ["0:a"]
-    assert deliver(book, "0:a") == [Ack(session="1", uid="0:a")]
-    assert book.drain(10)[0] == []
-
-
-def test_room_in_bytes_is_kept_too() -> None:
-    book = connected()
-    deliver(book, "0:a")
-    deliver(book, "0:b")
-    assert deliver(book, "0:c") == []
-    assert book.drain(1)[1][0] == (b"s", Grant(session="1", uid="0:c"))
-
-
-def test_a_record_larger_than_all_room_comes_alone() -> None:
-    book = connected()
-    deliver(book, "0:a")
-    assert deliver(book, "0:huge", size_bytes=10_000) == []
-    assert (b"s", Grant(session="1", uid="0:huge")) in book.drain(1)[1]
-
-
-def test_a_record_larger_than_its_offer_is_refused() -> None:
-    book = connected()
-    book.offer(b"s", Offer(session="1", uid="0:a", size_bytes=10))
-    outgoing = book.record(b"s", Record(session="1", header=header("0:a")), "0:a", 11)
-    assert outgoing == [(b"s", Verdict(session="1", uid="0:a", kind="malformed"))]
-    assert book.credit.records == 3
-
-
-def test_a_record_of_an_earlier_session_is_not_taken() -> None:
-    book = connected()
-    book.offer(b"s", Offer(session="1", uid="0:a", size_bytes=10))
-    book.start_session("2")
-    book.offer(b"s", Offer(session="2", uid="0:a", size_bytes=10))
-    assert book.record(b"s", Record(session="1", header=header("0:a")), "0:a", 10) == []
-    assert book.num_held == 0
+def test_a_record_that_is_known_is_acknowledged_and_not_taken_in_again() -> None:
+    book, acked = connected(), [(b"s", Ack(session="1", uid="0:a"))]
+    assert book.record(b"s", "0:a", "0:a") == acked
+    assert book.record(b"s", "0:a", "0:a") == acked
+    assert book.drain(10) == ["0:a"]
+    assert book.record(b"s", "0:a", "0:a") == acked
+    assert book.drain(10) == []
 
 
 def test_a_verdict_is_told_and_repeated() -> None:
     book = connected()
-    deliver(book, "0:a")
-    verdict = Verdict(session="1", uid="0:a", kind="stale")
-    assert book.verdict("0:a", "stale") == [(b"s", verdict)]
-    assert deliver(book, "0:a") == [verdict]
+    book.record(b"s", "0:a", "0:a")
+    verdict = (b"s", Verdict(session="1", uid="0:a", kind="stale"))
+    assert book.verdict("0:a", "stale") == [verdict]
+    assert book.record(b"s", "0:a", "0:a") == [verdict]
+    assert book.hello(b"s") == [(b"s", Session(session="1")), verdict]
 
 
 def test_a_forgotten_record_would_be_taken_again() -> None:
     book = connected()
-    deliver(book, "0:a")
+    book.record(b"s", "0:a", "0:a")
     book.drain(1)
     book.forget({"0:a"})
-    assert Grant(session="1", uid="0:a") in deliver(book, "0:a")
+    book.record(b"s", "0:a", "0:a")
+    assert book.num_held == 1
 
 
-@pytest.mark.parametrize("kind", ["stale", "malformed"])
-def test_a_judged_record_is_not_offered_in_the_next_session(kind: str) -> None:
-    sender = SenderBook()
-    sender.add_receiver(0)
-    book = connected()
-    sender.session(0, Session(session="1", credit=book.credit))
-    sender.add("0:a", order=1, size_bytes=10)
-    assert sender.verdict(0, Verdict(session="1", uid="0:a", kind=kind))[0]  # type: ignore[arg-type]
-    assert sender.session(0, Session(session="2", credit=book.credit)) == []
+def ready(num_receivers: int = 1) -> SenderBook:
+    """A sender whose receivers have all said their session, "1"."""
+    book = SenderBook()
+    for index in range(num_receivers):
+        book.add_receiver(index)
+        book.session(index, "1")
+    return book
+
+
+def test_a_judged_record_is_not_sent_in_the_next_session() -> None:
+    book = ready()
+    assert book.add("0:a", order=1) == [(0, "0:a")]
+    assert book.verdict(0, Verdict(session="1", uid="0:a", kind="stale")) == (True, [])
+    assert book.session(0, "2") == []
     late = Verdict(session="1", uid="0:a", kind="stale")
-    assert sender.verdict(0, late) == (False, []), "a verdict of an earlier session is no news"
+    assert book.verdict(0, late) == (False, []), "a verdict of an earlier session is no news"
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "consumed"])
-def test_what_was_held_or_trained_on_but_not_committed_is_offered_again_in_the_next_session(kind: str) -> None:
+def test_what_was_held_or_trained_on_but_not_committed_is_sent_again_in_the_next_session(kind: str) -> None:
     """The copy that made it a duplicate is gone with its session, and so is the train step that no commit covers."""
-    sender = SenderBook()
-    sender.add_receiver(0)
-    book = connected()
-    sender.session(0, Session(session="1", credit=book.credit))
-    sender.add("0:a", order=1, size_bytes=10)
-    assert sender.verdict(0, Verdict(session="1", uid="0:a", kind=kind)) == (True, [])  # type: ignore[arg-type]
-    assert sender.session(0, Session(session="2", credit=book.credit)) == [
-        (0, Offer(session="2", uid="0:a", size_bytes=10))
-    ]
+    book = ready()
+    book.add("0:a", order=1)
+    assert book.verdict(0, Verdict(session="1", uid="0:a", kind=kind)) == (True, [])  # type: ignore[arg-type]
+    assert book.session(0, "2") == [(0, "0:a")]
 
 
-def test_a_record_that_may_have_arrived_is_offered_to_the_same_receiver_again() -> None:
-    sender = SenderBook()
-    for index in (0, 1):
-        sender.add_receiver(index)
-    sender.session(0, Session(session="1", credit=connected().credit))
-    sender.add("0:a", order=1, size_bytes=10)
-    sender.grant(0, Grant(session="1", uid="0:a"))
-    sender.session(1, Session(session="2", credit=connected().credit))
-    assert sender.disconnected(0) == []
-    assert sender.session(0, Session(session="1", credit=connected().credit)) == [
-        (0, Offer(session="1", uid="0:a", size_bytes=10))
-    ]
+def test_what_a_vanished_receiver_had_goes_to_another() -> None:
+    book = ready(2)
+    assert book.add("0:a", order=1) == [(1, "0:a")]
+    book.ack(1, Ack(session="1", uid="0:a"))
+    assert book.remove_receiver(1) == [(0, "0:a")]
 
 
-def test_the_oldest_record_is_offered_first() -> None:
-    sender = SenderBook()
-    sender.add_receiver(0)
-    for order in (5, 3, 4):
-        sender.add(f"0:{order}", order=order, size_bytes=10)
-    offers = sender.session(0, Session(session="1", credit=connected().credit))
-    assert [offer.uid for _, offer in offers if isinstance(offer, Offer)] == ["0:3", "0:4", "0:5"]
+def test_a_broken_connection_keeps_its_records_and_other_records_go_elsewhere() -> None:
+    book = ready(2)
+    assert book.add("0:a", order=0) == [(0, "0:a")]
+    book.disconnected(0)
+    assert book.add("0:b", order=2) == [(1, "0:b")]
+    assert book.session(0, "1") == [(0, "0:a")]
 
 
-def test_the_receiver_with_most_room_is_asked() -> None:
-    sender = SenderBook()
-    full, empty = connected(capacity_records=1), connected(capacity_records=9)
-    for index, book in enumerate((full, empty)):
-        sender.add_receiver(index)
-        sender.session(index, Session(session=str(index), credit=book.credit))
-    for order in range(5):
-        (index, _) = sender.add(f"0:{order}", order=order, size_bytes=1)[0]
-        assert index == 1
+def test_a_window_holds_records_back_until_one_is_taken_in() -> None:
+    book = ready()
+    sent = [send for order in range(2 * WINDOW) for send in book.add(f"0:{order}", order=order)]
+    assert sent == [(0, f"0:{order}") for order in range(WINDOW)]
+    assert book.ack(0, Ack(session="1", uid="0:1")) == [(0, f"0:{WINDOW}")]
 
 
-def test_what_a_vanished_receiver_held_goes_to_another() -> None:
-    sender = SenderBook()
-    for index in (0, 1):
-        sender.add_receiver(index)
-    sender.session(0, Session(session="1", credit=connected().credit))
-    sender.add("0:a", order=1, size_bytes=10)
-    sender.ack(0, Ack(session="1", uid="0:a"))
-    sender.session(1, Session(session="2", credit=connected().credit))
-    assert sender.remove_receiver(0) == [(1, Offer(session="2", uid="0:a", size_bytes=10))]
+@pytest.mark.parametrize("num_senders", [1, 3, 64])
+def test_few_records_of_many_senders_are_spread_over_all_receivers(num_senders: int) -> None:
+    """Admission numbers are of the trial: whoever made a record, its turn follows from its number."""
+    senders = [ready(64) for _ in range(num_senders)]
+    receivers = [senders[order % num_senders].add(f"0:{order}", order=order)[0][0] for order in range(64)]
+    assert sorted(receivers) == list(range(64))

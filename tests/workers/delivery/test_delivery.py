@@ -18,7 +18,7 @@ from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.sender_book import RecordState
 from corral.workers.streams import codec, security
-from corral.workers.streams.codec import Tensors
+from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 from corral.workers.streams.errors import WrongTrialKeyError
 from corral.workers.streams.security import StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK, start_stub, until, wait_until
@@ -43,21 +43,24 @@ def payload(index: int) -> Tensors:
     return {"input_ids": np.full(100, index, np.int64), "rewards": np.array([0.0, 1.0], np.float32)}
 
 
-SIZE_BYTES = 808
-
-
 class Spool:
     """Counts how often each record is read."""
 
-    def __init__(self) -> None:
-        self.num_reads: dict[int, int] = {}
+    def __init__(self, sender: TrajectorySender) -> None:
+        self.num_reads: Counter[int] = Counter()
+        self._sender = sender
+        self._codec: MessageCodec[TrajectoryHeader] = MessageCodec(
+            TrajectoryHeader, trial_uuid=sender._security.trial_uuid
+        )
 
-    def offer(self, sender: TrajectorySender, index: int) -> None:
-        def read() -> Tensors:
-            self.num_reads[index] = self.num_reads.get(index, 0) + 1
-            return payload(index)
+    def deliver(self, index: int, tensors: Tensors | None = None, *, is_at_hand: bool = True) -> None:
+        frames = self._codec.encode(header(index), epoch=0, tensors=payload(index) if tensors is None else tensors)
 
-        sender.offer(header(index), read, size_bytes=SIZE_BYTES)
+        def read() -> list[Buffer]:
+            self.num_reads[index] += 1
+            return frames
+
+        self._sender.deliver(header(index), read, frames=frames if is_at_hand else None)
 
 
 def uids(receiver: TrajectoryReceiver, max_records: int = 100) -> list[str]:
@@ -66,9 +69,7 @@ def uids(receiver: TrajectoryReceiver, max_records: int = 100) -> list[str]:
 
 @pytest.fixture
 def receiver(as_role: AsRole) -> Iterator[TrajectoryReceiver]:
-    with TrajectoryReceiver(
-        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
-    ) as receiver:
+    with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as receiver:
         receiver.start_session("1-a")
         yield receiver
 
@@ -83,7 +84,7 @@ def with_sender(
             if verdicts is not None:
                 verdicts.append((uid, kind))
 
-        async with TrajectorySender(security, sender_id="rollout_worker/0", on_verdict=note) as sender:
+        async with TrajectorySender(security, on_verdict=note) as sender:
             await test(sender)
 
     asyncio.run(run())
@@ -94,7 +95,7 @@ def count(sender: TrajectorySender, state: RecordState) -> int:
 
 
 def acked(sender: TrajectorySender) -> int:
-    return count(sender, RecordState.ACKED)
+    return count(sender, RecordState.HELD)
 
 
 async def wait_connected(sender: TrajectorySender, deadline_s: float) -> None:
@@ -104,7 +105,7 @@ async def wait_connected(sender: TrajectorySender, deadline_s: float) -> None:
 def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers({0: receiver.endpoint})
-        Spool().offer(sender, 7)
+        Spool(sender).deliver(7)
         await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         [(received, tensors)] = receiver.drain(10)
         assert received == header(7)
@@ -121,56 +122,48 @@ def test_each_record_is_announced_once_it_can_be_drained(as_role: AsRole, receiv
 
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers({0: receiver.endpoint})
-        spool = Spool()
+        spool = Spool(sender)
         for index in range(3):
-            spool.offer(sender, index)
+            spool.deliver(index)
         await until(lambda: acked(sender) == 3, waiting_for="the acknowledgements")
         assert announced == [1, 2, 3]
 
     with_sender(as_role("rollout_worker"), run)
 
 
-def test_a_sender_sends_no_more_than_there_is_room_for(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+def test_what_is_at_hand_is_never_read_back_and_what_is_not_is_read_once(
+    as_role: AsRole, receiver: TrajectoryReceiver
+) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool()
+        spool = Spool(sender)
         for index in range(20):
-            spool.offer(sender, index)
+            spool.deliver(index, is_at_hand=index < 15)
         sender.set_receivers({0: receiver.endpoint})
-        await until(lambda: receiver.num_held == 4, waiting_for="a full receiver")
-        await asyncio.sleep(0.1)  # it would go on sending now, if it did
-        assert (receiver.num_held, len(spool.num_reads)) == (4, 4)
-        drained: list[str] = []
-        while len(drained) < 20:
-            drained += await asyncio.to_thread(uids, receiver, 3)
-            await asyncio.sleep(0.01)
-        assert drained == [header(index).uid for index in range(20)]
-        assert set(spool.num_reads.values()) == {1}
+        await until(lambda: acked(sender) == 20, waiting_for="the acknowledgements")
+        assert sorted(uids(receiver)) == sorted(header(index).uid for index in range(20))
+        assert spool.num_reads == Counter(range(15, 20))
 
     with_sender(as_role("rollout_worker"), run)
 
 
-def test_several_senders_share_the_room_of_several_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
+def test_several_senders_share_several_receivers_evenly(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(first: TrajectorySender) -> None:
-        with TrajectoryReceiver(
-            as_role("model_worker"), address=LOOPBACK, capacity_records=2, capacity_bytes=2000
-        ) as other:
+        with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as other:
             other.start_session("1-b")
-            async with TrajectorySender(
-                as_role("rollout_worker"), sender_id="rollout_worker/1", on_verdict=lambda uid, kind: None
-            ) as second:
-                spool = Spool()
-                for index in range(60):
-                    spool.offer((first, second)[index % 2], index)
+            async with TrajectorySender(as_role("rollout_worker"), on_verdict=lambda uid, kind: None) as second:
                 for sender in (first, second):
                     sender.set_receivers({0: receiver.endpoint, 1: other.endpoint})
-                drained: list[list[str]] = [[], []]
-                while sum(map(len, drained)) < 60:
-                    for taken, source in zip(drained, (receiver, other), strict=True):
-                        assert other.num_held <= 2 and receiver.num_held <= 4
-                        taken += await asyncio.to_thread(uids, source, 2)
-                    await asyncio.sleep(0.002)
-                assert sorted(drained[0] + drained[1]) == sorted(header(index).uid for index in range(60))
-                assert drained[0] and drained[1]
+                receivers = [*first._book._receivers.values(), *second._book._receivers.values()]
+                await until(lambda: all(one.is_ready for one in receivers), waiting_for="the sessions")
+                spools = Spool(first), Spool(second)
+                for index in range(0, 60, 6):
+                    for order in range(index, index + 6):
+                        spools[order // 2 % 2].deliver(order)
+                    await until(
+                        lambda: not count(first, RecordState.SENT) + count(second, RecordState.SENT),
+                        waiting_for="the acknowledgements",
+                    )
+                assert [one.num_held for one in (receiver, other)] == [30, 30]
 
     with_sender(as_role("rollout_worker"), run)
 
@@ -187,10 +180,8 @@ def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receive
 
 def test_nothing_is_taken_in_before_a_session_starts(as_role: AsRole) -> None:
     async def run(sender: TrajectorySender) -> None:
-        with TrajectoryReceiver(
-            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
-        ) as receiver:
-            Spool().offer(sender, 1)
+        with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as receiver:
+            Spool(sender).deliver(1)
             sender.set_receivers({0: receiver.endpoint})
             await wait_connected(sender, 10)
             await asyncio.sleep(0.05)
@@ -205,9 +196,9 @@ def test_a_new_session_gets_everything_again_that_no_commit_covers(
     as_role: AsRole, receiver: TrajectoryReceiver
 ) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool()
+        spool = Spool(sender)
         for index in range(3):
-            spool.offer(sender, index)
+            spool.deliver(index)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 3, waiting_for="three acknowledgements")
         assert len(uids(receiver)) == 3
@@ -223,7 +214,7 @@ def test_a_verdict_reaches_the_sender_and_ends_the_delivery(as_role: AsRole, rec
     verdicts: list[tuple[str, str]] = []
 
     async def run(sender: TrajectorySender) -> None:
-        Spool().offer(sender, 1)
+        Spool(sender).deliver(1)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         await asyncio.to_thread(receiver.verdict, header(1).uid, "stale")
@@ -240,27 +231,15 @@ def test_an_unreadable_payload_is_said_and_holds_nobody_up(as_role: AsRole, rece
     verdicts: list[tuple[str, str]] = []
 
     async def run(sender: TrajectorySender) -> None:
-        def broken() -> Tensors:
+        def broken() -> list[Buffer]:
             raise OSError("the spool is torn")
 
         for index in range(8):
-            sender.offer(header(index), broken, size_bytes=SIZE_BYTES)
-        Spool().offer(sender, 8)
+            sender.deliver(header(index), broken)
+        Spool(sender).deliver(8)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 1, waiting_for="the readable record")
-        assert verdicts == [(header(index).uid, "unreadable") for index in range(8)]
-
-    with_sender(as_role("rollout_worker"), run, verdicts)
-
-
-def test_a_payload_larger_than_announced_is_refused(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
-    verdicts: list[tuple[str, str]] = []
-
-    async def run(sender: TrajectorySender) -> None:
-        sender.offer(header(1), lambda: payload(1), size_bytes=SIZE_BYTES - 1)
-        sender.set_receivers({0: receiver.endpoint})
-        await until(lambda: bool(verdicts), waiting_for="the verdict")
-        assert verdicts == [(header(1).uid, "malformed")]
+        assert sorted(verdicts) == [(header(index).uid, "unreadable") for index in range(8)]
 
     with_sender(as_role("rollout_worker"), run, verdicts)
 
@@ -273,33 +252,29 @@ def test_a_record_larger_than_a_frame_may_be_arrives_and_so_does_the_next(
     experts = np.arange(5000, dtype=np.int64)
 
     async def run(sender: TrajectorySender) -> None:
-        sender.offer(header(1), lambda: {"experts": experts}, size_bytes=experts.nbytes)
-        Spool().offer(sender, 2)
+        Spool(sender).deliver(1, {"experts": experts})
+        Spool(sender).deliver(2)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 2, waiting_for="the acknowledgements")
         received = {header.uid: tensors for header, tensors in receiver.drain(2)}
         np.testing.assert_array_equal(received[header(1).uid]["experts"], experts)
 
-    with TrajectoryReceiver(
-        as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
-    ) as receiver:
+    with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as receiver:
         receiver.start_session("1-a")
         with_sender(as_role("rollout_worker"), run)
 
 
 def test_what_a_vanished_receiver_held_goes_to_another(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool()
-        with TrajectoryReceiver(
-            as_role("model_worker"), address=LOOPBACK, capacity_records=4, capacity_bytes=100_000
-        ) as vanishing:
+        spool = Spool(sender)
+        with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as vanishing:
             vanishing.start_session("1-b")
-            spool.offer(sender, 1)
+            spool.deliver(1)
             sender.set_receivers({1: vanishing.endpoint})
             await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: receiver.num_held == 1, waiting_for="the record at the other receiver")
-        assert spool.num_reads == {1: 2}
+        assert spool.num_reads == {1: 1}
 
     with_sender(as_role("rollout_worker"), run)
 

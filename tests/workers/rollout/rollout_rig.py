@@ -162,9 +162,7 @@ class RolloutRig:
             self.publish("0.0")
             stack.enter_context(self._running_manager())
             security = stack.enter_context(self._security("model_worker"))
-            self.receiver = stack.enter_context(
-                TrajectoryReceiver(security, address=LOOPBACK, capacity_records=256, capacity_bytes=2**30)
-            )
+            self.receiver = stack.enter_context(TrajectoryReceiver(security, address=LOOPBACK))
             self.receiver.start_session("one")
             names.add(self._keys.trajectory_receiver(0), self.receiver.endpoint)
             self._stack = stack.pop_all()
@@ -208,14 +206,6 @@ class RolloutRig:
         """The trainer stands at this version of the weights."""
         published = PublishedWeights(version=version, weights=str(self._folder), digest=None)
         MemoryNameService(self._store).add(self._keys.policy_version(), published.to_json())
-
-    def reject_first(self) -> None:
-        """Wait for a record, and reject it."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not self.received and time.monotonic() < deadline:
-            self._drain()
-            time.sleep(0.01)
-        self.receiver.verdict(self.received[0].uid, "stale")
 
     def outcomes(self) -> dict[str, str]:
         """By row id: "finished", or why it was dropped."""

@@ -199,7 +199,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
     worker, master = as_role("model_worker"), as_role("master_worker")
     with (
         echo(worker) as echoing,
-        TrajectoryReceiver(worker, address=LOOPBACK, capacity_records=4, capacity_bytes=10_000) as receiver,
+        TrajectoryReceiver(worker, address=LOOPBACK) as receiver,
     ):
         for index, endpoint in enumerate([echoing, receiver.endpoint]):
             send_garbage(endpoint, count=350, seed=index)
