@@ -40,8 +40,7 @@ class NameService(LeaseStore):
 
     def add(self, name: str, value: str) -> None:
         """Store a value until it is deleted, over whatever was there: a lease is then lost to its owner."""
-        check_name(name)
-        self._put([Put(name=name, value=_check_value(name, value), owner=_NOBODY, ttl_s=None, replace=True)])
+        self._put([Put(name=check_name(name), value=value, owner=_NOBODY, ttl_s=None, replace=True)])
 
     def get(self, name: str) -> str:
         """The value of a name; raises NameNotFoundError."""
@@ -116,7 +115,6 @@ class NameService(LeaseStore):
         """
         if owner in ("", _NOBODY):
             raise ValueError(f"owner {owner!r} of lease {name!r} must be non-empty and not {_NOBODY!r}")
-        value, owner = _check_value(name, value), _check_value(name, owner)
         put = Put(name=check_name(name), value=value, owner=owner, ttl_s=check_ttl(ttl_s), replace=True)
         return self._keepalive.acquire(put)
 
@@ -144,12 +142,3 @@ class NameService(LeaseStore):
     @abstractmethod
     def _close(self) -> None:
         """Give back what the backend holds."""
-
-
-def _check_value(name: str, value: str) -> str:
-    """Values travel as UTF-8 JSON; a lone surrogate would be refused by the server, far from the caller's mistake."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the value or owner for {name!r} is not encodable as UTF-8: {error}") from error
-    return value

@@ -166,7 +166,7 @@ class RedisNameService(NameService):
         return self._retry(remove, patience_s)
 
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
-        stored = self._retry(lambda: self._execute("GET", self._key(name)), patience_s)
+        stored = self._retry(lambda: self._client.execute_command("GET", self._key(name)), patience_s)
         return None if stored is None else self._value(name, stored)
 
     def _fetch_subtree(self, root: str) -> dict[str, str]:
@@ -177,14 +177,14 @@ class RedisNameService(NameService):
         values: dict[str, str] = {}
         for start in range(0, len(names), _NAMES_PER_COMMAND):
             chunk = names[start : start + _NAMES_PER_COMMAND]
-            stored = self._execute("MGET", *(self._key(name) for name in chunk))
+            stored = self._client.execute_command("MGET", *(self._key(name) for name in chunk))
             values |= {name: self._value(name, text) for name, text in zip(chunk, stored, strict=True) if text}
             if expired := [name for name in chunk if name not in values]:
                 self._evaluate([(_PRUNE, (self._index, *map(self._key, expired)), expired)])
         return values
 
     def clock(self) -> float:
-        seconds, microseconds = self._retry(lambda: self._execute("TIME"))
+        seconds, microseconds = self._retry(lambda: self._client.execute_command("TIME"))
         return int(seconds) + int(microseconds) / 1e6
 
     def _close(self) -> None:
@@ -204,13 +204,10 @@ class RedisNameService(NameService):
     def _indexed_names(self, root: str) -> list[str]:
         """All living names of the subtree in byte order, and perhaps some that have expired."""
         if not root:
-            return [str(name) for name in self._execute("ZRANGEBYLEX", self._index, "-", "+")]
+            return [str(name) for name in self._client.execute_command("ZRANGEBYLEX", self._index, "-", "+")]
         # '0' is the character after '/', so this range is exactly what starts with "root/".
-        below = self._execute("ZRANGEBYLEX", self._index, f"[{root}/", f"({root}0")
+        below = self._client.execute_command("ZRANGEBYLEX", self._index, f"[{root}/", f"({root}0")
         return [root, *(str(name) for name in below)]
-
-    def _execute(self, *args: str) -> Any:
-        return self._client.execute_command(*args)
 
     def _evaluate(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Replies of all calls, sent in one batch, each with its script: the few hundred bytes spare a lost cache.

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
-from corral.name_resolve import NameService, RedisNameService
+from corral.name_resolve.base import NameService
 from corral.name_resolve.lease import Put
+from corral.name_resolve.redis import RedisNameService
 from tests.workers.trusted import trust
 
 PREFIX = "corral/0123456789abcdef0123456789abcdef/"

@@ -25,7 +25,9 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import NameService, RedisNameService, TrialKeys
+from corral.name_resolve.base import NameService
+from corral.name_resolve.keys import TrialKeys
+from corral.name_resolve.redis import RedisNameService
 from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import (

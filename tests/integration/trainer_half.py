@@ -35,7 +35,9 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Commit
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import NameNotFoundError, NameService, TrialKeys
+from corral.name_resolve.base import NameService
+from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, VersionSpan
 from corral.workers.backends import train_state
 from corral.workers.checkpoint.durable_file import FileEntry

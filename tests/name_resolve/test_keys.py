@@ -2,8 +2,7 @@
 
 import pytest
 
-from corral.name_resolve import TrialKeys
-from corral.name_resolve.keys import WORKERS_ROOT
+from corral.name_resolve.keys import WORKERS_ROOT, TrialKeys
 from tests.name_services import MemoryNameService
 
 KEYS = TrialKeys("0123456789abcdef0123456789abcdef")

@@ -8,7 +8,8 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import NameService, TrialKeys
+from corral.name_resolve.base import NameService
+from corral.name_resolve.keys import TrialKeys
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.streams.security import StreamSecurity

@@ -20,7 +20,9 @@ from typing import Final
 
 import msgspec
 
-from corral.name_resolve import Lease, NameNotFoundError, NameService, NameServiceError
+from corral.name_resolve.base import NameService
+from corral.name_resolve.errors import NameNotFoundError, NameServiceError
+from corral.name_resolve.lease import Lease
 from corral.scheduling.policy_version import PolicyVersion
 
 

@@ -26,7 +26,8 @@ import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
-from corral.name_resolve import NameExistsError, NameService, NameServiceError
+from corral.name_resolve.base import NameService
+from corral.name_resolve.errors import NameExistsError, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 from corral.workers.streams.closing import Closing
 

@@ -31,7 +31,7 @@ import msgspec
 
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve import NameNotFoundError, NameServiceError
+from corral.name_resolve.errors import NameNotFoundError, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger

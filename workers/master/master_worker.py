@@ -101,7 +101,7 @@ from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import DoneError, StoppedError, SupersededError
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
-from corral.name_resolve import Lease
+from corral.name_resolve.lease import Lease
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
     RecoveryPoint,

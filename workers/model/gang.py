@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
 
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.name_resolve import NameService
+from corral.name_resolve.base import NameService
 from corral.workers.backends.parallel_context import ParallelContext, connect_store, host_store, init_parallel
 from corral.workers.lifecycle.worker import WorkerContext
 

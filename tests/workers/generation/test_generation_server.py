@@ -22,7 +22,8 @@ from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
-from corral.name_resolve import NameNotFoundError, TrialKeys
+from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.keys import TrialKeys
 from corral.workers.generation.generation_server import GenerationServer
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import run_to_exit_code

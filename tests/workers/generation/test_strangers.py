@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from corral.experiments.trial.trust import new_identity
-from corral.name_resolve import NameServiceUnavailableError, RedisNameService
+from corral.name_resolve.errors import NameServiceUnavailableError
+from corral.name_resolve.redis import RedisNameService
 from corral.workers.checkpoint.manifest import read_manifest
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError, call

@@ -15,7 +15,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import Secret, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.manager.routing import Server, ServerState

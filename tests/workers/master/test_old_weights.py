@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, WeightsInUse, read_weights_in_use
 from corral.workers.checkpoint.removal import Remover

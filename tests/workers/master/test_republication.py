@@ -13,7 +13,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.checkpoint import verify_checkpoint
 from corral.workers.checkpoint.published_weights import Refusal

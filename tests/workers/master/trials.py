@@ -19,7 +19,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX

@@ -10,7 +10,7 @@ import torch
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
 from corral.workers.model.gang import joined_gang, shared_store

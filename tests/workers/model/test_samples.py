@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.name_resolve import NameNotFoundError
+from corral.name_resolve.errors import NameNotFoundError
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import Trajectory

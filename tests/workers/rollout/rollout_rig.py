@@ -29,7 +29,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
-from corral.name_resolve import TrialKeys
+from corral.name_resolve.keys import TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
