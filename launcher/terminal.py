@@ -1,6 +1,7 @@
 """What people are shown in a terminal: durations in words, and others' text without what a terminal obeys. Pure."""
 
 import re
+import time
 
 
 def format_duration(seconds: float | None) -> str:
@@ -15,6 +16,11 @@ def format_duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600}h"
+
+
+def format_moment(seconds: float) -> str:
+    """Local time of a Unix time: 2026-11-21 08:14:02."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 # Colours and the like are taken out; whatever else is not printable is shown as what it is.

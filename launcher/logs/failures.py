@@ -10,15 +10,14 @@ A worker on a node that failed, or in an attempt that SLURM ended, died of that,
 
 import re
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
-from corral.launcher.terminal import printable
+from corral.launcher.terminal import format_moment, printable
 from corral.launcher.trial.exits import is_consequence, is_out_of_memory, read_exits, tail_lines
 from corral.launcher.trial.history import JournalView
 
@@ -47,34 +46,35 @@ class Incident:
     is_consequence: bool = False
     is_outside: bool = False
     """Not a worker's own failure."""
-    details: tuple[str, ...] = field(default=())
+    details: tuple[str, ...] = ()
 
 
 def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
     """The first cause of an attempt, or of all, with what was said before it, and what followed."""
     events = read_journal(directory.journal_path)
-    incidents = find_incidents(read_exits(directory), events)
-    lasting = _alarms(events, attempt)
-    incidents = [one for one in incidents if attempt is None or one.attempt == attempt]
-    if not incidents:
-        text = "nothing has failed" + ("" if attempt is None else f" in attempt {attempt}")
-        said = _slurm_says(directory)
-        return "\n".join(printable(line) for line in [text, *(["SLURM said:", *said] if said else []), *lasting])
+    incidents = [one for one in find_incidents(read_exits(directory), events) if attempt in (None, one.attempt)]
+    if incidents:
+        lines = _describe(incidents, directory)
+    else:
+        lines = ["nothing has failed" + ("" if attempt is None else f" in attempt {attempt}"), *_slurm_says(directory)]
+    return "\n".join(printable(line) for line in [*lines, *_alarms(events, attempt)])
+
+
+def _describe(incidents: Sequence[Incident], directory: TrialDirectory) -> list[str]:
     first = find_first_cause(incidents)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     where = f" on {first.node}" if first.node else ""
     of_attempt = "?" if first.attempt is None else str(first.attempt)
-    lines = [f"first failure: {first.who}{where}, {first.what}, {when}, attempt {of_attempt}"]
+    lines = [f"first failure: {first.who}{where}, {first.what}, {format_moment(first.time)}, attempt {of_attempt}"]
     lines += [f"  {line}" for line in first.details]
-    if first.is_outside and (said := _slurm_says(directory)):
-        lines += ["SLURM said:", *said]
+    if first.is_outside:
+        lines += _slurm_says(directory)
     followed = [one for one in incidents if one is not first]
     if followed:
         lines.append("then:")
         lines += [f"  {one.who} {one.what} {one.time - first.time:+.1f}s" for one in followed[:_MAX_FOLLOWED]]
     if len(followed) > _MAX_FOLLOWED:
         lines.append(f"  ... and {len(followed) - _MAX_FOLLOWED} more")
-    return "\n".join(printable(line) for line in [*lines, *lasting])
+    return lines
 
 
 def _alarms(events: Sequence[Mapping[str, Any]], attempt: int | None) -> Iterator[str]:
@@ -152,14 +152,12 @@ def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
 
 
 def _slurm_says(directory: TrialDirectory) -> list[str]:
-    """What SLURM wrote into the batch steps' logs about failures, each line with its file."""
-
-    def found() -> Iterator[str]:
-        for path in sorted(directory.logs_path.glob("slurm-*.log")):
-            lines = tail_lines(path, _SLURM_TAIL)
-            shown = [line for line in lines if _SLURM_LINE.search(line)]
-            if any("Traceback" in line for line in shown):
-                shown = lines[-_MAX_FOLLOWED:]
-            yield from (f"  {path.name} | {line}" for line in shown[-_MAX_FOLLOWED:])
-
-    return list(found())
+    """What SLURM wrote into the batch steps' logs about failures, each line with its file; nothing if it did not."""
+    said = []
+    for path in sorted(directory.logs_path.glob("slurm-*.log")):
+        lines = tail_lines(path, _SLURM_TAIL)
+        shown = [line for line in lines if _SLURM_LINE.search(line)]
+        if any("Traceback" in line for line in shown):
+            shown = lines[-_MAX_FOLLOWED:]
+        said += [f"  {path.name} | {line}" for line in shown[-_MAX_FOLLOWED:]]
+    return ["SLURM said:", *said] if said else []

@@ -1,7 +1,6 @@
 """Lines of log files: the last ones, those since a moment, those that match. Pure, but for reading.
 
-the end of a file --last_lines--> as many as are wanted, whatever its length
-a moment --_offset_before, from the end--> the lines from there on
+the end of a file --_backwards--> as many as are wanted, whatever its length --_since--> those from a moment on
 
 Workers begin a line with local time, `2026-11-21 08:14:02,123`; a line without one (a traceback, a print) belongs to
 the time of the line before it.
@@ -10,8 +9,7 @@ the time of the line before it.
 import os
 import re
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +24,6 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FORMATS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
 _TIMES_OF_DAY = ("%H:%M:%S", "%H:%M")
 _CHUNK_BYTES = 1 << 16
-_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +64,10 @@ def parse_since(text: str, *, now: float) -> float:
     raise ValueError(f"--since {text!r} is no time; write 30s, 10m, 2h, 1d, 08:14, or '2026-11-21 08:14:02'")
 
 
-def stamp_of(line: str) -> float | None:
-    """The time that a line begins with, after at most a few words."""
+def stamp_of(line: str) -> str | None:
+    """The local time that a line begins with, after at most a few words; later ones sort after it."""
     match = _STAMP.search(line[:64])
-    if match is None:
-        return None
-    try:
-        return time.mktime(time.strptime(f"{match[1]} {match[2]}", _FORMATS[0]))
-    except (ValueError, OverflowError):
-        return None
+    return f"{match[1]} {match[2]}" if match else None
 
 
 def text_of(raw: bytes) -> str:
@@ -94,13 +86,12 @@ def select_lines(
     try:
         with files.open(path) as file:
             end = file.seek(0, 2) if end is None else end
+            lines: Iterator[str] = map(text_of, _backwards(file, end))
             if chosen.since is not None:
                 if files.run(lambda: os.fstat(file.fileno()).st_mtime, path) < chosen.since:
                     return []
-                lines = (line for line in _lines_since(file, end, chosen.since) if chosen.matches(line))
-                return list(lines if count is None else deque(lines, maxlen=count))
-            lines = (line for raw in _backwards(file, end) if chosen.matches(line := text_of(raw)))
-            return list(islice(lines, count))[::-1]
+                lines = _since(lines, chosen.since)
+            return list(islice(filter(chosen.matches, lines), count))[::-1]
     except FileNotFoundError:
         return []
 
@@ -141,33 +132,20 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
         yield b"".join(reversed(later))
 
 
-def _lines_since(file: BinaryIO, end: int, since: float) -> Iterator[str]:
-    file.seek(_offset_before(file, end, since))
-    is_late = has_stamps = False
-    early: list[str] = []
-    while (place := file.tell()) < end and (raw := file.readline(end - place)):
-        line = text_of(raw)
-        if not is_late:
-            stamp = stamp_of(line)
-            has_stamps = has_stamps or stamp is not None
-            is_late = stamp is not None and stamp >= since
-        if is_late:
-            yield line
-        elif not has_stamps:
-            early.append(line)
+def _since(lines: Iterable[str], since: float) -> Iterator[str]:
+    """Of lines from the last one on those of that time and later."""
+    moment = time.strftime(_FORMATS[0], time.localtime(since))
+    unstamped: list[str] = []  # of the line before them, which is still to come
+    has_stamps = False
+    for line in lines:
+        unstamped.append(line)
+        if (stamp := stamp_of(line)) is None:
+            continue
+        has_stamps = True
+        if stamp < moment:
+            return
+        yield from unstamped
+        unstamped.clear()
     # A program that prints no times: the file was written to since, and nobody can say which part.
-    if not is_late and not has_stamps:
-        yield from early
-
-
-def _offset_before(file: BinaryIO, end: int, since: float) -> int:
-    """A place in the file before the first line of that time, found from the end: logs are long."""
-    size = _CHUNK_BYTES
-    while size < end:
-        file.seek(end - size)
-        lines = file.read(min(size, _MAX_LINE_BYTES)).decode(errors="replace").split("\n")[1:]
-        stamp = next((stamp for line in lines if (stamp := stamp_of(line)) is not None), None)
-        if stamp is not None and stamp < since:
-            return end - size
-        size *= 2
-    return 0
+    if not has_stamps:
+        yield from unstamped

@@ -14,7 +14,6 @@ Redis and the cluster may know nothing, now or any more: what they cannot say is
     LOST                           it ended without a word    UNKNOWN   nobody can say
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from corral.launcher.status.workers import (
     trouble,
     worker_rows,
 )
-from corral.launcher.terminal import format_duration
+from corral.launcher.terminal import format_duration, format_moment
 from corral.launcher.trial.exits import is_out_of_memory
 from corral.launcher.trial.history import Finding, PastAttempt
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
@@ -183,7 +182,7 @@ def _judge_on_cluster(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tr
     else:
         state, note = _judge_without_job(evidence, rows)
     if evidence.cluster_error and evidence.unreachable_since is not None:
-        since = time.strftime("%H:%M:%S", time.localtime(evidence.unreachable_since))
+        since = format_moment(evidence.unreachable_since)
         note = _join(note, f"cluster unreachable since {since}, this is the last that is known")
     return state, note
 

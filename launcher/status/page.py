@@ -32,7 +32,7 @@ from corral.launcher.status.trial_list import (
     write_finished,
 )
 from corral.launcher.status.words import TrialState
-from corral.launcher.terminal import printable
+from corral.launcher.terminal import format_moment, printable
 from corral.launcher.trial.find import TrialFacts, find_trial
 
 _INDENT = "  "
@@ -50,16 +50,14 @@ def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str
 
 def _own_records(evidence: Evidence) -> Iterator[str]:
     directory = evidence.facts.directory
-    if evidence.ended is not None:
-        yield f"{directory.journal_path}: trial_ended {evidence.ended['state']}, {_at(evidence.ended['time'])}"
-        if evidence.failure is not None:
-            failed = evidence.failure
+    if (ended := evidence.ended) is not None:
+        yield f"{directory.journal_path}: trial_ended {ended['state']}, {format_moment(ended['time'])}"
+        if (failed := evidence.failure) is not None:
             yield f"{directory.exits_path}: {failed['worker']} ended with {failed['returncode']}, the first to fail"
         return
     if evidence.attempt is not None:
-        yield f"attempt {evidence.attempt.attempt} was submitted {_at(evidence.attempt.submitted_at)}"
-    if evidence.attempt_ended is not None:
-        ended = evidence.attempt_ended
+        yield f"attempt {evidence.attempt.attempt} was submitted {format_moment(evidence.attempt.submitted_at)}"
+    if (ended := evidence.attempt_ended) is not None:
         yield f"{directory.journal_path}: attempt_ended {ended.get('state')} {ended.get('cause') or ''}".rstrip()
     if evidence.is_done or evidence.is_stopped:
         yield f"{directory.log_path}: the trial log ends with {'Done' if evidence.is_done else 'Stop'}"
@@ -75,7 +73,8 @@ def _cluster(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
     if answer.error:
         yield f"{_INDENT}no answer: {answer.error}"
     if answer.asked_at is not None:
-        yield f"{_INDENT}asked {_at(answer.asked_at)}, {len(answer.jobs)} job{'' if len(answer.jobs) == 1 else 's'}"
+        jobs = "1 job" if len(answer.jobs) == 1 else f"{len(answer.jobs)} jobs"
+        yield f"{_INDENT}asked {format_moment(answer.asked_at)}, {jobs}"
     elif not answer.error:
         yield f"{_INDENT}not asked: the trial's own record of its end is enough"
     job = evidence.job
@@ -102,11 +101,6 @@ def _redis(evidence: Evidence, status: TrialStatus) -> Iterator[str]:
         beat = "never seen" if row.last_seen_s is None else f"last beat {row.last_seen_s:.1f}s ago"
         lease = "leased" if row.worker in evidence.records else "no lease"
         yield f"{_INDENT}{row.worker} {row.state}: {lease}, {beat}, {row.restarts} restarts"
-
-
-def _at(moment: object) -> str:
-    seconds = float(moment) if isinstance(moment, int | float) else 0.0
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 _SHOWN_AFTER_END_S = 86400.0
