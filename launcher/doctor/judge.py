@@ -206,7 +206,7 @@ def _why_no_answer(outcome: ProbeOutcome, fileroot: Path) -> Finding:
         return fail("nodes.python", said, "install corral into an environment on a shared file system")
     if outcome.state in ("", "PENDING", "CONFIGURING"):
         reason = outcome.reason or "no reason given"
-        if judge_job("PENDING", reason).state == "BLOCKED":
+        if judge_job("PENDING", reason)[0] == "BLOCKED":
             return warn("nodes", f"the probe can never start ({reason})", "name another partition with --partition")
         said = f"the probe has not started within {outcome.waited_s:.0f} s ({reason})"
         return warn("nodes", said, "run rl-doctor again with --partition, or when nodes are free; --quick skips this")

@@ -115,8 +115,8 @@ class EvaluationReader:
         word, reason = self._words.get(job_id, ("UNKNOWN", ""))
         if not (paths.result_pickle.exists() or self._has_ended(job_id)):
             self._last_running[step] = time.monotonic()
-            verdict = judge_job(word, reason)
-            return EvaluationStatus(step=step, state=verdict.state, job_id=job_id, note=verdict.note)
+            state, note = judge_job(word, reason)
+            return EvaluationStatus(step=step, state=state, job_id=job_id, note=note)
         if time.monotonic() - self._last_running.get(step, float("-inf")) < _RESULT_VISIBLE_S:
             return EvaluationStatus(step=step, state="STOPPING", job_id=job_id, note="its result may be on its way")
         state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else "FAILED"

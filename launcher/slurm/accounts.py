@@ -7,10 +7,8 @@ association, the accounts above it. A QOS with the flag OverPartQOS comes before
 
     what a job asks for (Demand) + limits that it has to keep --excesses (pure)--> [Excess]: it is queued, never started
           + the same of those that run with it
-    squeue's reason of a pending job --limit_of_reason--> LimitKind
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from enum import StrEnum
 
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.parse import keeps_accounts
+from corral.launcher.slurm.verdict import Holder
 from corral.scheduling.slurm_formats import format_time_limit, parse_memory_mb, parse_time_limit
 
 Amounts = Mapping[str, int]
@@ -35,19 +34,6 @@ class Scope(StrEnum):
     """All jobs of the QOS or the association together."""
     LEAST = "MinTRES"
     """The least that a job has to ask for."""
-
-
-class Holder(StrEnum):
-    """Who has a limit."""
-
-    QOS = "QOS"
-    PARTITION = "QOS of the partition"
-    ACCOUNT = "account"
-
-    @property
-    def field(self) -> str:
-        """Of `launch`, which chooses it."""
-        return self.split()[-1].lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,37 +319,3 @@ def demand_of_job(values: Mapping[str, str]) -> Demand:
         of_node={name: -(-amount // nodes) for name, amount in counted.items() if name != "node"},
         time_limit_s=seconds_of(values.get("TimeLimit", "")),
     )
-
-
-class LimitKind(StrEnum):
-    """What cures a job's waiting for a limit."""
-
-    NOTHING = "it never fits"
-    """A limit of one job, of a node, or a least amount: others have no part in it."""
-    OTHERS = "other jobs end"
-    """Or nothing, if the job alone asks for more."""
-    RENEWAL = "the site renews the budget"
-    """Of CPU minutes and the like."""
-
-
-# QOSMaxCpuPerJobLimit, QOSMaxGRESPerUser, AssocGrpCPUMinutesLimit, QOSMinCpuNotSatisfied, MaxCpuPerAccount, ...
-_REASON = re.compile(
-    r"(?P<holder>QOS|Assoc|)(?P<bound>Max|Min|Grp)(?P<what>[A-Z][A-Za-z]*?)(?P<minutes>Minutes|RunMinutes|)"
-    r"(?P<scope>Per(?:Job|Node|User|Account)|)(?:Limit|NotSatisfied|)"
-)
-
-
-def limit_of_reason(reason: str) -> LimitKind | None:
-    """What cures the waiting that squeue gives this reason for; None if it is about no limit."""
-    match = _REASON.fullmatch(reason)
-    if match is None or not (match["holder"] or match["scope"]):
-        return None
-    if match["scope"] in ("PerJob", "PerNode") or match["bound"] == "Min":
-        return LimitKind.NOTHING
-    is_budget = match["minutes"] == "Minutes" or match["what"] == "Wall"
-    return LimitKind.RENEWAL if is_budget else LimitKind.OTHERS
-
-
-def holder_of_reason(reason: str) -> Holder:
-    """Whose limit it is."""
-    return Holder.QOS if reason.startswith("QOS") else Holder.ACCOUNT

@@ -1,6 +1,6 @@
 """SLURM's commands as typed calls: arguments go in as a list, text comes out parsed by `parse`; no shell.
 
-sbatch  -> job id          squeue  -> QueuedJob for every job of this user, in one call for all trials
+sbatch  -> job id          squeue  -> Job for every job of this user, in one call for all trials
 scancel                    scontrol -> key=value of jobs, nodes, partitions, reservations, the configuration
 sinfo   -> Node            sacct, sacctmgr, where there is accounting -> states of old jobs, rows of its tables
 stderr of any, where it refuses --complaint_of--> Complaint: SLURM's sentences are compared here and nowhere else
@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError, UncertainSubmissionError
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.files.patience import PATIENCE_S, insist
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
-    QUEUE_FORMAT,
     Node,
-    QueuedJob,
     keeps_accounts,
     parse_key_values,
     parse_nodes,
-    parse_queue,
     parse_records,
     parse_rows,
     parse_settings,
     parse_steps,
 )
+from corral.launcher.slurm.verdict import QUEUE_FORMAT, jobs_of_squeue
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
 from corral.scheduling.slurm_formats import SLURM_PREFIXES
 
@@ -143,9 +142,9 @@ class SlurmClient:
         """What `sbatch --test-only` says about the job; SlurmError if it can never start."""
         return self._complete(["sbatch", "--test-only", *options, str(script)]).stderr.strip()
 
-    def queue(self) -> list[QueuedJob]:
+    def queue(self) -> list[Job]:
         """Every job of this user that SLURM still knows, finished ones too."""
-        return parse_queue(self._run(queue_command()))
+        return jobs_of_squeue(self._run(queue_command()))
 
     def states(self) -> dict[str, tuple[str, str]]:
         """State and reason of this user's jobs, by the id that squeue shows: `7`, or `7_0` for an array's element."""

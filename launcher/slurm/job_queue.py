@@ -1,6 +1,6 @@
 """This user's jobs on a cluster that SLURM runs, in words of our own.
 
-squeue, scontrol, sacct --client--> lines --verdict.in_our_words--> Job
+squeue, scontrol, sacct --client, verdict--> Job
 
     job --PENDING, nodes------>    scontrol show job, sinfo          is any node up that could run it?
         --PENDING, a limit---->    scontrol show job, sacctmgr       does it ask for more, whatever else runs? alone, or
@@ -16,17 +16,18 @@ from dataclasses import replace
 
 from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.accounts import (
-    Charge,
-    LimitKind,
-    demand_of_job,
-    excesses,
-    holder_of_reason,
-    limit_of_reason,
-    read_accounts,
-)
+from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
-from corral.launcher.slurm.verdict import in_our_words, job_of_scontrol, judge_exit, judge_job, needs_nodes, state_word
+from corral.launcher.slurm.verdict import (
+    LimitKind,
+    holder_of_reason,
+    job_of_scontrol,
+    judge_exit,
+    judge_job,
+    limit_of_reason,
+    needs_nodes,
+    state_word,
+)
 from corral.launcher.trial.processes import user_name
 from corral.scheduling.slurm_formats import expand_host_list
 
@@ -59,7 +60,7 @@ class SlurmQueue:
         return is_installed("squeue")
 
     def jobs(self) -> list[Job]:
-        return [in_our_words(line) for line in self._client.queue()]
+        return self._client.queue()
 
     def job(self, job_id: str) -> Job | None:
         values = self._client.job(job_id)
@@ -75,7 +76,7 @@ class SlurmQueue:
                 nodes_are_down = self._are_nodes_down(job)
             elif word == "PENDING" and limit_of_reason(job.reason) in (LimitKind.NOTHING, LimitKind.OTHERS):
                 exceeded = self._ask_exceeded(job)
-        verdict = judge_job(
+        state, note = judge_job(
             job.word,
             job.reason,
             start=job.run,
@@ -89,8 +90,7 @@ class SlurmQueue:
             *([f"scontrol says ExitCode={exit_code}"] if exit_code else []),
             *(["sinfo says that no node that could run it is up"] if nodes_are_down else []),
         )
-        note = judge_exit(job.word, exit_code) or verdict.note
-        return replace(job, state=verdict.state, note=note, findings=findings)
+        return replace(job, state=state, note=judge_exit(job.word, exit_code) or note, findings=findings)
 
     def why_never(self, job: Job, *, beside: Sequence[str]) -> str:
         """Why a job that waits cannot start while those beside it are there; "" where others may be the cause."""

@@ -1,66 +1,14 @@
 """SLURM's text -> values. Pure; what a newer SLURM adds to it is kept or skipped, never an error.
 
-squeue -o QUEUE_FORMAT --parse_queue--> QueuedJob      scontrol -o --parse_key_values, parse_records--> settings
-sinfo -o NODE_FORMAT   --parse_nodes--> Node           squeue -s   --parse_steps--> step ids by name
+sinfo -o NODE_FORMAT --parse_nodes--> Node      scontrol -o --parse_key_values, parse_records--> settings
+squeue -s            --parse_steps--> step ids by name
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-_QUEUE_COLUMNS = {
-    "job_id": "%A",
-    "display_id": "%i",
-    "state": "%T",
-    "reason": "%r",
-    "start": "%S",
-    "time_left": "%L",
-    "num_nodes": "%D",
-    "nodes": "%N",
-    # Last: they may hold anything, the separator included.
-    "name": "%j",
-    "comment": "%k",
-}
-"""squeue's letter for each field of a `QueuedJob`."""
-QUEUE_FORMAT = "|".join(_QUEUE_COLUMNS.values())
 NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%z"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedJob:
-    """One line of squeue."""
-
-    job_id: str
-    state: str
-    reason: str
-    start: str
-    """Start, or the estimate for a pending job; N/A if unknown."""
-    num_nodes: str
-    nodes: str
-    name: str
-    comment: str
-    display_id: str = ""
-    """The id that squeue shows: `7`, `7+1` of a heterogeneous job, `7_0` of an array."""
-    time_left: str = ""
-    line: str = ""
-    """The whole line, for those who want to see what SLURM said."""
-
-    @property
-    def het_component(self) -> int | None:
-        """Which component of a heterogeneous job this is; None if it is none."""
-        component = self.display_id.partition("+")[2]
-        return int(component) if component.isdigit() else None
-
-    @property
-    def tag(self) -> dict[str, Any]:
-        """What corral wrote into the comment, or {} if this is another program's job."""
-        try:
-            content = json.loads(self.comment)
-        except ValueError:
-            return {}
-        return content if isinstance(content, dict) and content.get("corral") == 1 else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +42,6 @@ class Node:
     def is_in_maintenance(self) -> bool:
         """Whether it comes back by itself, at an hour that the administrators have set."""
         return self.state.startswith("maint")
-
-
-def parse_queue(text: str) -> list[QueuedJob]:
-    """squeue's lines; one with too few fields is skipped."""
-    rows = ((line, line.split("|", len(_QUEUE_COLUMNS) - 1)) for line in text.splitlines())
-    return [
-        QueuedJob(**dict(zip(_QUEUE_COLUMNS, fields, strict=True)), line=line)
-        for line, fields in rows
-        if len(fields) == len(_QUEUE_COLUMNS)
-    ]
 
 
 def parse_steps(text: str) -> dict[str, list[str]]:

@@ -1,6 +1,6 @@
 """What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
 
-a line of squeue --in_our_words--> Job      `scontrol show job` --job_of_scontrol--> Job, see cluster/jobs.py
+squeue -o QUEUE_FORMAT --jobs_of_squeue--> Job      `scontrol show job` --job_of_scontrol--> Job, see cluster/jobs.py
 (state, reason, what else is known) --judge_job--> a word of TrialState in status/words.py, and advice
 
 PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
@@ -14,17 +14,20 @@ squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------> JobPh
       our own job, while it is ended:                --job_end.explain_end---> JobEnd in cluster/own_job.py
       a step that could not be made:                 --srun------------------> ExitKind in trial/exits.py
 
-What a word alone leaves open, its reason tells (of limits accounts.py), and a closer look (job_queue.py). Beyond this
+What a word alone leaves open, its reason tells, and a closer look (job_queue.py). Beyond this
 folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/probe.py, doctor/judge.py) and rl-eval
 (evaluation/status.py). All others compare ours.
 """
 
+import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
 
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.slurm.accounts import LimitKind, holder_of_reason, limit_of_reason
-from corral.launcher.slurm.parse import QueuedJob
 from corral.scheduling.slurm_formats import expand_host_list
 
 _MEANINGS_BY_PHASE = {
@@ -124,51 +127,119 @@ _HOLDS = ("JobHoldMaxRequeue", "launch failed requeued held", "job requeued in h
 _UNKNOWN_START = ("N/A", "", "Unknown")
 
 
-@dataclass(frozen=True, slots=True)
-class JobVerdict:
-    """A trial's state as far as SLURM can tell."""
+class Holder(StrEnum):
+    """Who has a limit."""
 
-    state: str
-    note: str = ""
+    QOS = "QOS"
+    PARTITION = "QOS of the partition"
+    ACCOUNT = "account"
+
+    @property
+    def field(self) -> str:
+        """Of `launch`, which chooses it."""
+        return self.split()[-1].lower()
 
 
-def in_our_words(line: QueuedJob) -> Job:
-    """What squeue says of a job."""
-    phase = phase_of(line.state)
-    verdict = judge_job(line.state, line.reason, start=line.start, job_id=line.job_id)
-    return Job(
-        job_id=line.job_id,
-        phase=phase,
-        state=verdict.state,
-        note=verdict.note,
-        word=line.state,
-        reason=line.reason,
-        run=line.start,
-        num_nodes=int(line.num_nodes) if line.num_nodes.isdigit() else None,
-        nodes=line.nodes,
-        hosts=tuple(expand_host_list(line.nodes)) if phase is JobPhase.RUNNING else (),
-        name=line.name,
-        tag=line.tag,
-        part_of=line.display_id.partition("+")[0] if line.het_component else "",
-        time_left=line.time_left,
-        line=line.line,
-    )
+class LimitKind(StrEnum):
+    """What cures a job's waiting for a limit."""
+
+    NOTHING = "it never fits"
+    """A limit of one job, of a node, or a least amount: others have no part in it."""
+    OTHERS = "other jobs end"
+    """Or nothing, if the job alone asks for more."""
+    RENEWAL = "the site renews the budget"
+    """Of CPU minutes and the like."""
+
+
+# QOSMaxCpuPerJobLimit, QOSMaxGRESPerUser, AssocGrpCPUMinutesLimit, QOSMinCpuNotSatisfied, MaxCpuPerAccount, ...
+_REASON = re.compile(
+    r"(?P<holder>QOS|Assoc|)(?P<bound>Max|Min|Grp)(?P<what>[A-Z][A-Za-z]*?)(?P<minutes>Minutes|RunMinutes|)"
+    r"(?P<scope>Per(?:Job|Node|User|Account)|)(?:Limit|NotSatisfied|)"
+)
+
+
+def limit_of_reason(reason: str) -> LimitKind | None:
+    """What cures the waiting that squeue gives this reason for; None if it is about no limit."""
+    match = _REASON.fullmatch(reason)
+    if match is None or not (match["holder"] or match["scope"]):
+        return None
+    if match["scope"] in ("PerJob", "PerNode") or match["bound"] == "Min":
+        return LimitKind.NOTHING
+    is_budget = match["minutes"] == "Minutes" or match["what"] == "Wall"
+    return LimitKind.RENEWAL if is_budget else LimitKind.OTHERS
+
+
+def holder_of_reason(reason: str) -> Holder:
+    """Whose limit it is."""
+    return Holder.QOS if reason.startswith("QOS") else Holder.ACCOUNT
+
+
+_QUEUE_COLUMNS = {
+    "JobId": "%A",
+    "DisplayId": "%i",  # `7`, `7+1` of a heterogeneous job, `7_0` of an array
+    "JobState": "%T",
+    "Reason": "%r",
+    "StartTime": "%S",  # or the estimate for a pending job; N/A if unknown
+    "TimeLeft": "%L",
+    "NumNodes": "%D",
+    "NodeList": "%N",
+    # Last: they may hold anything, the separator included.
+    "JobName": "%j",
+    "Comment": "%k",
+}
+"""squeue's letter for what scontrol calls so."""
+QUEUE_FORMAT = "|".join(_QUEUE_COLUMNS.values())
+
+
+def jobs_of_squeue(text: str) -> list[Job]:
+    """squeue's lines; one with too few fields is skipped."""
+    rows = ((line, line.split("|", len(_QUEUE_COLUMNS) - 1)) for line in text.splitlines())
+    return [
+        _job_of(dict(zip(_QUEUE_COLUMNS, fields, strict=True)), line)
+        for line, fields in rows
+        if len(fields) == len(_QUEUE_COLUMNS)
+    ]
 
 
 def job_of_scontrol(values: Mapping[str, str]) -> Job:
     """What `scontrol show job` says of one."""
-    line = QueuedJob(
-        job_id=values.get("JobId", ""),
-        state=values.get("JobState", ""),
-        reason=values.get("Reason", "").replace("_", " "),
-        start=values.get("StartTime", "N/A"),
-        num_nodes=values.get("NumNodes", ""),
-        nodes=values.get("NodeList", "").replace("(null)", ""),
-        name=values.get("JobName", ""),
-        comment=values.get("Comment", ""),
+    told = {name: "" if value == "(null)" else value for name, value in values.items()}
+    job = _job_of({**told, "Reason": told.get("Reason", "").replace("_", " ")}, "")
+    line = f"(from scontrol) {job.job_id} {job.word} {job.reason}"
+    return replace(job, hosts=tuple(expand_host_list(job.nodes)), line=line)
+
+
+def _job_of(values: Mapping[str, str], line: str) -> Job:
+    said = defaultdict(str, values)
+    phase = phase_of(said["JobState"])
+    state, note = judge_job(said["JobState"], said["Reason"], start=said["StartTime"], job_id=said["JobId"])
+    leader, _, component = said["DisplayId"].partition("+")
+    return Job(
+        job_id=said["JobId"],
+        phase=phase,
+        state=state,
+        note=note,
+        word=said["JobState"],
+        reason=said["Reason"],
+        run=said["StartTime"],
+        num_nodes=int(said["NumNodes"]) if said["NumNodes"].isdigit() else None,
+        nodes=said["NodeList"],
+        hosts=tuple(expand_host_list(said["NodeList"])) if phase is JobPhase.RUNNING else (),
+        name=said["JobName"],
+        tag=_tag_of(said["Comment"]),
+        part_of=leader if component.isdigit() and int(component) else "",
+        time_left=said["TimeLeft"],
+        line=line,
     )
-    shown = f"(from scontrol) {line.job_id} {line.state} {line.reason}"
-    return replace(in_our_words(line), hosts=tuple(expand_host_list(line.nodes)), line=shown)
+
+
+def _tag_of(comment: str) -> dict[str, Any]:
+    """What corral wrote into a comment, or {} if it is another program's."""
+    try:
+        content = json.loads(comment)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) and content.get("corral") == 1 else {}
 
 
 def needs_nodes(reason: str) -> bool:
@@ -185,8 +256,8 @@ def judge_job(
     nodes_are_down: bool = False,
     exceeded: str = "",
     job_id: str = "JOB",
-) -> JobVerdict:
-    """The state for SLURM's words; RUNNING is to be refined by the trial's own records.
+) -> tuple[str, str]:
+    """A trial's state for SLURM's words, and what explains it; RUNNING is to be refined by the trial's own records.
 
     Args:
         start: start, or estimated start, as squeue prints it.
@@ -196,9 +267,9 @@ def judge_job(
         job_id: for the advice.
     """
     if state_word(word) != "PENDING":
-        return JobVerdict(*meaning_of(word))
+        return meaning_of(word)
     if blocked := _why_blocked(reason, nodes_are_down=nodes_are_down, exceeded=exceeded):
-        return JobVerdict("BLOCKED", blocked)
+        return "BLOCKED", blocked
     return _judge_waiting(reason, start=start, has_run=has_run, job_id=job_id)
 
 
@@ -232,21 +303,19 @@ def _why_blocked(reason: str, *, nodes_are_down: bool, exceeded: str) -> str:
     return ""
 
 
-def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> JobVerdict:
+def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> tuple[str, str]:
     head, _, detail = reason.partition(",")
     if reason in _HOLDS or head in _HOLDS or "requeued held" in reason.lower():
-        return JobVerdict(
-            "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
-        )
+        return "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
     if head in _HELD_BY_SOMEBODY:
-        return JobVerdict("HELD", f"{head}: {_advice(head, job_id)}")
+        return "HELD", f"{head}: {_advice(head, job_id)}"
     if has_run and head in ("BeginTime", "None", ""):
-        return JobVerdict("REQUEUED", "" if start in _UNKNOWN_START else f"eligible at {start}")
+        return "REQUEUED", "" if start in _UNKNOWN_START else f"eligible at {start}"
     estimate = "" if start in _UNKNOWN_START else f", est. start {start}"
     state = "REQUEUED" if has_run else "QUEUED"
     if head in ("None", ""):
-        return JobVerdict(state, estimate.lstrip(", "))
-    return JobVerdict(state, f"{head}: {_advice(head, job_id)}{detail and f' ({detail.strip()})'}{estimate}")
+        return state, estimate.lstrip(", ")
+    return state, f"{head}: {_advice(head, job_id)}{detail and f' ({detail.strip()})'}{estimate}"
 
 
 def _advice(reason: str, job_id: str) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Layout
-from corral.launcher.slurm.accounts import Charge, Demand, Excess, Holder, excesses, name_of, seconds_of, wall_of
+from corral.launcher.slurm.accounts import Charge, Demand, Excess, excesses, name_of, seconds_of, wall_of
+from corral.launcher.slurm.verdict import Holder
 from corral.launcher.submit.asks import leaves_time, limit_that_fits, raise_problems
 from corral.launcher.submit.check_layout import Part, parts_of
 from corral.launcher.submit.cluster import ClusterFacts, counted

@@ -4,17 +4,22 @@ import json
 from typing import Any
 
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.parse import QueuedJob
-from corral.launcher.slurm.verdict import in_our_words
+from corral.launcher.slurm.verdict import jobs_of_squeue
 
 
-def queued(job_id: str = "7", state: str = "PENDING", *, tag: dict[str, Any] | None = None, **fields: str) -> QueuedJob:
-    """A line of squeue; `tag` goes into the comment."""
-    plain = {"reason": "None", "start": "N/A", "num_nodes": "1", "nodes": "", "name": "exp.t", "comment": ""}
-    comment = {"comment": json.dumps(tag)} if tag is not None else {}
-    return QueuedJob(job_id=job_id, state=state, **(plain | fields | comment))
-
-
-def job_of(job_id: str = "7", state: str = "PENDING", *, tag: dict[str, Any] | None = None, **fields: str) -> Job:
-    """The same in words of our own."""
-    return in_our_words(queued(job_id, state, tag=tag, **fields))
+def job_of(
+    job_id: str = "7",
+    state: str = "PENDING",
+    *,
+    tag: dict[str, Any] | None = None,
+    reason: str = "None",
+    start: str = "N/A",
+    nodes: str = "",
+    name: str = "exp.t",
+    comment: str = "",
+    display_id: str = "",
+) -> Job:
+    """A line of squeue, read; `tag` goes into the comment."""
+    comment = comment if tag is None else json.dumps(tag)
+    (job,) = jobs_of_squeue(f"{job_id}|{display_id}|{state}|{reason}|{start}||1|{nodes}|{name}|{comment}")
+    return job

@@ -1,7 +1,6 @@
 """rl-stop: the answer is how a trial ended; what is out of sight is not taken for gone; Ctrl-C ends the waiting."""
 
 import dataclasses
-import json
 import queue
 import signal
 import subprocess
@@ -21,26 +20,25 @@ from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.commands.stop import Teller, in_parallel
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import WaitChain, WaitStep
 from corral.launcher.status.words import WorkerState
 from corral.launcher.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, trial_of_job
 from corral.launcher.trial.find import read_facts
 from tests.launcher.conftest import MakeTrial
-from tests.launcher.jobs import queued
+from tests.launcher.jobs import job_of
 from tests.launcher.trials import StubTrial
 
 
 class FakeSlurm(SlurmClient):
     """A queue that notes what is cancelled."""
 
-    def __init__(self, *jobs: QueuedJob) -> None:
+    def __init__(self, *jobs: Job) -> None:
         super().__init__()
         self._jobs = jobs
         self.cancelled: tuple[str, ...] = ()
 
-    def queue(self) -> list[QueuedJob]:
+    def queue(self) -> list[Job]:
         return list(self._jobs)
 
     def cancel(self, job_or_step: str, *, signal_name: str | None = None) -> None:
@@ -80,8 +78,8 @@ def stop_seeing(
     return stop.stop_trial(facts, cluster=SlurmQueue(client))
 
 
-def job(job_id: str, state: str, allocation: str, *, uuid: str) -> QueuedJob:
-    return queued(job_id, state, tag={"corral": 1, "trial_uuid": uuid, "allocation": allocation})
+def job(job_id: str, state: str, allocation: str, *, uuid: str) -> Job:
+    return job_of(job_id, state, tag={"corral": 1, "trial_uuid": uuid, "allocation": allocation})
 
 
 def test_a_stop_between_two_attempts_waits_until_nothing_is_left(
@@ -112,9 +110,9 @@ def test_nodes_that_nobody_uses_are_given_back_and_nothing_is_left_to_start(
     assert client.cancelled == ("2", "4")
 
 
-def tagged(job_id: str, directory: Path) -> QueuedJob:
+def tagged(job_id: str, directory: Path) -> Job:
     tag = {"corral": 1, "trial_uuid": "u", "allocation": "head", "directory": str(directory)}
-    return dataclasses.replace(job(job_id, "RUNNING", "head", uuid="u"), comment=json.dumps(tag))
+    return job_of(job_id, "RUNNING", tag=tag)
 
 
 def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Pa
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
     own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
-    rewritten = dataclasses.replace(job("7", "RUNNING", "head", uuid=""), comment="site: ok", name="exp.trial")
+    rewritten = job_of("7", "RUNNING", comment="site: ok", name="exp.trial")
     found = trial_of_job(_job_7(FakeSlurm(rewritten)), tmp_path)
     assert found is not None and found.directory.path == trial.directory.path
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder

@@ -11,11 +11,11 @@ import pytest
 
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.cluster.errors import UncertainSubmissionError
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.stop import stop_trial
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
@@ -120,7 +120,7 @@ def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
 
     monkeypatch.setattr(SlurmClient, "submit", submit_patiently)
     trial.submit()
-    wait_until(lambda: [job for job in alive(trial) if job.state == "RUNNING"], "the job")
+    wait_until(lambda: [job for job in alive(trial) if job.word == "RUNNING"], "the job")
     cluster.stop_controller()
     try:
         go.touch()
@@ -239,11 +239,10 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
         trial.close()
 
 
-def alive(trial: SlurmTrial) -> list[QueuedJob]:
+def alive(trial: SlurmTrial) -> list[Job]:
     """The trial's jobs that wait or run."""
     uuid = trial.plan.trial.uuid
-    states = ("PENDING", "RUNNING", "COMPLETING")
-    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.state.startswith(states)]
+    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.is_active]
 
 
 def tag_of(trial: SlurmTrial) -> str:

@@ -399,8 +399,4 @@ def jobs_of(trial: SlurmTrial) -> set[str]:
 def alive(trial: SlurmTrial) -> list[str]:
     """Those that wait or run."""
     uuid = trial.plan.trial.uuid
-    return [
-        job.job_id
-        for job in SlurmClient().queue()
-        if job.tag.get("trial_uuid") == uuid and job.state.startswith(("PENDING", "RUNNING", "COMPLETING"))
-    ]
+    return [job.job_id for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.is_active]

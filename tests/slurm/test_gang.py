@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.parse import QueuedJob
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SlurmTrial
@@ -18,10 +18,10 @@ WORKS = {"master_worker/0": ["finish 1.5"]}
 HALF_AND_HALF: dict[str, Any] = {"model_workers": 2, "servers": 2, "gpu": 8}
 
 
-def extra_jobs_of(trial: SlurmTrial) -> dict[str, QueuedJob]:
+def extra_jobs_of(trial: SlurmTrial) -> dict[str, Job]:
     """The jobs of a trial's groups that are not over, by group."""
     jobs = [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
-    return {job.tag["allocation"]: job for job in jobs if job.state in ("PENDING", "RUNNING")}
+    return {job.tag["allocation"]: job for job in jobs if job.is_staying}
 
 
 def wait_for_end(trial: SlurmTrial) -> None:

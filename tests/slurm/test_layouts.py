@@ -18,8 +18,9 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig, GroupsConfig, LaunchConfig
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.model import ActorModelConfig
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.parse import QueuedJob, parse_key_values
+from corral.launcher.slurm.parse import parse_key_values
 from corral.launcher.slurm.step import step_name
 from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling
@@ -110,7 +111,7 @@ def hosts_by_allocation(trial: SlurmTrial, cluster: Cluster) -> dict[int, list[s
     return {index: expand_host_list(job["NodeList"]) for index, job in enumerate(jobs)}
 
 
-def jobs_of(trial: SlurmTrial) -> list[QueuedJob]:
+def jobs_of(trial: SlurmTrial) -> list[Job]:
     return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
 
 

@@ -19,7 +19,7 @@ def test_a_trial_runs_in_one_allocation_and_completes(make_slurm_trial: Any, clu
     trial.wait_for("worker_started", count=5)
     (job,) = [job for job in SlurmClient().queue() if job.job_id == job_id]
     assert job.tag["trial_uuid"] == trial.plan.trial.uuid
-    assert job.num_nodes == "3"  # five workers of 3 CPUs, two on a node of 8 beside the supervisor's core
+    assert job.num_nodes == 3  # five workers of 3 CPUs, two on a node of 8 beside the supervisor's core
     ended = trial.wait_for_state("COMPLETE", "FAILED", "LOST")
     assert (ended.state, ended.step, ended.attempt) == ("COMPLETE", 3, 0), trial.events()
     assert {event["node"] for event in trial.events("worker_started")} == {"n1", "n2", "n3"} or ended.nodes == 3

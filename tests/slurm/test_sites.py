@@ -49,7 +49,7 @@ def test_where_comments_are_rewritten_a_trial_knows_its_jobs_by_id_and_name(make
     trial: SlurmTrial = make_slurm_trial(GROWS_OLD, model_workers=1, servers=1, gpu=8, launch={"layout": "jobs"})
     first = trial.submit()
     wait_until(lambda: trial.starts("master_worker/0"), "the master")
-    assert all(job.comment == "billed to project 7" for job in SlurmClient().queue())
+    assert all(job.line.endswith("|billed to project 7") for job in SlurmClient().queue())
     assert trial.status().job_id == first
     trial.directory.write_stop_request(REQUEUE)
     (successor,) = trial.wait_for("successor_submitted")
@@ -85,4 +85,4 @@ def test_where_one_job_is_the_limit_a_trial_is_requeued_and_goes_on(make_slurm_t
 
 def alive() -> list[str]:
     """Jobs that wait or run."""
-    return [job.job_id for job in SlurmClient().queue() if job.state in ("PENDING", "RUNNING", "COMPLETING")]
+    return [job.job_id for job in SlurmClient().queue() if job.is_active]

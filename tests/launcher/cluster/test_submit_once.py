@@ -9,6 +9,7 @@ import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.errors import SubmissionUnknownError
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import (
@@ -19,24 +20,21 @@ from corral.launcher.slurm.client import (
     patiently,
 )
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
-from tests.launcher.jobs import queued
+from tests.launcher.jobs import job_of
 
 SCRIPT = Path("trial.sbatch")
 
 
-def job(
-    job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head", display_id: str = ""
-) -> QueuedJob:
+def job(job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head", display_id: str = "") -> Job:
     tag = {"corral": 1, "trial_uuid": uuid, "directory": "/t", "allocation": allocation}
-    return queued(job_id, state, tag=tag, display_id=display_id)
+    return job_of(job_id, state, tag=tag, display_id=display_id)
 
 
 class FakeSlurm(SlurmClient):
     """Takes the job, or does not, and answers as it is told."""
 
-    def __init__(self, answer: Callable[[], str], queue: Sequence[QueuedJob] | SlurmError = ()) -> None:
+    def __init__(self, answer: Callable[[], str], queue: Sequence[Job] | SlurmError = ()) -> None:
         super().__init__()
         self._answer = answer
         self._queue = queue
@@ -45,7 +43,7 @@ class FakeSlurm(SlurmClient):
     def submit(self, options: Sequence[str], script: Path) -> str:
         return self._answer()
 
-    def queue(self) -> list[QueuedJob]:
+    def queue(self) -> list[Job]:
         if isinstance(self._queue, SlurmError):
             raise self._queue
         return list(self._queue)

@@ -20,11 +20,10 @@ from corral.launcher.slurm.parse import (
     parse_gpus,
     parse_key_values,
     parse_nodes,
-    parse_queue,
     parse_settings,
     parse_steps,
 )
-from corral.launcher.slurm.verdict import judge_exit, judge_job
+from corral.launcher.slurm.verdict import jobs_of_squeue, judge_exit, judge_job
 from corral.scheduling.slurm_formats import expand_host_list
 
 QUEUE = (
@@ -37,12 +36,12 @@ QUEUE = (
 
 
 def test_squeue_lines_become_jobs_and_comments_identify_ours() -> None:
-    jobs = parse_queue(QUEUE)
-    assert [(job.job_id, job.state) for job in jobs] == [("12", "RUNNING"), ("13", "PENDING"), ("14", "CANCELLED")]
+    jobs = jobs_of_squeue(QUEUE)
+    assert [(job.job_id, job.word) for job in jobs] == [("12", "RUNNING"), ("13", "PENDING"), ("14", "CANCELLED")]
     assert jobs[0].tag == {"corral": 1, "trial_uuid": "u", "attempt": 0}
     assert jobs[1].tag == jobs[2].tag == {}
-    assert jobs[2].comment == "a|b|c"
-    assert [job.het_component for job in jobs] == [None, 1, None]
+    assert jobs[2].name == "pipe"
+    assert [job.part_of for job in jobs] == ["", "7", ""]
     assert (jobs[0].time_left, jobs[0].line) == ("54:59", QUEUE.splitlines()[0])
 
 
@@ -226,18 +225,18 @@ ROWS = [
 def test_slurms_words_have_a_meaning_and_advice(
     word: str, reason: str, start: str, has_run: bool, down: bool, state: str, advice: str
 ) -> None:
-    verdict = judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down, job_id="7")
-    assert verdict.state == state
-    assert advice in verdict.note
+    judged, note = judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down, job_id="7")
+    assert judged == state
+    assert advice in note
 
 
 @pytest.mark.parametrize("reason", ["QOSMaxCpuPerUserLimit", "QOSGrpCpuLimit", "AssocGrpGRES", "MaxCpuPerAccount"])
 def test_a_limit_that_a_job_exceeds_by_itself_is_cured_by_no_waiting(reason: str) -> None:
     said = "it asks for 6 CPUs, and QOS 'small' allows 4 in all jobs of a user (MaxTRESPU)"
-    verdict = judge_job("PENDING", reason, exceeded=said)
-    assert verdict.state == "BLOCKED" and said in verdict.note and "ask for less" in verdict.note
-    assert judge_job("PENDING", "QOSMaxJobsPerUserLimit").state == "QUEUED"
-    assert judge_job("PENDING", "Priority", exceeded=said).state == "QUEUED"
+    state, note = judge_job("PENDING", reason, exceeded=said)
+    assert state == "BLOCKED" and said in note and "ask for less" in note
+    assert judge_job("PENDING", "QOSMaxJobsPerUserLimit")[0] == "QUEUED"
+    assert judge_job("PENDING", "Priority", exceeded=said)[0] == "QUEUED"
 
 
 def test_a_job_that_could_not_open_its_log_says_which_folder_is_missing() -> None:
@@ -253,13 +252,13 @@ def test_the_site_says_whether_it_keeps_accounts() -> None:
 
 @given(st.text(), st.text(), st.text(), st.booleans(), st.booleans())
 def test_no_word_of_slurm_raises(word: str, reason: str, start: str, has_run: bool, down: bool) -> None:
-    assert judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down).state
-    assert judge_job("PENDING", reason, start=start, has_run=has_run, nodes_are_down=down).state
+    assert judge_job(word, reason, start=start, has_run=has_run, nodes_are_down=down)[0]
+    assert judge_job("PENDING", reason, start=start, has_run=has_run, nodes_are_down=down)[0]
 
 
 @given(st.text())
 def test_no_text_of_slurm_breaks_a_parser(text: str) -> None:
-    parse_queue(text)
+    jobs_of_squeue(text)
     parse_nodes(text)
     parse_steps(text)
     parse_key_values(text)

@@ -8,7 +8,6 @@ import pytest
 from corral.launcher.slurm.accounts import (
     Accounts,
     Demand,
-    Holder,
     Limits,
     Scope,
     demand_of_job,
@@ -18,6 +17,7 @@ from corral.launcher.slurm.accounts import (
 )
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.parse import parse_rows, parse_settings
+from corral.launcher.slurm.verdict import Holder
 
 CONFIG = """\
 AccountingStorageEnforce = associations,limits,qos

@@ -12,9 +12,10 @@ import pytest
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.accounts import Accounts, Holder, Limits
+from corral.launcher.slurm.accounts import Accounts, Limits
 from corral.launcher.slurm.client import Complaint, SlurmError, complaint_of
 from corral.launcher.slurm.parse import Node, parse_nodes
+from corral.launcher.slurm.verdict import Holder
 from corral.launcher.submit.asks import asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
 from corral.launcher.submit.check_layout import check_layout

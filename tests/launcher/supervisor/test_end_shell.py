@@ -12,16 +12,16 @@ from corral.experiments.trial.attempts import begin_attempt, record_attempt
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.slurm.parse import QueuedJob
 from corral.launcher.supervisor import continuation
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndShell, Verdict
 from corral.launcher.supervisor.continuation import Continuation
-from tests.launcher.jobs import queued
+from tests.launcher.jobs import job_of
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -70,8 +70,8 @@ class Slurm(SlurmClient):
         self._may("requeue")
         self.requeues += 1
 
-    def queue(self) -> list[QueuedJob]:
-        return [queued(job_id, tag={"corral": 1, "trial_uuid": self.uuid}) for job_id in (OWN, *sorted(self.alive))]
+    def queue(self) -> list[Job]:
+        return [job_of(job_id, tag={"corral": 1, "trial_uuid": self.uuid}) for job_id in (OWN, *sorted(self.alive))]
 
     def nodes(self, partitions: str | None = None) -> list[Any]:
         return []
