@@ -1,11 +1,7 @@
 """What one trainer epoch is: the claim that it writes under, the commit that it goes on from, and the plan.
 
-What the ranks have loaded when it begins is held against the plan and against each other:
-
-    Spec ────────► rows that each rank reads ──► as many as the plan counted?
-    ModelConfig ─► shape of each model ────────► those that take over each other's weights: are they alike?
-
-What differs would be seen only later, as a row that is missing, or in the middle of a collective whose sizes differ.
+Models that take over each other's weights must be alike in what the ranks have loaded when it begins: what differs
+would be seen only later, in the middle of a collective whose sizes differ.
 """
 
 import logging
@@ -26,7 +22,7 @@ from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import WEIGHTS, RecoveryPoint, state_folder, weights_folder
 from corral.workers.lifecycle.worker import BadConfigurationError, WorkerContext
 from corral.workers.master.disk import Disk
-from corral.workers.requests.messages import ModelConfigReply, TrainNotice
+from corral.workers.requests.messages import LoadedModel, TrainNotice
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +101,7 @@ class Epoch:
         await self.note("train_notice", attempt=self.context.attempt, step=step, **msgspec.to_builtins(notice))
 
 
-def check_rows(rows_by_rank: Mapping[int, int], *, planned: int) -> None:
-    """See that every rank reads the rows that steps are counted by.
-
-    Raises:
-        BadConfigurationError: naming the rank, its rows, and those of the plan.
-    """
-    for rank, rows in rows_by_rank.items():
-        if rows != planned:
-            raise BadConfigurationError(
-                f"model_worker/{rank} reads {rows} rows of the dataset, and the plan counts {planned}; "
-                "submit the trial again, so that it is planned for the dataset as it is now"
-            )
-
-
-def check_reallocations(graph: DataflowGraph, models: Mapping[str, ModelConfigReply]) -> None:
+def check_reallocations(graph: DataflowGraph, models: Mapping[str, LoadedModel]) -> None:
     """See that models which take over each other's weights have the same parameters.
 
     Raises:
@@ -135,7 +117,7 @@ def check_reallocations(graph: DataflowGraph, models: Mapping[str, ModelConfigRe
                 )
 
 
-def _shown(model: ModelConfigReply) -> str:
+def _shown(model: LoadedModel) -> str:
     return (
         f"{model.architecture or 'a model'} of {model.num_layers} layers, hidden size {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {model.num_parameters:,} parameters"

@@ -31,7 +31,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
-from corral.workers.master.epoch import Epoch, check_reallocations, check_rows
+from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.sample_source import SampleSource
 from corral.workers.master.step_order import StepOutcome, StepRunner
@@ -110,14 +110,11 @@ class TrainerEpoch:
             return Outcome.COMPLETE
 
     async def _begin(self) -> None:
-        """Let the ranks load the last commit, and publish it; what they hold against the plan is refused."""
+        """Let the ranks load the last commit, and publish it; models that do not fit together are refused."""
         epoch, gang, presence = self.epoch, self.gang, self.epoch.context.presence
         await epoch.disk.run(self.commits.cut_lines)
         with presence.during("initialize", waits_for=gang.workers, deadline_s=None):
-            await gang.initialize(step=self._step, weights=epoch.initial_weights, states=epoch.initial_states)
-        if epoch.spec.source == "dataset":
-            check_rows(await gang.count_rows(), planned=epoch.spec.num_prompts)
-        models = await gang.describe_models()
+            models = await gang.initialize(step=self._step, weights=epoch.initial_weights, states=epoch.initial_states)
         check_reallocations(epoch.graph, models)
         await epoch.note("models_loaded", models={name: msgspec.to_builtins(model) for name, model in models.items()})
         await self.weights.publish_first(self.version)

@@ -37,10 +37,10 @@ from corral.workers.requests.messages import (
     Fetch,
     FilesReply,
     Initialize,
+    InitializedReply,
+    LoadedModel,
     LoadRows,
     MetadataReply,
-    ModelConfig,
-    ModelConfigReply,
     Reject,
     Rejection,
     ReplyPayload,
@@ -48,8 +48,6 @@ from corral.workers.requests.messages import (
     Rider,
     SaveCheckpoint,
     SaveWeights,
-    Spec,
-    SpecReply,
     Written,
     WrittenReply,
 )
@@ -170,32 +168,25 @@ class TrainerGang:
 
     # Requests, in the order of an epoch's life
 
-    async def initialize(self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]) -> None:
+    async def initialize(
+        self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]
+    ) -> dict[str, LoadedModel]:
         """Let every rank load its roles' weights and, where there is a commit, state; whatever it held is forgotten.
 
         How long that takes depends on the size of the model and on the file system. Each rank watches its own progress
         and leaves when there is none, so this waits for as long as all of them live.
+
+        Returns:
+            What each model has become, by its name.
         """
         request = Initialize(
             weights={role: str(directory) for role, directory in weights.items()},
             states={role: str(directory) for role, directory in states.items()},
             step=step,
         )
-        await self._post(dict.fromkeys(range(len(self.workers)), request), deadline_s=math.inf)
-
-    async def count_rows(self) -> dict[int, int]:
-        """Rows of the dataset that each rank reads at which samples come in, by rank."""
-        replies = await self.tell(dict.fromkeys(self._spec.sample_ranks, Spec()))
-        return {rank: reply.num_rows for rank, reply in replies.items() if isinstance(reply, SpecReply)}
-
-    async def describe_models(self) -> dict[str, ModelConfigReply]:
-        """What each model has become that the ranks have loaded, by its name; its first rank speaks for all."""
-        described: dict[str, ModelConfigReply] = {}
-        for name, mesh in self._spec.meshes.items():
-            reply = (await self.tell({mesh.ranks[0]: ModelConfig(model=name)}))[mesh.ranks[0]]
-            assert isinstance(reply, ModelConfigReply), reply
-            described[name] = reply
-        return described
+        replies = await self._post(dict.fromkeys(range(len(self.workers)), request), deadline_s=math.inf)
+        loaded = [reply.models for reply in replies.values() if isinstance(reply, InitializedReply)]
+        return {name: model for models in loaded for name, model in models.items()}
 
     async def fetch(self) -> list[BufferedSample]:
         """What has arrived since the last call, at once; `news` is set when there is more."""

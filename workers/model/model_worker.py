@@ -1,8 +1,8 @@
 """The model worker: one training rank. Requests of the master in, outputs and statistics out; tensors stay here.
 
               in the I/O thread, at once                        in the main thread, in the master's order, after a flush
-    samples   Fetch  LoadRows  Reject  ClearDataCache  Spec     Initialize: forgets the last epoch's
-    models    ModelConfig                                       Initialize  Generate  Inference  TrainStep  Evaluate
+    samples   Fetch  LoadRows  Reject  ClearDataCache           Initialize: forgets the last epoch's
+    models                                                      Initialize  Generate  Inference  TrainStep  Evaluate
                                                                 Reallocate  SaveWeights
     saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and SavesBehind writes
     data plane  Give                                            before a call, to take its inputs
@@ -63,9 +63,9 @@ from corral.workers.requests.messages import (
     Give,
     Inference,
     Initialize,
+    InitializedReply,
     LoadRows,
     MetadataReply,
-    ModelConfig,
     NonBlockingRequest,
     OkReply,
     Reallocate,
@@ -74,8 +74,6 @@ from corral.workers.requests.messages import (
     Request,
     SaveCheckpoint,
     SaveWeights,
-    Spec,
-    SpecReply,
     StatsReply,
     TrainStep,
     Written,
@@ -234,10 +232,6 @@ class ModelWorker(Worker):
                 return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
                 return MetadataReply.of(self._samples.load_rows(request.uids))
-            case Spec():
-                return SpecReply(num_rows=self._samples.num_rows)
-            case ModelConfig():
-                return self._models.describe(request.model)
             case Written():
                 return self._saves.written(request.role) or Later(math.inf, OkReply())
             case Reject():
@@ -278,7 +272,7 @@ class ModelWorker(Worker):
         request, beat = envelope.request, self.context.presence.beat
         match request:
             case Initialize():
-                self._initialize(request, epoch=envelope.epoch)
+                return self._initialize(request, epoch=envelope.epoch)
             case Generate():
                 return MetadataReply.of(self._models.generate(request))
             case Inference():
@@ -310,14 +304,15 @@ class ModelWorker(Worker):
         else:
             self._saves.write_now(request.role, partial(save.write, request), on_progress=self.context.presence.beat)
 
-    def _initialize(self, request: Initialize, *, epoch: int) -> None:
+    def _initialize(self, request: Initialize, *, epoch: int) -> InitializedReply:
         """A new epoch: what an earlier one left here is forgotten, and freed before anything is loaded."""
         self._saves.forget()
         self._samples.forget()
         self._plane.begin(epoch)
-        self._models.initialize(request, on_progress=self.context.presence.beat)
+        models = self._models.initialize(request, on_progress=self.context.presence.beat)
         self._samples.start_session(f"{epoch}-{self.context.incarnation}")
         self.context.presence.beat(version=str(request.step))
+        return InitializedReply(models=models)
 
 
 def _not_served(request: Request) -> RequestNotServedError:

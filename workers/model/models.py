@@ -7,10 +7,8 @@
     Reallocate ──► weights of one model into another           Offload ──► one model to the host
     Evaluate   ──► RoleModel on inputs of this rank, or Evaluator on its own problems ──► statistics
     SaveWeights, SaveCheckpoint ◄── engines
-    ModelConfig ◄── config.json, engine of a model
 
-All of them but ModelConfig contain collectives of a mesh and are the main thread's; the ranks of a mesh run them in the
-same order.
+All of them contain collectives of a mesh and are the main thread's; the ranks of a mesh run them in the same order.
 """
 
 import gc
@@ -19,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,7 @@ from corral.workers.requests.messages import (
     Generate,
     Inference,
     Initialize,
-    ModelConfigReply,
+    LoadedModel,
     Reallocate,
     SampleMetadata,
     SaveCheckpoint,
@@ -181,12 +180,13 @@ class RoleModel:
         """Statistics of held-out rows, of all ranks together."""
         return self._interface(call).evaluate(self._ready_engine(call), sample)
 
-    def describe(self) -> ModelConfigReply:
-        """The model's shape; no parameters are counted before it is loaded."""
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model's shape; the same in every epoch."""
         config = json.loads((self.spec.model.path / "config.json").read_text())
-        return ModelConfigReply(
+        return LoadedModel(
             architecture=str(config.get("model_type", "")),
-            num_parameters=self._engine.num_parameters if self._engine is not None else 0,
+            num_parameters=self.engine.num_parameters,
             num_layers=int(config.get("num_hidden_layers", 0)),
             hidden_size=int(config.get("hidden_size", 0)),
             vocab_size=int(config.get("vocab_size", 0)),
@@ -277,11 +277,14 @@ class Models:
             if call.implementation == HELD_OUT_ANSWERS and call.model_name in self._models
         }
 
-    def initialize(self, request: Initialize, *, on_progress: Callable[[], None]) -> None:
+    def initialize(self, request: Initialize, *, on_progress: Callable[[], None]) -> dict[str, LoadedModel]:
         """Load weights and optimizer state; a model that is not trained keeps its weights, once it has them.
 
         Args:
             on_progress: called for every piece of optimizer state that was read.
+
+        Returns:
+            What each model has become, by its name.
         """
         weights, states = request.weights, request.states
         # All are freed before any is loaded: there is not always memory for both.
@@ -295,6 +298,7 @@ class Models:
                 Path(states[role]) if role in states else None,
                 on_progress=on_progress,
             )
+        return {str(name): model.loaded for name, model in self._models.items()}
 
     def generate(self, request: Generate) -> list[SampleMetadata]:
         """Answer prompts, and keep what a data-parallel head has made of its share."""
@@ -353,10 +357,6 @@ class Models:
     def role_save(self, role: str, *, with_weights: bool) -> RoleSave:
         """This rank's share of what a commit has of a role, as it is until the role's next step."""
         return self._models[ModelName(role)].save(with_weights=with_weights)
-
-    def describe(self, model: str) -> ModelConfigReply:
-        """The shape of a model; no parameters are counted before it is loaded."""
-        return self._models[parse_model_name(model)].describe()
 
     def _inputs(self, call: ModelFunctionCall, uids: list[str]) -> SequenceSample:
         # A rank without samples still takes part in every collective, with no rows of the same keys.

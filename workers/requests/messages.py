@@ -4,7 +4,7 @@
 
 Epoch, request id and deadline travel in the header of every message (`codec.Header`).
 
-    non-blocking   Spec ModelConfig Fetch LoadRows Reject Give ClearDataCache Written
+    non-blocking   Fetch LoadRows Reject Give ClearDataCache Written
                    answered by the I/O thread, at once; a Fetch that waits, when something has arrived, and a Written,
                        when what was copied is on disk
     blocking       Initialize Generate Inference TrainStep Evaluate Reallocate SaveWeights SaveCheckpoint
@@ -29,17 +29,6 @@ from corral.workers.streams.codec import MessageBody
 
 Rejection = Literal["stale", "consumed", "duplicate"]
 """stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
-
-
-class Spec(MessageBody, frozen=True, tag="spec"):
-    """How many rows does this worker read? -> SpecReply"""
-
-
-class ModelConfig(MessageBody, frozen=True, tag="model_config"):
-    """What has this model become, once it is loaded? -> ModelConfigReply"""
-
-    model: str
-    """ "actor/0" """
 
 
 class Fetch(MessageBody, frozen=True, tag="fetch"):
@@ -76,7 +65,7 @@ class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):
 
 
 class Initialize(MessageBody, frozen=True, tag="initialize"):
-    """Follow the epoch in the header from now on, from this checkpoint -> OkReply
+    """Follow the epoch in the header from now on, from this checkpoint -> InitializedReply
 
     The only request that raises a worker's epoch.
     """
@@ -184,7 +173,7 @@ class Written(MessageBody, frozen=True, tag="written"):
     role: str
 
 
-NonBlockingRequest = Spec | ModelConfig | Fetch | LoadRows | Reject | Give | ClearDataCache | Written
+NonBlockingRequest = Fetch | LoadRows | Reject | Give | ClearDataCache | Written
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
 Rider = ClearDataCache | Give
 """What may go with the next message to the same worker, whose answer says of both whether they could be done."""
@@ -244,20 +233,21 @@ class OkReply(MessageBody, frozen=True, tag="ok"):
     """Done; there is nothing more to say."""
 
 
-class SpecReply(MessageBody, frozen=True, tag="spec"):
-    """Size of the dataset as this worker has read it; 0 where samples do not come from one."""
-
-    num_rows: int
-
-
-class ModelConfigReply(MessageBody, frozen=True, tag="model_config"):
-    """Shape of a model."""
+class LoadedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shape of a model, as it was loaded."""
 
     architecture: str
     num_parameters: int
     num_layers: int
     hidden_size: int
     vocab_size: int
+
+
+class InitializedReply(MessageBody, frozen=True, tag="initialized"):
+    """What this rank has loaded."""
+
+    models: dict[str, LoadedModel]
+    """By name: "actor/0"."""
 
 
 class MetadataReply(MessageBody, frozen=True, tag="metadata"):
@@ -350,8 +340,7 @@ class StaleReply(MessageBody, frozen=True, tag="stale"):
 
 ReplyPayload = (
     OkReply
-    | SpecReply
-    | ModelConfigReply
+    | InitializedReply
     | MetadataReply
     | StatsReply
     | TrainReply

@@ -1,4 +1,4 @@
-"""An epoch begins by looking at what ranks have loaded; what differs from the plan ends it before the first step."""
+"""An epoch begins by looking at what ranks have loaded; models that do not fit together end it."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,9 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.lifecycle.worker import BadConfigurationError
-from corral.workers.master.epoch import check_reallocations, check_rows
-from corral.workers.requests.messages import ModelConfigReply
+from corral.workers.master.epoch import check_reallocations
+from corral.workers.requests.messages import LoadedModel
 from tests.workers.master.trials import SHAPE, Gang, run_master, trial_of
-
-
-def test_ranks_that_read_another_number_of_rows_are_named() -> None:
-    check_rows({0: 40, 2: 40}, planned=40)
-    with pytest.raises(BadConfigurationError, match=r"model_worker/2 reads 39 rows .* the plan counts 40"):
-        check_rows({0: 40, 2: 39}, planned=40)
 
 
 def graph_of(*hooks: dict[str, object]) -> DataflowGraph:
@@ -28,21 +22,13 @@ def graph_of(*hooks: dict[str, object]) -> DataflowGraph:
 
 
 def test_models_that_give_each_other_weights_must_be_alike() -> None:
-    other = ModelConfigReply(architecture="qwen2", num_parameters=90, num_layers=1, hidden_size=8, vocab_size=14)
+    other = LoadedModel(architecture="qwen2", num_parameters=90, num_layers=1, hidden_size=8, vocab_size=14)
     models = {"actor/0": SHAPE, "ref/0": other}
     check_reallocations(graph_of(), models)
     pushing = graph_of({"type": "push_weights", "target": "ref"})
     check_reallocations(pushing, models | {"ref/0": SHAPE})
     with pytest.raises(BadConfigurationError, match=r"'actor_train' .* actor/0 \(.* 2 layers.*ref/0 \(.* 1 layers"):
         check_reallocations(pushing, models)
-
-
-def test_a_master_trains_nothing_on_ranks_that_read_another_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gang = Gang(num_rows=39)
-    assert run_master(*trial_of(tmp_path), gang, monkeypatch) == WorkerExit.BAD_CONFIGURATION
-    assert gang.trained == []
 
 
 def test_the_journal_says_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

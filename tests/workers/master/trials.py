@@ -33,7 +33,7 @@ from corral.workers.master.sample_source import BufferedSample
 from corral.workers.master.trainer_gang import WrittenFiles
 from corral.workers.requests.messages import (
     Evaluate,
-    ModelConfigReply,
+    LoadedModel,
     OkReply,
     Rejection,
     ReplyPayload,
@@ -50,7 +50,7 @@ UUID = "ab" * 16
 BATCH_SIZE = 8
 NUM_STEPS = NUM_TRAINING_ROWS // BATCH_SIZE
 FINE = TrainReply(stats={"sft/loss": 0.5}, num_updates=1, num_nonfinite=0)
-SHAPE = ModelConfigReply(architecture="qwen2", num_parameters=100, num_layers=2, hidden_size=8, vocab_size=14)
+SHAPE = LoadedModel(architecture="qwen2", num_parameters=100, num_layers=2, hidden_size=8, vocab_size=14)
 SKIPPED = TrainReply(stats={}, num_updates=0, num_nonfinite=1)
 
 
@@ -79,8 +79,7 @@ class Gang:
     loaded: list[Path] = field(default_factory=list)
     """Weights that each epoch started from."""
     workers: tuple[str, ...] = ("model_worker/0",)
-    num_rows: int = NUM_TRAINING_ROWS
-    models: dict[str, ModelConfigReply] = field(default_factory=lambda: {"actor/0": SHAPE})
+    models: dict[str, LoadedModel] = field(default_factory=lambda: {"actor/0": SHAPE})
     news: asyncio.Event = field(default_factory=asyncio.Event)
     until_written: Callable[[], Awaitable[None]] = lambda: _at_once()
     """What the ranks' disks take their time for."""
@@ -110,14 +109,11 @@ class Gang:
     def check_alive(self) -> None:
         pass
 
-    async def initialize(self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]) -> None:
+    async def initialize(
+        self, *, step: int, weights: Mapping[str, Path], states: Mapping[str, Path]
+    ) -> dict[str, LoadedModel]:
         self.at_call("initialize")
         self.loaded.append(weights["actor"])
-
-    async def count_rows(self) -> dict[int, int]:
-        return {0: self.num_rows}
-
-    async def describe_models(self) -> dict[str, ModelConfigReply]:
         return self.models
 
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:

@@ -25,10 +25,10 @@ from corral.workers.requests.messages import (
     Give,
     Inference,
     Initialize,
+    InitializedReply,
+    LoadedModel,
     LoadRows,
     MetadataReply,
-    ModelConfig,
-    ModelConfigReply,
     NonBlockingRequest,
     OkReply,
     Reallocate,
@@ -37,8 +37,6 @@ from corral.workers.requests.messages import (
     SampleMetadata,
     SaveCheckpoint,
     SaveWeights,
-    Spec,
-    SpecReply,
     StatsReply,
     TrainReply,
     TrainStep,
@@ -46,8 +44,7 @@ from corral.workers.requests.messages import (
     WrittenReply,
 )
 from corral.workers.streams.calls import RequestId
-from tests.experiments.broken_yaml import NUM_TRAINING_ROWS
-from tests.workers.master.trials import context_of, trial_of
+from tests.workers.master.trials import SHAPE, context_of, trial_of
 
 
 class UnknownRequest(msgspec.Struct):
@@ -60,17 +57,6 @@ def test_a_rank_refuses_a_non_blocking_request_that_it_does_not_know_and_lives(t
         with pytest.raises(ValueError, match="UnknownRequest is not served"):
             worker._answer_now(cast(Any, UnknownRequest()))
         assert not context.stopping.is_set()
-
-
-def test_a_rank_says_how_many_rows_it_reads_and_what_models_it_has(tmp_path: Path) -> None:
-    with context_of(*trial_of(tmp_path), "model_worker") as context, ExitStack() as stack:
-        worker = ModelWorker(context)
-        worker._set_up(stack)
-        assert worker._answer_now(Spec()) == SpecReply(num_rows=NUM_TRAINING_ROWS)
-        described = worker._answer_now(ModelConfig(model="actor/0"))
-        assert isinstance(described, ModelConfigReply) and described.architecture == "qwen2"
-        with pytest.raises(KeyError, match="critic"):
-            worker._answer_now(ModelConfig(model="critic/0"))
 
 
 class Replies:
@@ -142,8 +128,9 @@ class Part:
     def begin(self, epoch: int) -> None:
         self.asked.append(f"meet for epoch {epoch}")
 
-    def initialize(self, request: Initialize, **_: object) -> None:
+    def initialize(self, request: Initialize, **_: object) -> dict[str, LoadedModel]:
         self.asked.append(f"load {request.weights['actor']}")
+        return {"actor/0": SHAPE}
 
     def start_session(self, session: str) -> None:
         self.asked.append(f"session {session}")
@@ -156,7 +143,7 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
         worker._saves = worker._samples = worker._models = worker._plane = cast(Any, part)
         request = Initialize(weights={"actor": "w"}, states={}, step=3)
         worker._serve(cast(Any, replies), blocking(request))
-        assert replies.payloads == [OkReply()]
+        assert replies.payloads == [InitializedReply(models={"actor/0": SHAPE})]
         assert part.asked == ["forget", "forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
         assert context.presence.snapshot().version == "3"
 

@@ -390,11 +390,9 @@ def test_a_call_that_does_not_fit_its_interface_is_refused_at_the_start(folder: 
         Models(spec.model_copy(update={"calls": [spec.calls[0], blind]}), DataStore(), PLACES, seed=0)
 
 
-def test_a_model_is_described_before_and_after_it_is_loaded(folder: Path) -> None:
-    models = models_of(folder, DataStore())
-    assert models.describe("actor/0").num_parameters == 0
-    initialize(models, folder / "actor")
-    reply = models.describe("actor/0")
+def test_a_rank_says_what_models_it_has_loaded(folder: Path) -> None:
+    request = Initialize(weights={"actor": str(folder / "actor")}, states={}, step=0)
+    reply = models_of(folder, DataStore()).initialize(request, on_progress=no_progress)["actor/0"]
     assert reply.num_parameters == sum(tensor.numel() for tensor in read_weights(folder / "actor").values())
     assert (reply.architecture, reply.num_layers, reply.hidden_size, reply.vocab_size) == ("qwen2", 2, 64, 64)
 

@@ -12,9 +12,9 @@ from corral.workers.requests.messages import (
     NonBlockingRequest,
     OkReply,
     ReplyPayload,
-    Spec,
-    SpecReply,
+    StatsReply,
     TrainStep,
+    Written,
 )
 from corral.workers.streams.calls import RequestId
 from corral.workers.streams.security import StreamSecurity
@@ -25,9 +25,9 @@ INITIALIZE = Initialize(weights={"actor": "/weights"}, states={}, step=0)
 
 
 def answer(request: NonBlockingRequest) -> ReplyPayload:
-    """The workers of these tests know how large their dataset is, and cannot fetch."""
-    if isinstance(request, Spec):
-        return SpecReply(num_rows=1000)
+    """The workers of these tests know what they have written, and cannot fetch."""
+    if isinstance(request, Written):
+        return StatsReply(stats={"rows": 1000})
     if isinstance(request, Fetch):
         raise LookupError("the dataset is gone")
     return OkReply()

@@ -29,11 +29,10 @@ from corral.workers.requests.messages import (
     OkReply,
     ReplyPayload,
     SampleMetadata,
-    Spec,
-    SpecReply,
     StatsReply,
     TrainStep,
     WorkerRequest,
+    Written,
 )
 from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import Buffer, MessageCodec
@@ -55,7 +54,9 @@ def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: A
             await initialize(client, stream)
             step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
             envelope = await take(stream)  # and now the main thread "computes"
-            assert await ask(client, stream.worker_id, Spec(), deadline_s=10) == SpecReply(num_rows=1000)
+            assert await ask(client, stream.worker_id, Written(role="actor"), deadline_s=10) == StatsReply(
+                stats={"rows": 1000}
+            )
             await asyncio.to_thread(stream.reply, envelope, StatsReply(stats={"loss": 0.25}))
             assert await step.results() == {stream.worker_id: StatsReply(stats={"loss": 0.25})}
             assert envelope.request == train(version=4)
@@ -223,7 +224,9 @@ def test_a_reply_after_the_deadline_is_dropped(as_role: AsRole) -> None:
             with pytest.raises(StreamTimeoutError):
                 await pending.results()
             await asyncio.to_thread(stream.reply, envelope, OkReply())
-            assert await ask(client, stream.worker_id, Spec(), deadline_s=100) == SpecReply(num_rows=1000)  # it came
+            assert await ask(client, stream.worker_id, Written(role="actor"), deadline_s=100) == StatsReply(
+                stats={"rows": 1000}
+            )  # it came
             with pytest.raises(StreamTimeoutError):
                 await pending.results()
 
@@ -402,7 +405,7 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
 
         def count(request: NonBlockingRequest) -> ReplyPayload:
             calls.append(request)
-            return SpecReply(num_rows=len(calls))
+            return StatsReply(stats={"calls": len(calls)})
 
         codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=TRIAL)
         server = as_role("master_worker").bind_router(LOOPBACK, roles={"model_worker"}, purpose="requests")
@@ -415,13 +418,15 @@ def test_a_repeated_request_gets_the_same_reply_without_being_run_again(as_role:
         ):
             identity, *frames = await asyncio.to_thread(server.socket.recv_multipart)
             assert isinstance(codec.decode(frames).body, Hello)
-            request = codec.encode(WorkerRequest(request=Spec()), epoch=1, request_id="1:1", deadline_s=10)
+            request = codec.encode(
+                WorkerRequest(request=Written(role="actor")), epoch=1, request_id="1:1", deadline_s=10
+            )
             replies = []
             for _ in range(3):
                 server.socket.send_multipart([identity, *request])
                 replies.append(await asyncio.to_thread(server.socket.recv_multipart))
-            assert [codec.decode(reply[1:]).body for reply in replies] == [SpecReply(num_rows=1)] * 3
-            assert calls == [Spec()]
+            assert [codec.decode(reply[1:]).body for reply in replies] == [StatsReply(stats={"calls": 1})] * 3
+            assert calls == [Written(role="actor")]
         server.close()
 
     asyncio.run(run())

@@ -14,8 +14,8 @@ from corral.workers.requests.messages import (
     OkReply,
     ReplyPayload,
     SampleMetadata,
-    Spec,
     TrainStep,
+    Written,
 )
 from corral.workers.streams.errors import RemoteError
 from tests.workers.requests.rig import AsRole, initialize, take, train, with_master, worker
@@ -173,8 +173,8 @@ def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsR
     with_master(run, as_role("master_worker"))
 
 
-@pytest.mark.parametrize("carrier", [Spec(), train()])
-def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Spec | TrainStep) -> None:
+@pytest.mark.parametrize("carrier", [Written(role="actor"), train()])
+def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Written | TrainStep) -> None:
     def answer(request: NonBlockingRequest) -> ReplyPayload:
         if isinstance(request, ClearDataCache):
             raise KeyError("0:a")
