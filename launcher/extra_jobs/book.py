@@ -13,7 +13,7 @@ that cannot start while the trial holds its others, ends the trial after the gan
 started again adopts the jobs that its predecessor asked for; those of an earlier attempt are cancelled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -72,8 +72,9 @@ class ExtraJobHands(Protocol):
     def tell(self, event: NodesEvent) -> None:
         """Something has become of the nodes of those who run in an extra job."""
 
-    def news(self, event: str, **fields: object) -> None:
-        """A line of the journal."""
+    @property
+    def record(self) -> Callable[..., None]:
+        """Adds a line to the journal."""
 
 
 _State = Literal["wanted", "asked", "queued", "running", "leaving", "released"]
@@ -172,7 +173,7 @@ class ExtraJobBook:
         if extra_job.state == "asked":
             pause_s = self._want_again(extra_job, why, now)
             extra_job.never = why if is_word else ""
-            self.hands.news("extra_job_refused", allocation=name, cause=why, pause_s=pause_s)
+            self.hands.record("extra_job_refused", allocation=name, cause=why, pause_s=pause_s)
 
     def cleared(self, name: str, job_id: str) -> None:
         """Nothing of a predecessor runs in the adopted job any more."""
@@ -201,15 +202,15 @@ class ExtraJobBook:
                     self._make_room(extra_job, now)
         self._guard(now)
 
-    def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> None:
-        """The cluster was asked about the nodes after something ended there."""
+    def checked(self, name: str, job_id: str, *, why_leaving: str) -> None:
+        """The cluster was asked about the nodes after something ended there; "" if they stay."""
         extra_job = self._extra_jobs[name]
         if extra_job.job_id != job_id or extra_job.granted is None:
             return  # they were lost in the meantime, and that is known
-        if not is_leaving:
+        if not why_leaving:
             self.hands.tell(NodesEvent(name, "stay"))
             return
-        extra_job.state, extra_job.reason, extra_job.left_run = "leaving", cause, extra_job.run
+        extra_job.state, extra_job.reason, extra_job.left_run = "leaving", why_leaving, extra_job.run
         self._announce()
 
     def release(self, name: str) -> None:
@@ -316,7 +317,7 @@ class ExtraJobBook:
     def _give_back(self, required: Sequence[_ExtraJob], given_back: GiveBack, now: float) -> None:
         missing = {name: self._extra_jobs[name].reason or self._extra_jobs[name].state for name in given_back.missing}
         waited_s, pause_s = round(given_back.waited_s, 1), round(given_back.pause_s, 1)
-        self.hands.news("gang_given_back", missing=missing, waited_s=waited_s, pause_s=pause_s)
+        self.hands.record("gang_given_back", missing=missing, waited_s=waited_s, pause_s=pause_s)
         for extra_job in required:
             if extra_job.job_id:
                 self._cancel(extra_job.job_id)
@@ -348,4 +349,4 @@ class ExtraJobBook:
         self.hands.cancel(job_id)
 
     def _news(self, extra_job: _ExtraJob, event: str, **fields: object) -> None:
-        self.hands.news(event, allocation=extra_job.spec.name, job_id=extra_job.job_id, **fields)
+        self.hands.record(event, allocation=extra_job.spec.name, job_id=extra_job.job_id, **fields)

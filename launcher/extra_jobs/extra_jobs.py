@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
@@ -33,6 +34,7 @@ _ALIVE_INTERVAL_S = 10.0
 _CLEAR_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 15.0
 
+T = TypeVar("T")
 Answer = Callable[[float], None]
 """What the state machine makes of a finished request; takes the time."""
 
@@ -62,7 +64,7 @@ class ExtraJobs:
     _events: list[NodesEvent] = field(default_factory=list)
     _looked_at: float = float("-inf")
     _touched_at: float = float("-inf")
-    _trouble: str = ""
+    _is_unseen: bool = False
 
     def __post_init__(self) -> None:
         self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
@@ -87,7 +89,7 @@ class ExtraJobs:
         self._book.tick(now)
         if (self._look is None or self._look.done()) and now - self._looked_at >= self._book.look_interval_s(now):
             self._looked_at = now
-            self._look = self._request(self._ask_queue)
+            self._look = self._request(self._sightings, self._seen)
         events, self._events = self._events, []
         return events
 
@@ -95,7 +97,7 @@ class ExtraJobs:
         """Find out whether the nodes of an allocation are still there."""
         nodes = self._book.nodes_of(name)
         if nodes is not None:
-            self._request(lambda: self._check(name, nodes[0]))
+            self._request(partial(self.cluster.why_leaving, nodes[0]), partial(self._checked, name, nodes[0]))
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
@@ -133,22 +135,28 @@ class ExtraJobs:
     # The book's hands.
 
     def ask_for(self, name: str) -> None:
-        self._request(partial(self._submit, name))
+        self._request(partial(self._submit, name), partial(self._submitted, name))
 
     def cancel(self, job_id: str) -> None:
-        self._request(partial(self._cancel, job_id))
+        self._request(partial(self.cluster.cancel, job_id), partial(_warn, f"job {job_id} could not be cancelled"))
 
     def clear(self, name: str, job_id: str) -> None:
-        self._request(partial(self._clear, name, job_id))
+        end_steps = partial(self.cluster.end_steps, job_id, timeout_s=_CLEAR_TIMEOUT_S)
+        self._request(end_steps, partial(self._cleared, name, job_id))
 
     def tell(self, event: NodesEvent) -> None:
         self._events.append(event)
 
-    def news(self, event: str, **fields: object) -> None:
-        self.record(event, **fields)
+    def _request(self, ask: Callable[[], T], hear: Callable[[T | ClusterError, float], None]) -> "Future[Answer]":
+        """Asks in the thread; the answer is heard in the supervisor's, which alone touches the state machine."""
 
-    def _request(self, ask: Callable[[], Answer]) -> "Future[Answer]":
-        future = self._thread.submit(ask)
+        def asked() -> Answer:
+            try:
+                return partial(hear, ask())
+            except ClusterError as error:
+                return partial(hear, error)
+
+        future = self._thread.submit(asked)
         self._requests.append(future)
         return future
 
@@ -161,15 +169,7 @@ class ExtraJobs:
         except OSError as error:
             logger.warning("cannot touch %s: %s", supervisor_alive_path(self.directory), error)
 
-    # In the thread: nothing here touches the state machine; what is returned does, in the supervisor's thread.
-
-    def _ask_queue(self) -> Answer:
-        try:
-            sightings = self._sightings()
-        except ClusterError as error:
-            trouble = str(error)
-            return lambda now: self._unanswered(trouble)
-        return lambda now: self._answered(sightings, now)
+    # In the thread.
 
     def _sightings(self) -> list[JobSighting]:
         seen = [JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()]
@@ -191,7 +191,7 @@ class ExtraJobs:
             return one  # the next look asks again
         return replace(one, never=never, is_crowded_out=is_crowded_out)
 
-    def _submit(self, name: str) -> Answer:
+    def _submit(self, name: str) -> str:
         try:
             job_id = self.cluster.submit_extra_job(
                 self.plan,
@@ -201,42 +201,13 @@ class ExtraJobs:
                 attempt=self.attempt,
                 exclude_nodes=self.exclude_nodes,
             )
-            self._note(job_id, name)
-        except (ClusterError, OSError, ValueError) as error:
-            why = str(error)
-            # One that does not answer, or cannot be asked, says nothing about the job.
-            is_word = isinstance(error, ClusterError) and not isinstance(error, ClusterUnreachableError)
-            return lambda now: self._book.refused(name, why, now, is_word=is_word)
-        return lambda now: self._book.submitted(name, job_id, now)
-
-    def _note(self, job_id: str, name: str) -> None:
+        except (OSError, ValueError) as error:
+            raise ClusterUnreachableError(str(error)) from error  # it could not be asked
         try:
             self._own_jobs.note(job_id, allocation=name, attempt=self.attempt)
         except OSError as error:
             logger.warning("job %s could not be noted in control/: %s", job_id, error)
-
-    def _cancel(self, job_id: str) -> Answer:
-        try:
-            self.cluster.cancel(job_id)
-        except ClusterError as error:
-            logger.warning("job %s could not be cancelled: %s", job_id, error)
-        return lambda now: None
-
-    def _clear(self, name: str, job_id: str) -> Answer:
-        """Ends what a predecessor left in an adopted job."""
-        try:
-            self.cluster.end_steps(job_id, timeout_s=_CLEAR_TIMEOUT_S)
-        except ClusterError as error:
-            logger.warning("steps of job %s could not be ended: %s", job_id, error)
-        return lambda now: self._book.cleared(name, job_id)
-
-    def _check(self, name: str, job_id: str) -> Answer:
-        try:
-            cause = self.cluster.why_leaving(job_id)
-        except ClusterError as error:
-            logger.warning("job %s could not be asked for: %s", job_id, error)
-            return lambda now: None  # the supervision waits no longer than its own deadline
-        return lambda now: self._book.checked(name, job_id, is_leaving=bool(cause), cause=cause)
+        return job_id
 
     def _cancel_all(self, known: set[str]) -> str:
         """Why some may be left, or "" if none is."""
@@ -254,13 +225,36 @@ class ExtraJobs:
 
     # Back in the supervisor's thread.
 
-    def _answered(self, sightings: Sequence[JobSighting], now: float) -> None:
-        if self._trouble:
+    def _seen(self, answer: list[JobSighting] | ClusterError, now: float) -> None:
+        if isinstance(answer, ClusterError):
+            if not self._is_unseen:
+                self.record("extra_jobs_unseen", cause=str(answer))
+            self._is_unseen = True
+            return
+        if self._is_unseen:
             self.record("extra_jobs_seen_again")
-        self._trouble = ""
-        self._book.seen(sightings, now)
+        self._is_unseen = False
+        self._book.seen(answer, now)
 
-    def _unanswered(self, trouble: str) -> None:
-        if not self._trouble:
-            self.record("extra_jobs_unseen", cause=trouble)
-        self._trouble = trouble
+    def _submitted(self, name: str, answer: str | ClusterError, now: float) -> None:
+        if isinstance(answer, ClusterError):
+            # One that does not answer, or cannot be asked, says nothing about the job.
+            is_word = not isinstance(answer, ClusterUnreachableError)
+            self._book.refused(name, str(answer), now, is_word=is_word)
+        else:
+            self._book.submitted(name, answer, now)
+
+    def _cleared(self, name: str, job_id: str, answer: None | ClusterError, now: float) -> None:
+        _warn(f"steps of job {job_id} could not be ended", answer, now)
+        self._book.cleared(name, job_id)
+
+    def _checked(self, name: str, job_id: str, answer: str | ClusterError, now: float) -> None:
+        if isinstance(answer, ClusterError):  # the supervision waits no longer than its own deadline
+            _warn(f"job {job_id} could not be asked for", answer, now)
+        else:
+            self._book.checked(name, job_id, why_leaving=answer)
+
+
+def _warn(what: str, answer: None | ClusterError, now: float) -> None:
+    if answer is not None:
+        logger.warning("%s: %s", what, answer)

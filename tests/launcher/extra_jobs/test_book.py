@@ -77,7 +77,7 @@ class Jobs:
     def tell(self, event: NodesEvent) -> None:
         self._done.append(event)
 
-    def news(self, event: str, **fields: object) -> None:
+    def record(self, event: str, **fields: object) -> None:
         self._done.append(News(event, fields))
 
     def tick(self, now: float) -> list[Action]:
@@ -95,8 +95,8 @@ class Jobs:
     def cleared(self, name: str, job_id: str) -> list[Action]:
         return self._after(self.book.cleared(name, job_id))
 
-    def checked(self, name: str, job_id: str, *, is_leaving: bool, cause: str = "") -> list[Action]:
-        return self._after(self.book.checked(name, job_id, is_leaving=is_leaving, cause=cause))
+    def checked(self, name: str, job_id: str, *, why_leaving: str) -> list[Action]:
+        return self._after(self.book.checked(name, job_id, why_leaving=why_leaving))
 
     def release(self, name: str) -> list[Action]:
         return self._after(self.book.release(name))
@@ -203,7 +203,7 @@ def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> Non
 
 def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", is_leaving=True, cause="its job is being preempted") == [
+    assert jobs.checked(ELASTIC.name, "7", why_leaving="its job is being preempted") == [
         NodesEvent(ELASTIC.name, "lost", "its job is being preempted")
     ]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 2.0)) == []
@@ -215,8 +215,8 @@ def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
 
 def test_nodes_that_stay_are_said_to_stay() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", is_leaving=False) == [NodesEvent(ELASTIC.name, "stay")]
-    assert jobs.checked(ELASTIC.name, "6", is_leaving=False) == []
+    assert jobs.checked(ELASTIC.name, "7", why_leaving="") == [NodesEvent(ELASTIC.name, "stay")]
+    assert jobs.checked(ELASTIC.name, "6", why_leaving="") == []
 
 
 def test_a_job_that_can_never_start_is_reported_once_and_left_alone() -> None:
