@@ -1,6 +1,8 @@
 """What the restart units' machine (units.py) orders; the supervisor's loop carries it out."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from corral.experiments.trial.attempt_end_record import EndState
 
@@ -21,13 +23,17 @@ class SignalTask:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartUnit:
-    """News for the journal: the unit will start again after the pause."""
+class UnitNews:
+    """News for the journal of a unit that ended.
 
+    unit_restarting: it will start again after the pause; unit_left: it ended for a reason that is not its own, and
+    starts again when it may.
+    """
+
+    event: Literal["unit_restarting", "unit_left"]
     unit: str
     cause: str
-    pause_s: float
-    restarts: int
+    fields: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +41,6 @@ class CheckNodes:
     """Find out whether the unit's nodes are still there; `nodes_stay` or `nodes_lost` is the answer."""
 
     unit: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveUnit:
-    """News for the journal: the unit ended for a reason that is not its own, and starts again when it may."""
-
-    unit: str
-    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +66,4 @@ class EndTrial:
     cause: str
 
 
-Action = StartUnit | SignalTask | RestartUnit | CheckNodes | LeaveUnit | GiveUpUnit | AppendStop | EndTrial
+Action = StartUnit | SignalTask | UnitNews | CheckNodes | GiveUpUnit | AppendStop | EndTrial

@@ -38,10 +38,9 @@ from corral.launcher.supervisor.actions import (
     CheckNodes,
     EndTrial,
     GiveUpUnit,
-    LeaveUnit,
-    RestartUnit,
     SignalTask,
     StartUnit,
+    UnitNews,
 )
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
@@ -52,7 +51,7 @@ from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExi
 from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, UnitNodes, WorkerCommand, units_of_plan, worker_command
-from corral.launcher.supervisor.units import RestartPolicy, TrialPhase, UnitMachine
+from corral.launcher.supervisor.units import TrialPhase, UnitMachine
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
@@ -107,14 +106,7 @@ class Supervisor:
         self._tasks_by_unit = {unit.name: unit.tasks for unit in units}
         self._tasks_of_own_job = {task for unit in units if not unit.needs_nodes for task in unit.tasks}
         supervision = self.plan.supervision
-        self._unit_machine = UnitMachine(
-            units,
-            RestartPolicy(
-                max_restarts=supervision.max_restarts,
-                pause_s=supervision.restart_pause_s,
-                healthy_after_s=supervision.healthy_after_s,
-            ),
-        )
+        self._unit_machine = UnitMachine(units, supervision)
         self._tasks = AttemptTasks(
             directory=self.directory,
             plan=self.plan,
@@ -243,10 +235,10 @@ class Supervisor:
             self._why_abandoned = f"attempt {self.attempt.attempt + 1} has begun"
         for slot, entry in seen.entries or ():
             if slot >= self.attempt.start_slot and isinstance(entry, Done):
-                self._apply(self._unit_machine.log_ended(EndState.COMPLETE, "", time.monotonic()))
+                self._apply(self._unit_machine.end_trial(EndState.COMPLETE, "", time.monotonic()))
             elif slot >= self.attempt.start_slot and isinstance(entry, Stop):
                 reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
-                self._apply(self._unit_machine.log_ended(EndState.STOPPED, reason, time.monotonic()))
+                self._apply(self._unit_machine.end_trial(EndState.STOPPED, reason, time.monotonic()))
         if seen.groups_kept_down is not None:
             self._keep_groups_down(seen.groups_kept_down)
         if seen.unreadable_stop_request:
@@ -298,10 +290,8 @@ class Supervisor:
                             self._silence.started(task)
                 case SignalTask(task, kill):
                     signals[kill].append(task)
-                case RestartUnit(unit, cause, pause_s, restarts):
-                    self._record("unit_restarting", unit=unit, cause=cause, pause_s=pause_s, restarts=restarts)
-                case LeaveUnit(unit, cause):
-                    self._record("unit_left", unit=unit, cause=cause)
+                case UnitNews(event, unit, cause, fields):
+                    self._record(event, unit=unit, cause=cause, **fields)
                 case CheckNodes(unit) if self._unit_nodes is not None:
                     self._unit_nodes.check(unit)
                 case GiveUpUnit(unit, cause):

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.supervisor.actions import Action
-from corral.launcher.supervisor.units import TRAINER_UNIT, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import TRAINER_UNIT, TrialPhase, UnitMachine, UnitSpec
 
 REDIS_UNIT = "redis"
 
@@ -96,8 +97,8 @@ class UnitNodes:
                         actions += machine.nodes_lost(unit, event.cause, now)
                     case "stay":
                         actions += machine.nodes_stay(unit, now)
-                    case "never come":
-                        actions += machine.cannot_run(event.cause, now)
+                    case "never come" if machine.phase is TrialPhase.RUNNING:
+                        actions += machine.end_trial(EndState.FAILED, event.cause, now)
         return actions
 
 

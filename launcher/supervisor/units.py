@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.supervisor.actions import (
@@ -34,10 +35,9 @@ from corral.launcher.supervisor.actions import (
     CheckNodes,
     EndTrial,
     GiveUpUnit,
-    LeaveUnit,
-    RestartUnit,
     SignalTask,
     StartUnit,
+    UnitNews,
 )
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.scheduling.restarts import growing_pause
@@ -61,20 +61,10 @@ class UnitSpec:
     """The trial can do without it: out of budget, it is given up alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Budgets and deadlines, in seconds."""
-
-    max_restarts: int
-    pause_s: float
-    healthy_after_s: float
-    max_pause_s: float = 30.0
-    terminate_grace_s: float = 10.0
-    kill_grace_s: float = 5.0
-    check_timeout_s: float = 30.0
-    """How long an exit may wait for the cluster's word on its nodes; after that it counts as a crash."""
-
-
+MAX_PAUSE_S = 30.0
+TERMINATE_GRACE_S = 10.0
+KILL_GRACE_S = 5.0
+CHECK_TIMEOUT_S = 30.0  # how long an exit may wait for the cluster's word on its nodes; then it counts as a crash
 _FINAL = (
     WorkerExit.BAD_CONFIGURATION,
     WorkerExit.NOT_FINITE,
@@ -134,8 +124,8 @@ class _Unit:
 class UnitMachine:
     """The decisions of one attempt. Every method takes the time (monotonic seconds) and returns what to do now."""
 
-    def __init__(self, units: Sequence[UnitSpec], policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, units: Sequence[UnitSpec], budgets: SupervisionConfig) -> None:
+        self._budgets = budgets
         ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
         self._units = {spec.name: _Unit(spec, has_nodes=not spec.needs_nodes) for spec in ordered}
         self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
@@ -152,7 +142,7 @@ class UnitMachine:
     ) -> list[Action]:
         """A task ended, or could not be started; `said` is what it put down about that.
 
-        The shell reads the trial log first (`log_ended`), so that a worker that ends because of Done is no crash.
+        The shell reads the trial log first (`end_trial`), so that a worker that ends because of Done is no crash.
         """
         unit = self._unit_by_task[task]
         if task not in unit.running:
@@ -212,10 +202,6 @@ class UnitMachine:
             return []
         return self._restart_or_give_up(unit, now)
 
-    def cannot_run(self, cause: str, now: float) -> list[Action]:
-        """The trial can never have all that it needs."""
-        return self._terminate(EndState.FAILED, cause, now) if self.phase is TrialPhase.RUNNING else []
-
     def keep_down(self, name: str, *, is_kept_down: bool, now: float) -> list[Action]:
         """Someone wants the unit to be kept down, or to run again."""
         unit = self._units[name]
@@ -244,8 +230,8 @@ class UnitMachine:
             return self._stop_without_checkpoint("the trainer did not run", now)
         return []
 
-    def log_ended(self, outcome: EndState, reason: str, now: float) -> list[Action]:
-        """The trial log holds Done or Stop."""
+    def end_trial(self, outcome: EndState, reason: str, now: float) -> list[Action]:
+        """The trial is over: its log holds Done or Stop, or it can never have all that it needs."""
         if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):
             return []
         return self._terminate(outcome, reason, now)
@@ -281,7 +267,7 @@ class UnitMachine:
             return self._leave(unit, unit.expected_end, now)
         if unit.spec.needs_nodes and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
             unit.phase = UnitPhase.CHECKING
-            unit.deadline = now + self._policy.check_timeout_s
+            unit.deadline = now + CHECK_TIMEOUT_S
             return [CheckNodes(unit.spec.name)]
         return self._restart_or_give_up(unit, now)
 
@@ -290,41 +276,43 @@ class UnitMachine:
         if not unit.running:
             return []
         unit.expected_end = cause
-        unit.deadline = now + (self._policy.kill_grace_s if kill else self._policy.terminate_grace_s)
+        unit.deadline = now + (KILL_GRACE_S if kill else TERMINATE_GRACE_S)
         return self._signal(unit.running, kill=kill)
 
     def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
         unit.phase, unit.start_at, unit.deadline, unit.expected_end = UnitPhase.WAITING, now, float("inf"), ""
         unit.is_on_fallback = False
-        return [LeaveUnit(unit.spec.name, cause)]
+        return [UnitNews("unit_left", unit.spec.name, cause)]
 
     def _overdue(self, unit: _Unit, now: float) -> list[Action]:
         if unit.phase is UnitPhase.CHECKING:
             return self._restart_or_give_up(unit, now) if self.phase is TrialPhase.RUNNING else []
-        unit.deadline = now + self._policy.kill_grace_s  # again and again: what was asked politely, or did not die
+        unit.deadline = now + KILL_GRACE_S  # again and again: what was asked politely, or did not die
         return self._signal(unit.running, kill=True)
 
     def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
         unit.deadline = float("inf")
         first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
-        if now - unit.started_at >= self._policy.healthy_after_s:
+        if now - unit.started_at >= self._budgets.healthy_after_s:
             unit.charged = unit.in_a_row = 0
         unit.in_a_row += 1
         if unit.is_given_up:
             unit.phase = UnitPhase.WAITING
             return []
         unit.charged += first.is_charged
-        if unit.charged > self._policy.max_restarts:
-            cause = f"{first}; {unit.spec.name} used up its {self._policy.max_restarts} restarts"
+        if unit.charged > self._budgets.max_restarts:
+            cause = f"{first}; {unit.spec.name} used up its {self._budgets.max_restarts} restarts"
             if unit.spec.is_optional:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
             return self._terminate(EndState.FAILED, cause, now)
-        pause_s = growing_pause(unit.in_a_row, first_s=self._policy.pause_s, longest_s=self._policy.max_pause_s)
+        pause_s = growing_pause(unit.in_a_row, first_s=self._budgets.restart_pause_s, longest_s=MAX_PAUSE_S)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
         unit.start_at = now + pause_s
-        return [RestartUnit(unit.spec.name, str(first), pause_s, unit.restarts)]
+        return [
+            UnitNews("unit_restarting", unit.spec.name, str(first), {"pause_s": pause_s, "restarts": unit.restarts})
+        ]
 
     def _exited_while_stopping(self, unit: _Unit, now: float) -> list[Action]:
         unit.phase = UnitPhase.CLEARING  # not started again: the trial is about to end
@@ -345,13 +333,13 @@ class UnitMachine:
         if kill:
             return self._kill_all(now)
         self.phase = TrialPhase.TERMINATING
-        self._deadline = now + self._policy.terminate_grace_s
+        self._deadline = now + TERMINATE_GRACE_S
         workers = self._all_running(services=False)
         return self._signal(workers, kill=False) if workers else self._kill_all(now)
 
     def _kill_all(self, now: float) -> list[Action]:
         self.phase = TrialPhase.KILLING
-        self._deadline = now + self._policy.kill_grace_s
+        self._deadline = now + KILL_GRACE_S
         running = self._all_running()
         return self._signal(running, kill=True) if running else self._end()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
@@ -17,12 +18,12 @@ from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.supervisor.actions import RestartUnit, StartUnit
+from corral.launcher.supervisor.actions import StartUnit, UnitNews
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.units import RestartPolicy, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import MAX_PAUSE_S, UnitMachine, UnitSpec
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial
@@ -82,23 +83,24 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     tasks = make_tasks(tmp_path, bind_address="127.0.0.1" if who_asks == "srun" else "auto")
-    policy = RestartPolicy(max_restarts=1, pause_s=1.0, healthy_after_s=1e9)
-    machine, now = UnitMachine([UnitSpec(name=WORKER, tasks=(WORKER,))], policy), 0.0
+    budgets = SupervisionConfig(max_restarts=1, restart_pause_s=1.0, healthy_after_s=1e9)
+    machine, now = UnitMachine([UnitSpec(name=WORKER, tasks=(WORKER,))], budgets), 0.0
     for _ in range(5):
-        now += policy.max_pause_s
+        now += MAX_PAUSE_S
         assert machine.tick(now) == [StartUnit(WORKER)]
         tasks.start([WORKER])
         (ended,) = wait_until(tasks.collect, f"the end of {WORKER}")
         assert ended.kind is ExitKind.SLURM_AWAY
-        assert isinstance(decide(machine, ended, now), RestartUnit)
-    now += policy.max_pause_s
+        assert decide(machine, ended, now) == "unit_restarting"
+    now += MAX_PAUSE_S
     machine.tick(now)
-    assert isinstance(decide(machine, TaskExit(WORKER, 1), now), RestartUnit)  # the one crash that may be
+    assert decide(machine, TaskExit(WORKER, 1), now) == "unit_restarting"  # the one crash that may be
 
 
-def decide(machine: UnitMachine, ended: TaskExit, now: float) -> object:
+def decide(machine: UnitMachine, ended: TaskExit, now: float) -> str:
     (action,) = machine.exited(ended.task, ended.returncode, now, kind=ended.kind)
-    return action
+    assert isinstance(action, UnitNews)
+    return action.event
 
 
 class ObedientTask:

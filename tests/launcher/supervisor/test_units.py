@@ -1,11 +1,13 @@
 """Restart units: what is restarted, what ends a trial, and that every path ends."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.launcher.supervisor.actions import (
@@ -14,12 +16,18 @@ from corral.launcher.supervisor.actions import (
     CheckNodes,
     EndTrial,
     GiveUpUnit,
-    LeaveUnit,
-    RestartUnit,
     SignalTask,
     StartUnit,
+    UnitNews,
 )
-from corral.launcher.supervisor.units import RestartPolicy, TrialPhase, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import (
+    CHECK_TIMEOUT_S,
+    MAX_PAUSE_S,
+    TERMINATE_GRACE_S,
+    TrialPhase,
+    UnitMachine,
+    UnitSpec,
+)
 from corral.launcher.trial.exits import ExitKind
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
@@ -27,17 +35,29 @@ MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
 GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"))
 ROLLOUT = UnitSpec(name="rollout_worker/0", tasks=("rollout_worker/0",))
 UNITS = (MASTER, GANG, ROLLOUT, REDIS)
-POLICY = RestartPolicy(max_restarts=2, pause_s=1.0, healthy_after_s=100.0, terminate_grace_s=10.0, kill_grace_s=5.0)
+BUDGETS = SupervisionConfig(max_restarts=2, restart_pause_s=1.0, healthy_after_s=100.0)
 
 
-def started(policy: RestartPolicy = POLICY) -> UnitMachine:
-    machine = UnitMachine(UNITS, policy)
+def started() -> UnitMachine:
+    machine = UnitMachine(UNITS, BUDGETS)
     machine.tick(0.0)
     return machine
 
 
+def restarting(unit: str, cause: str, *, pause_s: float, restarts: int) -> UnitNews:
+    return UnitNews("unit_restarting", unit, cause, {"pause_s": pause_s, "restarts": restarts})
+
+
+def is_restarting(action: Action) -> TypeGuard[UnitNews]:
+    return isinstance(action, UnitNews) and action.event == "unit_restarting"
+
+
+def is_left(action: Action) -> bool:
+    return isinstance(action, UnitNews) and action.event == "unit_left"
+
+
 def test_services_start_before_workers() -> None:
-    actions = UnitMachine(UNITS, POLICY).tick(0.0)
+    actions = UnitMachine(UNITS, BUDGETS).tick(0.0)
     assert actions[0] == StartUnit("redis")
     assert {action.unit for action in actions if isinstance(action, StartUnit)} == {unit.name for unit in UNITS}
 
@@ -45,7 +65,7 @@ def test_services_start_before_workers() -> None:
 def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
     machine = started()
     assert machine.exited("rollout_worker/0", -9, 10.0) == [
-        RestartUnit("rollout_worker/0", "rollout_worker/0 signal 9", 1.0, 1)
+        restarting("rollout_worker/0", "rollout_worker/0 signal 9", pause_s=1.0, restarts=1)
     ]
     assert machine.tick(10.5) == []
     assert machine.tick(11.0) == [StartUnit("rollout_worker/0")]
@@ -54,22 +74,22 @@ def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in ExitKind if kind is not ExitKind.OWN])
 def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_cost(kind: ExitKind) -> None:
     machine, now, pauses = started(), 0.0, []
-    for _ in range(10 * POLICY.max_restarts):
+    for _ in range(10 * BUDGETS.max_restarts):
         (restart,) = machine.exited("rollout_worker/0", 127, now, kind=kind)
-        assert isinstance(restart, RestartUnit)
-        pauses.append(restart.pause_s)
-        now += restart.pause_s
+        assert is_restarting(restart)
+        pauses.append(restart.fields["pause_s"])
+        now += restart.fields["pause_s"]
         assert machine.tick(now) == [StartUnit("rollout_worker/0")]
-    assert pauses == sorted(pauses) and pauses[-1] == POLICY.max_pause_s
+    assert pauses == sorted(pauses) and pauses[-1] == MAX_PAUSE_S
 
 
 def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_at_no_cost() -> None:
     machine, now = started(), 0.0
-    for _ in range(POLICY.max_restarts + 1):
+    for _ in range(BUDGETS.max_restarts + 1):
         machine.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
         (restart,) = machine.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
-        assert isinstance(restart, RestartUnit) and "SLURM's notice" in restart.cause
-        now += restart.pause_s
+        assert is_restarting(restart) and "SLURM's notice" in restart.cause
+        now += restart.fields["pause_s"]
         assert machine.tick(now) == [StartUnit("model_worker")]
 
 
@@ -77,7 +97,9 @@ def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
     machine = started()
     assert machine.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
     assert machine.tick(20.0) == []  # not before the old gang is gone
-    assert machine.exited("model_worker/0", -9, 20.0) == [RestartUnit("model_worker", "model_worker/1 exit 1", 1.0, 1)]
+    assert machine.exited("model_worker/0", -9, 20.0) == [
+        restarting("model_worker", "model_worker/1 exit 1", pause_s=1.0, restarts=1)
+    ]
     assert machine.tick(21.0) == [StartUnit("model_worker")]
 
 
@@ -86,7 +108,7 @@ def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> No
     machine.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
     supervision_actions = [action for action in machine.exited("model_worker/1", -9, 10.0)]
     # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
-    assert [type(action) for action in supervision_actions] == [RestartUnit]
+    assert [type(action) for action in supervision_actions] == [UnitNews]
 
 
 def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
@@ -109,9 +131,9 @@ def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
     for run_s in (5.0, 5.0, 500.0, 5.0):
         now += run_s
         (restart,) = machine.exited("rollout_worker/0", 1, now)
-        assert isinstance(restart, RestartUnit)
-        pauses.append(restart.pause_s)
-        now += restart.pause_s
+        assert is_restarting(restart)
+        pauses.append(restart.fields["pause_s"])
+        now += restart.fields["pause_s"]
         machine.tick(now)
     assert pauses == [1.0, 2.0, 1.0, 2.0]
 
@@ -121,7 +143,7 @@ def test_a_worker_whose_end_is_no_crash_is_restarted_without_spending_the_budget
     machine = started()
     now = 0.0
     for _ in range(10):
-        assert isinstance(machine.exited("master_worker/0", returncode, now)[0], RestartUnit)
+        assert is_restarting(machine.exited("master_worker/0", returncode, now)[0])
         now += 40.0
         assert machine.tick(now) == [StartUnit("master_worker/0")]
 
@@ -143,7 +165,7 @@ def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, retu
 
 def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
     machine = started()
-    asked = machine.log_ended(EndState.COMPLETE, "", 5.0)
+    asked = machine.end_trial(EndState.COMPLETE, "", 5.0)
     workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
     assert asked == [SignalTask(worker, kill=False) for worker in workers]
     for worker in workers[:-1]:
@@ -154,14 +176,14 @@ def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
 
 def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
     machine = started()
-    machine.log_ended(EndState.COMPLETE, "", 5.0)
+    machine.end_trial(EndState.COMPLETE, "", 5.0)
     assert machine.tick(14.9) == []
     assert SignalTask("rollout_worker/0", kill=True) in machine.tick(15.0)
 
 
 def test_an_unkillable_worker_is_named_and_does_not_hold_the_end_up() -> None:
     machine = started()
-    machine.log_ended(EndState.COMPLETE, "", 5.0)
+    machine.end_trial(EndState.COMPLETE, "", 5.0)
     machine.tick(15.0)
     (end,) = machine.tick(20.0)
     assert isinstance(end, EndTrial) and "rollout_worker/0" in end.cause
@@ -211,7 +233,7 @@ WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), wa
 
 def with_nodes(*units: UnitSpec) -> UnitMachine:
     """All nodes granted, all units running."""
-    machine = UnitMachine(units, POLICY)
+    machine = UnitMachine(units, BUDGETS)
     for unit in units:
         if unit.needs_nodes:
             machine.nodes_granted(unit.name, 0.0)
@@ -220,7 +242,7 @@ def with_nodes(*units: UnitSpec) -> UnitMachine:
 
 
 def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
-    machine = UnitMachine((MASTER, SERVER), POLICY)
+    machine = UnitMachine((MASTER, SERVER), BUDGETS)
     assert machine.tick(0.0) == [StartUnit("master_worker/0")]
     assert machine.tick(10_000.0) == []
     machine.nodes_granted("generation_server/1", 10_000.0)
@@ -229,12 +251,14 @@ def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
 
 def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
     machine, now = with_nodes(MASTER, SERVER), 0.0
-    for _ in range(10 * POLICY.max_restarts):
+    for _ in range(10 * BUDGETS.max_restarts):
         now += 1.0
         assert machine.nodes_lost("generation_server/1", "preempted", now) == [
             SignalTask("generation_server/1", kill=True)
         ]
-        assert machine.exited("generation_server/1", -9, now) == [LeaveUnit("generation_server/1", "preempted")]
+        assert machine.exited("generation_server/1", -9, now) == [
+            UnitNews("unit_left", "generation_server/1", "preempted")
+        ]
         assert machine.tick(now + 100.0) == []
         machine.nodes_granted("generation_server/1", now)
         assert machine.tick(now) == [StartUnit("generation_server/1")]
@@ -244,24 +268,24 @@ def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
     machine = with_nodes(MASTER, SERVER)
     assert machine.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
     assert machine.tick(2.0) == []
-    assert isinstance(machine.nodes_stay("generation_server/1", 2.0)[0], RestartUnit)
+    assert is_restarting(machine.nodes_stay("generation_server/1", 2.0)[0])
     machine.tick(4.0)
     machine.exited("generation_server/1", 0, 5.0)
     assert machine.nodes_lost("generation_server/1", "preempted", 6.0) == [
-        LeaveUnit("generation_server/1", "preempted")
+        UnitNews("unit_left", "generation_server/1", "preempted")
     ]
 
 
 def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
     machine = with_nodes(MASTER, SERVER)
     machine.exited("generation_server/1", 1, 1.0)
-    assert machine.tick(1.0 + POLICY.check_timeout_s - 0.1) == []
-    assert isinstance(machine.tick(1.0 + POLICY.check_timeout_s)[0], RestartUnit)
+    assert machine.tick(1.0 + CHECK_TIMEOUT_S - 0.1) == []
+    assert is_restarting(machine.tick(1.0 + CHECK_TIMEOUT_S)[0])
 
 
 def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
     machine, now = with_nodes(MASTER, SERVER), 0.0
-    for _ in range(POLICY.max_restarts + 1):
+    for _ in range(BUDGETS.max_restarts + 1):
         now += 50.0
         machine.tick(now)
         machine.exited("generation_server/1", 3, now)
@@ -271,11 +295,11 @@ def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
 
 
 def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_granted() -> None:
-    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
     assert StartUnit("rollout_worker/1") in machine.tick(0.0)
     assert machine.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
     (left,) = machine.exited("rollout_worker/1", 0, 6.0)
-    assert isinstance(left, LeaveUnit)
+    assert is_left(left)
     assert machine.tick(6.0) == [StartUnit("rollout_worker/1")]
     machine.nodes_lost("rollout_worker/1", "preempted", 7.0)
     machine.exited("rollout_worker/1", 0, 7.0)
@@ -283,20 +307,20 @@ def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_grante
 
 
 def test_what_does_not_move_when_asked_is_killed() -> None:
-    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
     machine.tick(0.0)
     machine.nodes_granted("rollout_worker/1", 5.0)
-    assert machine.tick(5.0 + POLICY.terminate_grace_s) == [SignalTask("rollout_worker/1", kill=True)]
+    assert machine.tick(5.0 + TERMINATE_GRACE_S) == [SignalTask("rollout_worker/1", kill=True)]
 
 
 def test_a_crash_in_the_fallback_is_a_crash() -> None:
-    machine = UnitMachine((MASTER, ROAMER), POLICY)
+    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
     machine.tick(0.0)
-    assert isinstance(machine.exited("rollout_worker/1", 1, 1.0)[0], RestartUnit)
+    assert is_restarting(machine.exited("rollout_worker/1", 1, 1.0)[0])
 
 
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
-    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
     assert machine.tick(0.0) == []
     machine.nodes_granted("model_worker", 50.0)
     assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
@@ -311,14 +335,14 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
 
 
 def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
-    machine = UnitMachine((WAITING_MASTER, FAR_GANG), POLICY)
+    machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
     machine.nodes_granted("model_worker", 0.0)
     machine.tick(0.0)
     for rank in FAR_GANG.tasks:
         asked = machine.exited(rank, 0, 10.0)
     assert asked == [CheckNodes("model_worker")]
     lost = machine.nodes_lost("model_worker", "requeued", 11.0)
-    assert lost == [LeaveUnit("model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
+    assert lost == [UnitNews("unit_left", "model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
 
 
 def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
@@ -326,7 +350,7 @@ def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
     assert machine.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
         SignalTask("rollout_worker/0", kill=False)
     ]
-    assert isinstance(machine.exited("rollout_worker/0", 0, 2.0)[0], LeaveUnit)
+    assert is_left(machine.exited("rollout_worker/0", 0, 2.0)[0])
     assert machine.tick(1000.0) == []
     assert machine.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
     assert machine.tick(1000.0) == [StartUnit("rollout_worker/0")]
@@ -360,8 +384,8 @@ class World:
                 self.starts[unit.name] = self.starts.get(unit.name, 0) + 1
             elif isinstance(action, SignalTask):
                 assert action.task in self.running, "signalled what does not run"
-            elif isinstance(action, RestartUnit):
-                self.restarts[action.unit] = action.restarts
+            elif is_restarting(action):
+                self.restarts[action.unit] = int(action.fields["restarts"])
             elif isinstance(action, EndTrial):
                 self.end = action
 
@@ -369,7 +393,7 @@ class World:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[tuple[str, float, int]]) -> None:
-    machine, world, now = UnitMachine(UNITS, POLICY), World(), 0.0
+    machine, world, now = UnitMachine(UNITS, BUDGETS), World(), 0.0
     world.apply(machine.tick(now))
     for kind, argument, code in events:
         if world.end:
@@ -384,7 +408,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         elif kind == "stop":
             world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=bool(argument), now=now))
         elif kind == "log":
-            world.apply(machine.log_ended(EndState.COMPLETE if argument else EndState.STOPPED, "", now))
+            world.apply(machine.end_trial(EndState.COMPLETE if argument else EndState.STOPPED, "", now))
     if world.end is None:
         world.apply(machine.stop_requested(reason="asked", grace_s=30.0, immediately=False, now=now))
         for _ in range(10):  # nobody reacts to anything: grace, terminate, kill, given up
@@ -408,7 +432,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
     events: list[tuple[str, int, int]],
 ) -> None:
     units = (WAITING_MASTER, *FAR_UNITS, REDIS)
-    machine, world, now = UnitMachine(units, POLICY), World(units), 0.0
+    machine, world, now = UnitMachine(units, BUDGETS), World(units), 0.0
     granted: set[str] = set()
     crashes = dict.fromkeys([unit.name for unit in units], 0)
     checking: set[str] = set()
@@ -424,7 +448,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
                     assert "model_worker" in granted or name != "master_worker/0"
                 case CheckNodes(name):
                     checking.add(name)
-                case LeaveUnit(name):
+                case UnitNews("unit_left", name):
                     checking.discard(name)
 
     apply(machine.tick(now))
@@ -459,7 +483,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
         for name, restarts in world.restarts.items():
             assert restarts <= crashes[name], f"{name} was charged for what was no crash of its own"
     if machine.phase is not TrialPhase.RUNNING:
-        assert any(crashes[unit.name] > POLICY.max_restarts for unit in units if not unit.is_optional)
+        assert any(crashes[unit.name] > BUDGETS.max_restarts for unit in units if not unit.is_optional)
 
 
 def _drain(machine: UnitMachine, now: float) -> EndTrial:
@@ -476,18 +500,18 @@ def test_a_silent_task_is_killed_and_started_again_as_its_own_failure_with_its_g
     assert machine.silent("model_worker/1", 61.0) == [SignalTask("model_worker/1", kill=True)]
     assert machine.exited("model_worker/1", -9, 10.1) == [SignalTask("model_worker/0", kill=True)]
     (restart,) = machine.exited("model_worker/0", -9, 10.2)
-    assert isinstance(restart, RestartUnit)
+    assert is_restarting(restart)
     assert restart.cause == "model_worker/1 gave no sign of life for 61 s, and was killed"
     assert machine.silent("model_worker/1", 63.0) == []  # it does not run
 
 
 def test_a_task_that_falls_silent_again_and_again_spends_its_budget() -> None:
     machine, now = started(), 0.0
-    for _ in range(POLICY.max_restarts):
+    for _ in range(BUDGETS.max_restarts):
         machine.silent("rollout_worker/0", 61.0)
         (restart,) = machine.exited("rollout_worker/0", -9, now)
-        assert isinstance(restart, RestartUnit)
-        now += restart.pause_s
+        assert is_restarting(restart)
+        now += restart.fields["pause_s"]
         machine.tick(now)
     machine.silent("rollout_worker/0", 61.0)
     machine.exited("rollout_worker/0", -9, now)
