@@ -18,8 +18,8 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
-from corral.launcher.layout.layout import Layout, RunningAllocations
-from corral.launcher.runners.runner import MovingRunner
+from corral.launcher.layout.layout import Layout, RunningAllocations, Step
+from corral.launcher.runners.runner import TaskRunner
 
 
 class Cluster(JobQueue, Protocol):
@@ -108,8 +108,11 @@ class Cluster(JobQueue, Protocol):
         """
 
 
-class AllocationRunner(MovingRunner, Protocol):
+class AllocationRunner(TaskRunner, Protocol):
     """Starts workers on the nodes of a cluster."""
+
+    def move(self, worker: str, step: Step) -> None:
+        """Run elsewhere from the next start on."""
 
     def address_of(self, host: str) -> str:
         """A node's own address, as the cluster knows it."""

@@ -63,6 +63,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM
     gives the first ones that are free, so workers that ask for equally many may have swapped theirs."""
     gpu_binding: GpuBinding = "per_task"
+    overlaps: bool = False
+    """Whether it runs beside the plan, on resources that are other steps'; never in layout.json."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +103,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if step is None or not is_elastic or not worker.startswith("rollout_worker/"):
             return None
         mem_mb = min(step.mem_mb, self.head.mem_mb_per_node)
-        return Step(allocation=0, node_index=0, cpus=1, mem_mb=mem_mb, gpu_binding="none")
+        return Step(allocation=0, node_index=0, cpus=1, mem_mb=mem_mb, gpu_binding="none", overlaps=True)
 
     def workers_of(self, allocation: int) -> list[str]:
         """The workers whose steps run in one allocation."""

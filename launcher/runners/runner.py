@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from corral.launcher.layout.layout import Step
 from corral.launcher.trial.exits import ExitKind
 
 
@@ -72,13 +71,6 @@ class TaskRunner(Protocol):
 
     def clean_up(self) -> None:
         """End what an earlier supervisor of this attempt left running."""
-
-
-class MovingRunner(TaskRunner, Protocol):
-    """A runner whose workers can be told to run elsewhere."""
-
-    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        """Run elsewhere from the next start on; with `overlaps` on what other steps have."""
 
 
 def start_process(

@@ -135,7 +135,7 @@ class SrunRunner:
     allocations: Callable[[], RunningAllocations]
     why_away: Callable[[int], str] = lambda allocation: "its job does not run"
     _signals: StepSignals = field(init=False)
-    _moved: dict[str, tuple[Step, bool]] = field(default_factory=dict)
+    _moved: dict[str, Step] = field(default_factory=dict)
     _address_by_host: dict[str, str] = field(default_factory=dict)
     _tasks: dict[str, SrunTask] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step, overlaps = self._moved.get(worker) or self._planned(worker)
+        step = self._moved.get(worker) or self._planned(worker)
         allocation = self.layout.allocations[step.allocation]
         running = self.allocations().get(step.allocation)
         if running is None:
@@ -184,10 +184,9 @@ class SrunRunner:
                 f"{worker} runs on node {step.node_index} of allocation {allocation.name}, and job {running.job_id} "
                 f"has {len(running.hosts)} nodes"
             )
-        moved = {other: elsewhere for other, (elsewhere, _) in self._moved.items()}
         sliced = [
             other.cpus
-            for other in {**self.layout.steps, **moved}.values()
+            for other in {**self.layout.steps, **self._moved}.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
         return StepPlace(
@@ -195,18 +194,16 @@ class SrunRunner:
             running=running,
             node_gpus=allocation.gpus_per_node,
             sliced_cpus=sum(sliced),
-            overlaps=overlaps,
         )
 
-    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        self._moved[worker] = (step, overlaps)
+    def move(self, worker: str, step: Step) -> None:
+        self._moved[worker] = step
 
-    def _planned(self, worker: str) -> tuple[Step, bool]:
-        """Where the layout has a worker, or what it falls back on; and whether that overlaps."""
-        step, fallback = self.layout.steps[worker], self.layout.fallback_of(worker)
-        if fallback is not None and step.allocation not in self.allocations():
-            return fallback, True
-        return step, False
+    def _planned(self, worker: str) -> Step:
+        """Where the layout has a worker, or what it falls back on."""
+        step = self.layout.steps[worker]
+        is_away = step.allocation not in self.allocations()
+        return (self.layout.fallback_of(worker) if is_away else None) or step
 
     def bind_address(self, worker: str) -> str:
         if self.plan.cluster.bind_address != "auto":

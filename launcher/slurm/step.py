@@ -44,8 +44,6 @@ class StepPlace:
     """GPUs that the allocation has on the node."""
     sliced_cpus: int = 0
     """CPUs of all workers on the node whose GPUs are cut out of the node's."""
-    overlaps: bool = False
-    """Whether it runs beside the plan, on resources that are other steps'."""
 
     @property
     def host(self) -> str:
@@ -102,7 +100,7 @@ def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, 
         *([] if running.het_group is None else [f"--het-group={running.het_group}"]),
         f"--job-name={step_name(worker)}",
         "--exact",
-        *(["--overlap"] if is_sliced or place.overlaps else []),
+        *(["--overlap"] if is_sliced or step.overlaps else []),
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={place.host}",

@@ -11,9 +11,9 @@ import msgspec
 
 from corral.experiments.trial.attempt_end_record import add_failed_node
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import AllocationRunner
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.layout.layout import Layout, RunningAllocation, Step
-from corral.launcher.runners.runner import MovingRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,7 @@ class Relocation:
     """What becomes of the workers of lost nodes."""
 
     moves: Mapping[str, Step] = field(default_factory=dict)
-    """New step by worker, on resources that nobody else has."""
-    shares: Mapping[str, Step] = field(default_factory=dict)
-    """New step by worker, on cores that others have too."""
+    """New step by worker, on resources that nobody else has, or beside others that have them."""
     without_room: tuple[str, ...] = ()
     why_over: str = ""
     """Why the attempt cannot go on; "" if it can."""
@@ -51,15 +49,14 @@ def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[int]) -
         places = (_fit(layout, taken, steps[worker], node) for node in left)
         if (found := next((place for place in places if place is not None), None)) is not None:
             moves[worker] = found
-    shares: dict[str, Step] = {}
     for worker in homeless:  # only now, so that those who share are in nobody's way
         step = steps[worker]
         if worker not in moves and worker.startswith("rollout_worker/") and not step.gpus and left:
-            taken = {**staying, **moves, **shares}
+            taken = {**staying, **moves}
             used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, node)) for node in left}
-            shares[worker] = msgspec.structs.replace(step, node_index=min(left, key=used_mb.__getitem__), cpus=1)
-    without_room = tuple(worker for worker in homeless if worker not in moves and worker not in shares)
-    return Relocation(moves=moves, shares=shares, without_room=without_room)
+            node = min(left, key=used_mb.__getitem__)
+            moves[worker] = msgspec.structs.replace(step, node_index=node, cpus=1, overlaps=True)
+    return Relocation(moves=moves, without_room=tuple(worker for worker in homeless if worker not in moves))
 
 
 def _steps_on(steps: Mapping[str, Step], node: int) -> list[Step]:
@@ -78,7 +75,8 @@ def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> St
     )
     if not fits:
         return None
-    return msgspec.structs.replace(step, node_index=node, gpu_indices=tuple(free_gpus[: step.gpus]))
+    gpu_indices = tuple(free_gpus[: step.gpus])
+    return msgspec.structs.replace(step, node_index=node, gpu_indices=gpu_indices, overlaps=False)
 
 
 def _slack(layout: Layout) -> tuple[int, int]:
@@ -89,19 +87,19 @@ def _slack(layout: Layout) -> tuple[int, int]:
     return min(1, max(0, cpus)), min(256, max(0, mem_mb))
 
 
-def is_trial_over(layout: Layout, relocation: Relocation, given_up: Collection[str]) -> str:
+def why_over(steps: Mapping[str, Step], without_room: Collection[str]) -> str:
     """Why an attempt cannot go on after a loss, or "" if it can. Pure.
 
     Only a generation server can be done without while others are left; a rollout worker's prompts are nobody else's.
 
     Args:
-        given_up: workers that had been given up before.
+        steps: of the workers that it still has.
+        without_room: those that it has just lost.
     """
-    gone = {*given_up, *relocation.without_room}
-    for worker in relocation.without_room:
+    for worker in without_room:
         if not worker.startswith("generation_server/"):
             return f"{worker} has no room on the nodes that are left"
-        if all(other in gone for other in layout.steps if other.startswith("generation_server/")):
+        if not any(other.startswith("generation_server/") for other in steps):
             return "no generation_server is left"
     return ""
 
@@ -113,14 +111,13 @@ class NodeLoss:
         head: the supervisor's own job.
     """
 
-    def __init__(self, *, cluster: JobQueue, layout: Layout, head: RunningAllocation, runner: MovingRunner) -> None:
+    def __init__(self, *, cluster: JobQueue, layout: Layout, head: RunningAllocation, runner: AllocationRunner) -> None:
         self._cluster = cluster
         self._layout = layout
         self._head = head
         self._runner = runner
         self._steps = dict(layout.steps)
         self._lost: set[int] = set()
-        self._given_up: set[str] = set()
         self._expected_ends: set[str] = set()
 
     def look(self) -> list[str]:
@@ -135,20 +132,14 @@ class NodeLoss:
 
     def relocate(self) -> Relocation:
         """Lets the workers of the lost nodes run elsewhere from their next start on."""
-        relocation = relocate(
-            self._layout,
-            {worker: step for worker, step in self._steps.items() if worker not in self._given_up},
-            self._lost,
-        )
+        relocation = relocate(self._layout, self._steps, self._lost)
         for worker, step in relocation.moves.items():
             self._runner.move(worker, step)
-        for worker, step in relocation.shares.items():
-            self._runner.move(worker, step, overlaps=True)
-        why_over = is_trial_over(self._layout, relocation, self._given_up)
-        self._steps |= {**relocation.moves, **relocation.shares}
-        self._given_up |= {*relocation.without_room}
-        self._expected_ends |= {*relocation.moves, *relocation.shares, *relocation.without_room}
-        return replace(relocation, why_over=why_over)
+        self._steps |= relocation.moves
+        for worker in relocation.without_room:
+            del self._steps[worker]
+        self._expected_ends |= {*relocation.moves, *relocation.without_room}
+        return replace(relocation, why_over=why_over(self._steps, relocation.without_room))
 
     def explains_end(self, worker: str) -> bool:
         """Whether the exit of a worker, told once, is explained by the loss of its node."""

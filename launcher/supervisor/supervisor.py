@@ -209,7 +209,7 @@ class Supervisor:
         assert self.node_loss is not None
         cause = f"node {node} failed"
         relocation = self.node_loss.relocate()
-        for worker, step in {**relocation.moves, **relocation.shares}.items():
+        for worker, step in relocation.moves.items():
             self._record("worker_moved", worker=worker, cause=cause, node=self.node_loss.host_of(step))
         if relocation.why_over:
             self._leave_nodes(cause, f"{cause}, and {relocation.why_over}")

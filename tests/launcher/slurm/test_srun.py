@@ -60,7 +60,7 @@ def test_a_sliced_worker_shares_the_nodes_gpus_and_the_cores_of_those_who_do() -
 
 
 def test_a_worker_beside_the_plan_overlaps() -> None:
-    assert "--overlap" in srun_command("rollout_worker/0", WORK, StepPlace(step=step(), running=HEAD, overlaps=True))
+    assert "--overlap" in srun_command("rollout_worker/0", WORK, StepPlace(step=step(overlaps=True), running=HEAD))
     assert "--overlap" not in srun_command("rollout_worker/0", WORK, StepPlace(step=step(), running=HEAD))
 
 
@@ -229,9 +229,9 @@ def test_an_allocation_that_comes_and_goes_is_looked_at_anew_for_each_start(tmp_
 
 def test_a_worker_can_be_moved_beside_the_plan(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
-    runner.move("model_worker/0", step(node_index=1), overlaps=True)
+    runner.move("model_worker/0", step(node_index=1, overlaps=True))
     place = runner.place_of("model_worker/0")
-    assert (place.host, place.overlaps, place.step.allocation) == ("n2", True, 0)
+    assert (place.host, place.step.overlaps, place.step.allocation) == ("n2", True, 0)
 
 
 def test_an_elastic_rollout_worker_runs_beside_the_supervisor_while_its_own_job_is_away(tmp_path: Path) -> None:
@@ -241,10 +241,10 @@ def test_an_elastic_rollout_worker_runs_beside_the_supervisor_while_its_own_job_
     steps = {"rollout_worker/0": step(allocation=1)}
     runner.layout = msgspec.structs.replace(runner.layout, allocations=(runner.layout.allocations[0], own), steps=steps)
     place = runner.place_of("rollout_worker/0")
-    assert (place.host, place.overlaps, place.step.allocation, place.step.cpus) == ("n1", True, 0, 1)
+    assert (place.host, place.step.overlaps, place.step.allocation, place.step.cpus) == ("n1", True, 0, 1)
     allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n9",))
     place = runner.place_of("rollout_worker/0")
-    assert (place.host, place.overlaps, place.step) == ("n9", False, steps["rollout_worker/0"])
+    assert (place.host, place.step.overlaps, place.step) == ("n9", False, steps["rollout_worker/0"])
 
 
 def test_a_sliced_worker_that_moved_shares_the_cores_of_its_new_node(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from corral.launcher.slurm.parse import Node
 from corral.launcher.supervisor.node_loss import (
     NodeLoss,
     Relocation,
-    is_trial_over,
     note_failed_node,
     relocate,
+    why_over,
 )
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
@@ -86,24 +86,29 @@ def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_n
         lost.add(node)
         homeless = {worker for worker, one in steps.items() if one.node_index in lost}
         found = relocate(given_layout, steps, lost)
-        assert sorted([*found.moves, *found.shares, *found.without_room]) == sorted(homeless)
-        assert all(one.node_index not in lost for one in [*found.moves.values(), *found.shares.values()])
-        for worker, moved in found.moves.items():
+        shares = {worker for worker, one in found.moves.items() if one.overlaps}
+        assert sorted([*found.moves, *found.without_room]) == sorted(homeless)
+        assert all(one.node_index not in lost for one in found.moves.values())
+        moves = {worker: one for worker, one in found.moves.items() if not one.overlaps}
+        for worker, moved in moves.items():
             before = steps[worker]
             assert (
-                moved == msgspec.structs.replace(before, node_index=moved.node_index, gpu_indices=moved.gpu_indices)
+                moved
+                == msgspec.structs.replace(
+                    before, node_index=moved.node_index, gpu_indices=moved.gpu_indices, overlaps=False
+                )
                 and len(moved.gpu_indices) == before.gpus
             )
-        sharing = (sharing - homeless) | {*found.shares}
-        kept = {worker: one for worker, one in steps.items() if worker not in homeless} | dict(found.moves)
+        sharing = (sharing - homeless) | shares
+        kept = {worker: one for worker, one in steps.items() if worker not in homeless} | moves
         left = [index for index in range(shape.num_nodes) if index not in lost]
         for index in left:
             cpus, mem_mb, gpus = used({worker: one for worker, one in kept.items() if worker not in sharing}, index)
             slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
             assert cpus + slack[0] <= shape.cpus_per_node and mem_mb + slack[1] <= shape.mem_mb_per_node
             assert len(gpus) == len(set(gpus)) and set(gpus) <= set(range(shape.gpus_per_node))
-        for worker in [*found.shares, *found.without_room]:
-            is_sharing = worker in found.shares
+        for worker in [*shares, *found.without_room]:
+            is_sharing = worker in shares
             assert is_sharing is (worker.startswith("rollout_worker/") and not steps[worker].gpus and bool(left))
             for index in left:
                 cpus, mem_mb, gpus = used(kept, index)
@@ -114,7 +119,7 @@ def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_n
                     or len(gpus) + steps[worker].gpus > shape.gpus_per_node
                 ), f"{worker} had room on node {index}"
         gone = set(found.without_room)
-        steps = {worker: one for worker, one in (steps | found.moves | found.shares).items() if worker not in gone}
+        steps = {worker: one for worker, one in (steps | found.moves).items() if worker not in gone}
 
 
 THREE_NODES = layout(
@@ -131,8 +136,9 @@ THREE_NODES = layout(
 
 def test_what_fits_moves_and_a_rollout_worker_shares_where_memory_is_left() -> None:
     found = relocate(THREE_NODES, THREE_NODES.steps, {1})
-    assert found.moves == {"generation_server/0": step(2, 4)}
-    assert found.shares == {"rollout_worker/0": step(0, 1)} and found.without_room == ()
+    sharing = msgspec.structs.replace(step(0, 1), overlaps=True)
+    assert found.moves == {"generation_server/0": step(2, 4), "rollout_worker/0": sharing}
+    assert found.without_room == ()
 
 
 def test_the_largest_chooses_first_and_one_that_shares_is_in_nobodys_way() -> None:
@@ -142,7 +148,8 @@ def test_the_largest_chooses_first_and_one_that_shares_is_in_nobodys_way() -> No
         "generation_server/0": step(1, 2),  # takes what is left
     }
     found = relocate(layout(head(2), steps), steps, {1})
-    assert found.moves.keys() == {"generation_server/0"} and found.shares.keys() == {"rollout_worker/0"}
+    sharing = {worker: one.overlaps for worker, one in found.moves.items()}
+    assert sharing == {"generation_server/0": False, "rollout_worker/0": True}
 
 
 def test_workers_with_gpus_get_free_ones_or_none() -> None:
@@ -183,7 +190,8 @@ def test_another_allocation_is_neither_lost_nor_moved_to() -> None:
 def test_only_a_generation_server_can_be_done_without_while_another_is_left(
     without_room: tuple[str, ...], given_up: tuple[str, ...], why: str
 ) -> None:
-    found = is_trial_over(THREE_NODES, Relocation(without_room=without_room), given_up)
+    left = {worker: one for worker, one in THREE_NODES.steps.items() if worker not in (*without_room, *given_up)}
+    found = why_over(left, without_room)
     assert found.startswith(why) and bool(found) == bool(why)
 
 
@@ -224,14 +232,20 @@ class Runner:
     def __init__(self) -> None:
         self.moved: dict[str, tuple[int, bool]] = {}
 
-    def move(self, worker: str, step: Step, *, overlaps: bool = False) -> None:
-        self.moved[worker] = (step.node_index, overlaps)
+    def move(self, worker: str, step: Step) -> None:
+        self.moved[worker] = (step.node_index, step.overlaps)
 
     def start(self, spec: TaskSpec) -> Task:
         raise AssertionError("starts are the supervisor's")
 
     def bind_address(self, worker: str) -> str:
         return ""
+
+    def address_of(self, host: str) -> str:
+        return ""
+
+    def wait_for_cluster(self, host: str) -> None:
+        raise AssertionError("nothing to wait for")
 
     def clean_up(self) -> None:
         raise AssertionError("nothing to clean up")
@@ -285,7 +299,7 @@ def test_a_second_loss_counts_what_the_first_one_moved() -> None:
     loss.look()
     found = loss.relocate()
     assert set(found.without_room) == {"generation_server/0", "generation_server/1"}
-    assert found.why_over == "no generation_server is left" and found.shares == {}
+    assert found.why_over == "no generation_server is left" and found.moves == {}
 
 
 def test_nodes_are_down_if_slurm_says_so() -> None:
