@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from corral.experiments.checks.algorithm import check_concurrency
 from corral.experiments.checks.generation import (
-    check_allocation,
     check_backend_settings,
     check_embedded_model,
     check_heads,
@@ -28,7 +27,6 @@ from corral.experiments.config.rollout import (
     WeightsConfig,
 )
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import PolicyExperiment
@@ -38,9 +36,9 @@ from corral.experiments.worker_specs import (
     GenerationServerSpec,
     GserverManagerSpec,
     RolloutWorkerSpec,
+    WorkerSpec,
 )
 from corral.scheduling.allocation import EngineAllocation
-from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
@@ -76,34 +74,27 @@ class AsyncPPOExperiment(PolicyExperiment):
         flags = [f"sglang.flags.{name}" for name in self.sglang.rounding_flags]
         return (*flags, "engine.quantization") if self.engine.quantization is not None else tuple(flags)
 
-    def initial_setup(self) -> ExperimentConfig:
-        dataset = self.read_dataset()
-        graph = build_dataflow([*self.training_calls(), *self.evaluate_calls()], self.trajectory_keys)
-        workers = self.trainer_specs(
-            dataset,
-            graph,
-            self.role_specs(),
-            reward=self.reward_spec(),
-            max_head_offpolicyness=self.rollout.max_head_offpolicyness,
-            behaviour=BehaviourSpec(
-                sampling=self.rollout.sampling,
-                dtype=self.engine.dtype,
-                rounded_by=self.rounding_settings,
-                keeps_cache=self.weights.update_mode == "in_place",
-                keeps_experts=self.routed_experts is not None and self.rollout.max_head_offpolicyness > 0,
-                routes_anew=self.routes_anew,
-            ),
+    @property
+    def max_head_offpolicyness(self) -> int:
+        return self.rollout.max_head_offpolicyness
+
+    def behaviour_spec(self) -> BehaviourSpec:
+        return BehaviourSpec(
+            sampling=self.rollout.sampling,
+            dtype=self.engine.dtype,
+            rounded_by=self.rounding_settings,
+            keeps_cache=self.weights.update_mode == "in_place",
+            keeps_experts=self.routed_experts is not None and self.max_head_offpolicyness > 0,
+            routes_anew=self.routes_anew,
         )
-        workers += self._generation_servers()
-        workers.append(
-            GserverManagerSpec(
-                num_generation_servers=self.num_workers("generation_server"),
-                train_batch_size=self.train_batch_size,
-                rollout=self.rollout,
-            )
+
+    def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
+        manager = GserverManagerSpec(
+            num_generation_servers=self.num_workers("generation_server"),
+            train_batch_size=self.train_batch_size,
+            rollout=self.rollout,
         )
-        workers += self._rollout_workers(dataset)
-        return ExperimentConfig(graph=graph, workers=tuple(workers))
+        return [*self._generation_servers(), manager, *self._rollout_workers(dataset)]
 
     def default_scheduling(self, kind: WorkerKind) -> Scheduling:
         """A server of a large model asks for more memory than others do: for its versions."""
@@ -163,12 +154,11 @@ class AsyncPPOExperiment(PolicyExperiment):
             for index in range(count)
         ]
 
-    def length_bounds(self) -> list[tuple[str, int]]:
-        cache = self.engine.max_total_tokens
-        return [*([("engine.max_total_tokens", cache)] if cache is not None else []), *super().length_bounds()]
+    def length_bounds(self) -> dict[str, int | None]:
+        return {"engine.max_total_tokens": self.engine.max_total_tokens} | super().length_bounds()
 
-    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
-        yield from super().find_own_problems(num_rows=num_rows)
+    def find_own_problems(self) -> Iterator[ConfigProblem]:
+        yield from super().find_own_problems()
         yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
         if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(
@@ -176,7 +166,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
                 path=("weights", "transport"),
             )
-        allocation, _ = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+        allocation, _ = self.checked_allocation
         if allocation is not None and allocation.generation is not None:
             yield from self._server_problems(allocation.generation)
 

@@ -6,13 +6,11 @@
 The reference may have ranks of its own: actor=fsdp:d1,ref=fsdp:d1. It is the same model for held-out rows.
 """
 
-from collections.abc import Iterator
+from typing import ClassVar
 
-from corral.experiments.checks.data import check_model, check_vocabulary
 from corral.experiments.config.algorithm import DPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
-from corral.experiments.errors import ConfigProblem
 from corral.experiments.row_experiment import ROW_KEYS, RowExperiment
 from corral.experiments.worker_specs import ModelRoleSpec
 from corral.scheduling.model_function_call import ModelFunctionCall
@@ -32,13 +30,11 @@ class DPOExperiment(RowExperiment):
     dpo: DPOConfig = DPOConfig()
     """The algorithm."""
 
+    beside_first: ClassVar[frozenset[str]] = frozenset({"ref"})
+
     @property
     def row_kind(self) -> RowKind:
         return "preferences"
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        return {"actor": self.actor, "ref": self.ref}
 
     def calls(self) -> list[ModelFunctionCall]:
         outputs = {"logprobs": "ref_logprobs"}
@@ -49,8 +45,3 @@ class DPOExperiment(RowExperiment):
 
     def role_specs(self) -> list[ModelRoleSpec]:
         return [role.model_copy(update={"dpo": self.dpo}) for role in super().role_specs()]
-
-    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
-        yield from super().find_own_problems(num_rows=num_rows)
-        (actor, _), (ref, _) = check_model(self.actor, ("actor",)), check_model(self.ref, ("ref",))
-        yield from check_vocabulary(self.ref, ref, actor, key="ref")

@@ -1,7 +1,7 @@
-"""Experiment: a checked experiment file -> what runs (ExperimentConfig) and on what (ExperimentScheduling).
+"""Experiment: a checked experiment file -> what runs (worker specs) and on what (ExperimentScheduling).
 
     experiment.yaml ──► Experiment ──scheduling_setup()──► ExperimentScheduling    counts and resources per worker kind
-                                   └──initial_setup()────► ExperimentConfig        the graph, every worker's spec
+                                   └──worker_specs()─────► every worker's spec     the graph among it
 
 Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there are and which workers run them.
 """
@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -19,9 +19,12 @@ from corral.experiments.checks.data import (
     check_batch,
     check_dataset,
     check_evaluation,
+    check_model,
+    check_vocabulary,
     dataset_warnings,
 )
 from corral.experiments.checks.generation import check_allocation
+from corral.experiments.checks.graph import check_models, check_publication, graph_keys
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts, dtype_warnings
 from corral.experiments.config.base import FrozenConfig
@@ -36,10 +39,9 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment_config import ExperimentConfig, check_models, check_publication, graph_keys
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.model_directory import ModelFacts, transformer_shape
+from corral.experiments.inputs.model_directory import transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.inputs.users_code import Declared, users_paths
@@ -58,12 +60,15 @@ from corral.experiments.worker_specs import (
 )
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.cadence import Frequency
-from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
+
+_OF_TRAINING = ("optimizer", "lora", "recompute", "gradient_sums")
+"""Settings of trained models alone that model workers are told."""
 
 Name = Annotated[str, AfterValidator(validate_name)]
 
@@ -104,6 +109,10 @@ class Experiment(FrozenConfig):
     """Whether there is a generation side: servers, a manager and rollout workers."""
     heads: ClassVar[Mapping[str, Head]] = {"critic": "value", "reward": "scalar"}
     """What the models of some roles make of tokens; all others are language models."""
+    role_by_field: ClassVar[Mapping[str, str]] = {"model": "actor", "reward_model": "reward"}
+    """Roles of the models in some fields; all others are called as their fields."""
+    beside_first: ClassVar[frozenset[str]] = frozenset()
+    """Roles whose models read the tokens of the first one's."""
 
     @property
     @abstractmethod
@@ -111,9 +120,15 @@ class Experiment(FrozenConfig):
         """What every row of the datasets must have."""
 
     @property
-    @abstractmethod
     def models(self) -> dict[str, ModelConfig]:
-        """The model of each role, first the one whose weights are published."""
+        """The model of each role, first the one whose weights are published: of every field that holds one."""
+        fields = {self.role_by_field.get(name, name): getattr(self, name) for name in type(self).model_fields}
+        return {role: model for role, model in fields.items() if isinstance(model, ModelConfig)}
+
+    def key_of(self, role: str) -> str:
+        """The key of the file that describes the model of a role: the field that holds it."""
+        model = self.models.get(role)
+        return next((name for name in type(self).model_fields if model and getattr(self, name) is model), role)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -139,17 +154,23 @@ class Experiment(FrozenConfig):
     def length_limits(self) -> LengthLimits:
         """How long a row of the dataset may be."""
 
-    @abstractmethod
-    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
-        """Mistakes that only this kind of experiment can have; `num_rows` is None if the dataset is broken."""
+    def find_own_problems(self) -> Iterator[ConfigProblem]:
+        """Mistakes that only this kind of experiment can have."""
+        return iter(())
 
     @abstractmethod
-    def initial_setup(self) -> ExperimentConfig:
-        """The dataflow graph and every worker's specification.
+    def calls(self) -> list[ModelFunctionCall]:
+        """The model function calls of one step."""
 
-        Raises:
-            ConfigError: if the dataset cannot be read any more.
-        """
+    @property
+    @abstractmethod
+    def sample_keys(self) -> tuple[str, ...]:
+        """What samples have before the first call of a step."""
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The calls, and who waits for whom."""
+        return build_dataflow([*self.calls(), *self.evaluate_calls()], self.sample_keys)
 
     @property
     def parsed_allocation(self) -> Allocation:
@@ -165,10 +186,15 @@ class Experiment(FrozenConfig):
     def num_training_ranks(self) -> int:
         return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
 
+    @cached_property
+    def checked_allocation(self) -> tuple[Allocation | None, list[ConfigProblem]]:
+        """The allocation, and what is wrong with it; None if it cannot be read."""
+        return check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+
+    @property
     def known_meshes(self) -> Mapping[str, Mesh]:
         """The ranks of each role; none if the allocation is broken."""
-        allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
-        return {} if allocation is None or problems else self.meshes
+        return {} if self.checked_allocation[1] else self.meshes
 
     @property
     def expected_counts(self) -> dict[WorkerKind, int | None]:
@@ -201,7 +227,7 @@ class Experiment(FrozenConfig):
         """The most that a training rank copies for a commit."""
         if not self.control.commit_beside_training:
             return 0
-        return copied_mb(self.models, self.known_meshes(), heads=self.heads, published=self.roles[0])
+        return copied_mb(self.models, self.known_meshes, heads=self.heads, published=self.roles[0])
 
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
@@ -216,10 +242,10 @@ class Experiment(FrozenConfig):
 
     def find_problems(self) -> Iterator[ConfigProblem]:
         """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""
-        allocation, problems = check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+        allocation, problems = self.checked_allocation
         yield from problems
         if allocation is not None and not problems:
-            yield from check_layouts(self.parsed_allocation, self.meshes, self.models)
+            yield from check_layouts(allocation, self.meshes, self.models, key_of=self.key_of)
             group_problems = [
                 *check_groups(self.groups, self.expected_counts),
                 *check_containers(self.groups, self.cluster),
@@ -228,7 +254,12 @@ class Experiment(FrozenConfig):
             if not group_problems:
                 yield from check_placement(self.scheduling_setup(), self.cluster)
         yield from self.checked_dataset.problems
-        yield from self.find_own_problems(num_rows=self.checked_dataset.num_rows)
+        for role, model in self.models.items():
+            yield from check_model(model, (self.key_of(role),))
+            if role in self.beside_first:
+                yield from check_vocabulary(model, self.models[self.roles[0]], key=self.key_of(role))
+        yield from self.find_own_problems()
+        yield from self._training_problems()
 
     @cached_property
     def checked_dataset(self) -> CheckedDataset:
@@ -263,22 +294,28 @@ class Experiment(FrozenConfig):
         if task.gpu > 0:
             yield from dtype_warnings(self.models)
 
-    def check_training(self, facts: ModelFacts | None, *, num_rows: int | None) -> Iterator[ConfigProblem]:
+    def _training_problems(self) -> Iterator[ConfigProblem]:
         """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""
-        if num_rows is not None:
+        if self.checked_dataset.num_rows is not None:
             yield from check_batch(
-                num_rows=num_rows,
+                num_rows=self.checked_dataset.num_rows,
                 epochs=self.control.total_train_epochs,
                 train_batch_size=self.train_batch_size,
-                meshes=self.known_meshes(),
+                meshes=self.known_meshes,
             )
         if self.evaluation is not None:
-            yield from check_evaluation(self.evaluation, facts, kind=self.row_kind, limits=self.length_limits())
+            model = self.models[self.roles[0]].path
+            yield from check_evaluation(self.evaluation, model, kind=self.row_kind, limits=self.length_limits())
 
     @property
     def source(self) -> Literal["dataset", "prompts", "trajectories"]:
         """Where the samples of a train step come from."""
         return "trajectories" if self.generates else "dataset"
+
+    @property
+    def max_head_offpolicyness(self) -> int:
+        """How many versions older than the policy the tokens may be that it is trained on."""
+        return 0
 
     @property
     def writes_deltas(self) -> bool:
@@ -379,72 +416,86 @@ class Experiment(FrozenConfig):
                 model=model.weights_alone(),
                 backend="megatron" if self.parsed_allocation.training_of(role).backend == "megatron" else "fsdp",
                 head=self.heads.get(role, "lm"),
-                **_training_of(model),
+                **{name: getattr(model, name) for name in _OF_TRAINING if hasattr(model, name)},
                 is_averaged=isinstance(model, ReferenceModelConfig) and model.ema is not None,
                 num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
             )
             for role, model in self.models.items()
         ]
 
-    def trainer_specs(
-        self,
-        dataset: DatasetSpec,
-        graph: DataflowGraph,
-        roles: Sequence[ModelRoleSpec],
-        *,
-        reward: RewardSpec,
-        max_head_offpolicyness: int = 0,
-        behaviour: BehaviourSpec | None = None,
-        generation: GenerationSpec | None = None,
-    ) -> list[WorkerSpec]:
+    def reward_spec(self) -> RewardSpec:
+        """Who judges answers."""
+        return RewardSpec()
+
+    def behaviour_spec(self) -> BehaviourSpec:
+        """Who makes the answers that are trained on."""
+        return BehaviourSpec()
+
+    def generation_spec(self) -> GenerationSpec | None:
+        """How model workers answer prompts; None where no call of the graph generates."""
+        return None
+
+    def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
+        """The workers that generate, where that is no call of the graph."""
+        return []
+
+    def worker_specs(self) -> list[WorkerSpec]:
+        """Every worker's specification.
+
+        Raises:
+            ConfigError: if the dataset cannot be read any more.
+            ValueError: if calls, models and keys do not fit each other.
+        """
+        dataset = self.read_dataset()
+        return [*self._trainer_specs(dataset, self.graph, self.role_specs()), *self.generation_side(dataset)]
+
+    def _trainer_specs(
+        self, dataset: DatasetSpec, graph: DataflowGraph, roles: Sequence[ModelRoleSpec]
+    ) -> Iterator[WorkerSpec]:
         """The master and every model worker, each with the models that it holds a part of."""
         check_models(graph, roles)
         check_publication(graph, ModelName(self.roles[0]))
-        meshes = {str(name): self.mesh_of(name) for name in graph.model_names}
+        declared = self.declared(self.own_code, interfaces=[call.implementation for call in graph.calls])
+        keys = {name: one.keys for name, one in declared.items()}
         shapes = {role.role: transformer_shape(role.model.path) for role in roles}
         changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
         held_out = self._read_held_out(graph)
-        declared = self.declared(self.own_code, interfaces=[call.implementation for call in graph.calls])
-        keys = {name: one.keys for name, one in declared.items()}
-        declared_keys = graph_keys(graph.calls, keys, graph.dataset_keys, given=self.model_keys)
         master = MasterWorkerSpec(
             calls=list(graph.calls),
             train_batch_size=self.train_batch_size,
             num_prompts=dataset.num_rows,
             source=self.source,
-            max_head_offpolicyness=max_head_offpolicyness,
+            max_head_offpolicyness=self.max_head_offpolicyness,
             control=self.control,
             initial_weights={role.role: role.model.path for role in roles if role.role in changed},
             published_role=self.roles[0],
             writes_deltas=self.writes_deltas,
             writes_first_version=self.generates and not self.trained.starts_as_stored,
             shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
-            declared_keys=declared_keys,
-            meshes=meshes,
+            declared_keys=graph_keys(graph.calls, keys, graph.dataset_keys, given=self.model_keys),
+            meshes={str(name): self.mesh_of(name) for name in graph.model_names},
             sample_ranks=self.sample_ranks,
             shuffle=self.dataset.shuffle,
             evaluate_every=self.evaluation.frequency if self.evaluation is not None else Frequency(),
         )
-        ranks = [
-            ModelWorkerSpec(
+        yield master
+        for rank in range(self.num_training_ranks):
+            yield ModelWorkerSpec(
                 index=rank,
                 world_size=self.num_training_ranks,
-                roles=[role for role in roles if rank in meshes[str(role.model_name)]],
-                calls=list(graph.calls),
-                declared_keys=declared_keys,
+                roles=[role for role in roles if rank in master.mesh(role.model_name)],
+                calls=master.calls,
+                declared_keys=master.declared_keys,
                 tokenizer=self.trained.path,
                 takes_samples=rank in self.sample_ranks and self.source != "prompts",
                 dataset=None if self.generates else dataset,
-                generation=generation,
+                generation=self.generation_spec(),
                 evaluation=self.evaluation,
                 held_out=held_out,
-                reward=reward,
-                behaviour=behaviour or BehaviourSpec(),
+                reward=self.reward_spec(),
+                behaviour=self.behaviour_spec(),
                 total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
             )
-            for rank in range(self.num_training_ranks)
-        ]
-        return [master, *ranks]
 
     def read_dataset(self) -> DatasetSpec:
         """Facts of the dataset as it is now; ConfigError if it cannot be used."""
@@ -455,10 +506,3 @@ class Experiment(FrozenConfig):
         if self.evaluation is None or not any(call.input_keys for call in graph.evaluate_calls):
             return None
         return dataset_spec(self.evaluation.dataset, kind=self.row_kind)
-
-
-def _training_of(model: ModelConfig) -> dict[str, Any]:
-    """What a model's specification says of how it is trained."""
-    if not isinstance(model, TrainedModelConfig):
-        return {"optimizer": None}
-    return {name: getattr(model, name) for name in ("optimizer", "lora", "recompute", "gradient_sums")}

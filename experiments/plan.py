@@ -168,7 +168,7 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
             it was loaded.
     """
     with naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        scheduling, workers = experiment.scheduling_setup(), list(experiment.initial_setup().workers)
+        scheduling, workers = experiment.scheduling_setup(), experiment.worker_specs()
     return RunPlan(
         trial=trial_identity,
         mode=mode,

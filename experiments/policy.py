@@ -11,16 +11,15 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_model, check_vocabulary
+from corral.experiments.checks.data import MODEL_CONTEXT, check_length
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (
     ActorModelConfig,
     CriticModelConfig,
-    ModelConfig,
     ReferenceModelConfig,
     RewardModelConfig,
 )
@@ -28,7 +27,7 @@ from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.model_directory import ModelFacts, model_type, read_config
+from corral.experiments.inputs.model_directory import context_length, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec, RoutedExpertsSpec
@@ -64,10 +63,7 @@ class PolicyExperiment(Experiment):
     rollout: GenerationConfig = GenerationConfig()
     """How answers are made and judged."""
 
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        given = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward_model}
-        return {role: model for role, model in given.items() if model is not None}
+    beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
 
     @property
     def row_kind(self) -> RowKind:
@@ -91,6 +87,10 @@ class PolicyExperiment(Experiment):
     def routes_anew(self) -> bool:
         """Whether the actor is a mixture that is not told whom the generator chose."""
         return self.routed_experts is None and is_mixture(read_config(self.actor.path) or {})
+
+    @property
+    def sample_keys(self) -> tuple[str, ...]:
+        return self.trajectory_keys
 
     @property
     def trajectory_keys(self) -> tuple[str, ...]:
@@ -121,6 +121,9 @@ class PolicyExperiment(Experiment):
         return of_adapters or any(
             isinstance(value, int | float) and value > 0 for name, value in settings.items() if "drop" in name
         )
+
+    def calls(self) -> list[ModelFunctionCall]:
+        return self.training_calls()
 
     def training_calls(self) -> list[ModelFunctionCall]:
         """The model function calls from answers to new weights."""
@@ -229,30 +232,24 @@ class PolicyExperiment(Experiment):
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)
 
-    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
-        facts, problems = check_model(self.actor, ("actor",))
-        yield from problems
-        yield from self._other_model_problems(facts)
+    def find_own_problems(self) -> Iterator[ConfigProblem]:
+        ranks = [mesh.dims.dp for role, mesh in self.known_meshes.items() if role in ("actor", "critic")]
         yield from check_ppo(
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
             train_batch_size=self.train_batch_size,
-            dp=max(
-                (mesh.dims.dp for role, mesh in self.known_meshes().items() if role in ("actor", "critic")), default=1
-            ),
+            dp=max(ranks, default=1),
         )
         yield from self._key_problems()
-        yield from self._length_problems(facts)
-        yield from self.check_training(facts, num_rows=num_rows)
-
-    def _other_model_problems(self, actor: ModelFacts | None) -> Iterator[ConfigProblem]:
-        for role, key in (("critic", "critic"), ("ref", "ref"), ("reward", "reward_model")):
-            if role not in self.models:
-                continue
-            facts, problems = check_model(self.models[role], (key,))
-            yield from problems
-            yield from check_vocabulary(self.models[role], facts, actor, key=key)
+        for limit_name, limit in self.length_bounds().items():
+            yield from check_length(
+                max_prompt_tokens=self.dataset.max_prompt_tokens,
+                max_new_tokens=self.rollout.sampling.max_new_tokens,
+                limit=limit,
+                limit_name=limit_name,
+                path=("rollout", "sampling", "max_new_tokens"),
+            )
 
     def _key_problems(self) -> Iterator[ConfigProblem]:
         """Interfaces, losses and advantages of the user's own that read what nobody makes."""
@@ -270,26 +267,13 @@ class PolicyExperiment(Experiment):
                     path=path,
                 )
 
-    def length_bounds(self) -> list[tuple[str, int]]:
-        """What a prompt and its answer together have to fit, by name."""
-        names = {"reward": "reward_model"}
-        return [
-            (f"{names.get(role, role)}.max_tokens_per_micro_batch", model.max_tokens_per_micro_batch)
+    def length_bounds(self) -> dict[str, int | None]:
+        """What a prompt and its answer together have to fit, by name; None where nobody says it."""
+        bounds: dict[str, int | None] = {
+            f"{self.key_of(role)}.max_tokens_per_micro_batch": model.max_tokens_per_micro_batch
             for role, model in self.models.items()
-        ]
-
-    def _length_problems(self, facts: ModelFacts | None) -> Iterator[ConfigProblem]:
-        limits = self.length_bounds()
-        if facts is not None and facts.max_position_embeddings is not None:
-            limits.append((MODEL_CONTEXT, facts.max_position_embeddings))
-        for limit_name, limit in limits:
-            yield from check_length(
-                max_prompt_tokens=self.dataset.max_prompt_tokens,
-                max_new_tokens=self.rollout.sampling.max_new_tokens,
-                limit=limit,
-                limit_name=limit_name,
-                path=("rollout", "sampling", "max_new_tokens"),
-            )
+        }
+        return bounds | {MODEL_CONTEXT: context_length(self.actor.path)}
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()

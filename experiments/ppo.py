@@ -14,11 +14,9 @@ from typing import ClassVar, Literal
 from corral.experiments.checks.generation import check_embedded_model
 from corral.experiments.config.rollout import EngineConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.experiment_config import ExperimentConfig
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
-from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
 
@@ -81,25 +79,25 @@ class PPOExperiment(PolicyExperiment):
         untrained = {"replica_id": 1, "optimizer": None, "lora": None, "recompute": "none", "num_parameters": counts}
         return [*specs, specs[0].model_copy(update=untrained)]
 
-    def initial_setup(self) -> ExperimentConfig:
-        dataset = self.read_dataset()
-        graph = build_dataflow([self.generate_call(), *self.training_calls(), *self.evaluate_calls()], ())
-        workers = self.trainer_specs(
-            dataset,
-            graph,
-            self.role_specs(),
-            reward=self.reward_spec(),
-            # On the trainer's float32 weights as they are.
-            behaviour=BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew),
-            generation=GenerationSpec(
-                sampling=self.rollout.sampling,
-                group_size=self.ppo.group_size,
-                max_running_requests=self.engine.max_running_requests,
-                experts=self.routed_experts,
-            ),
-        )
-        return ExperimentConfig(graph=graph, workers=tuple(workers))
+    def calls(self) -> list[ModelFunctionCall]:
+        return [self.generate_call(), *self.training_calls()]
 
-    def find_own_problems(self, *, num_rows: int | None) -> Iterator[ConfigProblem]:
-        yield from super().find_own_problems(num_rows=num_rows)
+    @property
+    def sample_keys(self) -> tuple[str, ...]:
+        return ()
+
+    def behaviour_spec(self) -> BehaviourSpec:
+        # On the trainer's float32 weights as they are.
+        return BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew)
+
+    def generation_spec(self) -> GenerationSpec:
+        return GenerationSpec(
+            sampling=self.rollout.sampling,
+            group_size=self.ppo.group_size,
+            max_running_requests=self.engine.max_running_requests,
+            experts=self.routed_experts,
+        )
+
+    def find_own_problems(self) -> Iterator[ConfigProblem]:
+        yield from super().find_own_problems()
         yield from check_embedded_model(self.actor.path, remedy="take async_ppo, whose servers may be SGLang's")

@@ -7,7 +7,7 @@ reward model for PPO.
 """
 
 from corral.experiments.config.data import RowKind
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.row_experiment import RowExperiment
 from corral.scheduling.model_function_call import ModelFunctionCall
 
@@ -25,10 +25,6 @@ class RewardModelExperiment(RowExperiment):
     @property
     def row_kind(self) -> RowKind:
         return "preferences"
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        return {"reward": self.reward}
 
     def calls(self) -> list[ModelFunctionCall]:
         return [self.train_call("paired_reward", input_keys=("input_ids",))]

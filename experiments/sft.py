@@ -4,7 +4,7 @@ dataset ──input_ids, prompt_mask──► actor_train
 """
 
 from corral.experiments.config.data import RowKind
-from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.row_experiment import ROW_KEYS, RowExperiment
 from corral.scheduling.model_function_call import ModelFunctionCall
 
@@ -22,10 +22,6 @@ class SFTExperiment(RowExperiment):
     @property
     def row_kind(self) -> RowKind:
         return "answers"
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        return {"actor": self.model}
 
     def calls(self) -> list[ModelFunctionCall]:
         return [self.train_call("sft", input_keys=ROW_KEYS)]

@@ -68,7 +68,7 @@ class ModelRoleSpec(FrozenConfig):
     """What holds and trains it."""
     head: Head = "lm"
     """What it makes of tokens."""
-    optimizer: OptimizerConfig | None
+    optimizer: OptimizerConfig | None = None
     """None for a model that is only read."""
     lora: LoraConfig | None = None
     """Adapters, where they are trained in place of the weights."""

@@ -60,7 +60,7 @@ RANKS: dict[str, list[set[str]]] = {
     "experiments": [
         {"config", "exit_codes"},
         {"errors", "worker_specs"},
-        {"experiment_config", "inputs", "trial"},
+        {"inputs", "trial"},
         {"checks", "host_memory"},
         {"loading"},
         {"experiment", "recipes"},

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
+from corral.experiments.checks.graph import graph_keys
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.experiment_config import graph_keys
 from corral.experiments.registry import load_experiment
 from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
@@ -121,7 +121,7 @@ def test_an_experiment_of_ones_own_gives_its_key_to_the_advantage_that_reads_it(
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
     for surprised in ("ref", "actor"):
         experiment = load_experiment(tmp_path / "mine.yaml", [f"surprised={surprised}"])
-        graph = experiment.initial_setup().graph
+        graph = experiment.graph
         made = graph.call("surprise_inf")
         assert (made.role, made.output_keys) == (surprised, ("surprise",))
         assert [maker for maker in graph.makers_of("actor_train") if "surprise" in maker.output_keys] == [made]

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.model_directory import ModelFacts, inspect_model
+from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.mesh import Mesh
@@ -78,21 +79,18 @@ def check_batch(
         )
 
 
-def check_model(config: ModelConfig, path: KeyPath) -> tuple[ModelFacts | None, list[ConfigProblem]]:
-    """What is known of a model on disk, and what is wrong with it."""
-    facts, problems = inspect_model(config.path)
-    of_path = [replace(problem, path=(*path, "path")) for problem in problems]
-    of_lora = [replace(problem, path=(*path, *problem.path)) for problem in check_lora(config)]
-    return facts, [*of_path, *of_lora]
+def check_model(config: ModelConfig, path: KeyPath) -> Iterator[ConfigProblem]:
+    """What is wrong with a model on disk, and with its adapters."""
+    yield from (replace(problem, path=(*path, "path")) for problem in inspect_model(config.path))
+    yield from (replace(problem, path=(*path, *problem.path)) for problem in check_lora(config))
 
 
-def check_vocabulary(
-    model: ModelConfig, facts: ModelFacts | None, actor: ModelFacts | None, *, key: str
-) -> Iterator[ConfigProblem]:
-    """A model beside the actor whose tokens are not the actor's."""
-    if actor is not None and facts is not None and actor.vocab_size != facts.vocab_size:
+def check_vocabulary(model: ModelConfig, first: ModelConfig, *, key: str) -> Iterator[ConfigProblem]:
+    """A model beside the actor, the first one, whose tokens are not the actor's."""
+    own, actors = (model_sizes(one.path).get("vocab_size") for one in (model, first))
+    if own is not None and actors is not None and own != actors:
         yield ConfigProblem(
-            f"{key} has a vocabulary of {facts.vocab_size}, the actor one of {actor.vocab_size}",
+            f"{key} has a vocabulary of {own}, the actor one of {actors}",
             "use the model that the actor starts from, or one with the same tokenizer",
             path=(key, "path"),
         )
@@ -114,11 +112,12 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, facts: ModelFacts | None, *, kind: RowKind, limits: LengthLimits
+    evaluation: EvaluationConfig, model: Path, *, kind: RowKind, limits: LengthLimits
 ) -> Iterator[ConfigProblem]:
     """Held-out rows that are broken or too long for the model.
 
     Args:
+        model: directory of the one that answers.
         limits: of the rows; those of the training data, but for the prompts.
     """
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
@@ -132,11 +131,11 @@ def check_evaluation(
             "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
             path=(*path, "path"),
         )
-    if facts is not None and kind != "preferences":
+    if kind != "preferences":
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
             max_new_tokens=evaluation.max_new_tokens,
-            limit=facts.max_position_embeddings,
+            limit=context_length(model),
             limit_name=MODEL_CONTEXT,
             path=("evaluation", "max_new_tokens"),
         )

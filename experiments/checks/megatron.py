@@ -22,7 +22,7 @@ _PACKAGES = ("megatron.core", "mbridge")
 def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
     """Mistakes of one role whose backend is megatron; what cannot be read of its model is not checked here.
 
-    Those without a key are the allocation's.
+    Their keys are relative to the model's; those without one are the allocation's.
     """
     name = display_path(model.path)
     config = read_config(model.path)
@@ -32,8 +32,8 @@ def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterato
             "use the fsdp backend",
         )
     if isinstance(model, TrainedModelConfig):
-        yield from _of_training(role, model)
-        yield from _of_adapters(role, model, dims)
+        yield from _of_training(model)
+        yield from _of_adapters(model, dims)
     yield from _of_sizes(role, model, dims)
     missing = [package for package in _PACKAGES if not _is_installed(package)]
     if missing:
@@ -44,16 +44,16 @@ def check_megatron(role: str, model: ModelConfig, dims: ParallelDims) -> Iterato
         )
 
 
-def _of_training(role: str, model: TrainedModelConfig) -> Iterator[ConfigProblem]:
+def _of_training(model: TrainedModelConfig) -> Iterator[ConfigProblem]:
     if model.optimizer.type != "adamw":
         yield ConfigProblem(
             f"the megatron backend trains with adamw, not with {model.optimizer.type}",
             "set adamw, or use fsdp in the allocation",
-            path=(role, "optimizer", "type"),
+            path=("optimizer", "type"),
         )
 
 
-def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
+def _of_adapters(model: TrainedModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
     sizes = decoder_sizes(model.path)
     if model.lora is None or sizes is None:
         return
@@ -61,7 +61,7 @@ def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> It
         yield ConfigProblem(
             "adapters beside a mixture of experts are trained by the fsdp backend only",
             "use fsdp in the allocation, or leave lora out",
-            path=(role, "lora"),
+            path=("lora",),
         )
         return
     adapted = [name for name, _ in adapted_layers(model.lora, tensor_shapes(sizes))]
@@ -72,7 +72,7 @@ def _of_adapters(role: str, model: TrainedModelConfig, dims: ParallelDims) -> It
             f"p{dims.pp} has a stage with the layers {idle[0][0]} to {idle[0][-1]}, none of which has an "
             "adapter: it would train nothing",
             "name a layer of each stage in lora.targets, or lower p",
-            path=(role, "lora", "targets"),
+            path=("lora", "targets"),
         )
 
 

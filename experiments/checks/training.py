@@ -5,7 +5,7 @@ allocation "actor=fsdp:d2c2" ──► backend and layout of each role ──┬
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from corral.experiments.checks.megatron import check_megatron
@@ -45,7 +45,11 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
 
 
 def check_layouts(
-    allocation: Allocation, meshes: Mapping[str, Mesh], models: Mapping[str, ModelConfig]
+    allocation: Allocation,
+    meshes: Mapping[str, Mesh],
+    models: Mapping[str, ModelConfig],
+    *,
+    key_of: Callable[[str], str] = str,
 ) -> Iterator[ConfigProblem]:
     """Models that the layouts of their roles cannot divide.
 
@@ -53,12 +57,16 @@ def check_layouts(
         meshes: the ranks of each role.
         models: by role, but for replicas, which have that of another one; what cannot be read of a model is not checked
             here.
+        key_of: what the file calls the model of a role.
     """
     for role, model in models.items():
         dims, backend = meshes[role].dims, allocation.training_of(role).backend
-        yield from _of_offload(role, model, backend=backend)
-        found = check_megatron(role, model, dims) if backend == "megatron" else _of_fsdp(role, model, dims)
-        yield from (replace(problem, path=problem.path or ("allocation",)) for problem in found)
+        found = [
+            *_of_offload(role, model, backend=backend),
+            *(check_megatron(role, model, dims) if backend == "megatron" else _of_fsdp(role, model, dims)),
+        ]
+        for problem in found:
+            yield replace(problem, path=(key_of(role), *problem.path) if problem.path else ("allocation",))
 
 
 def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[ConfigProblem]:
@@ -69,13 +77,13 @@ def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[Conf
         yield ConfigProblem(
             f"{role} is not trained, and has no optimizer whose state could lie in host memory",
             "set none or between_calls",
-            path=("reward_model" if role == "reward" else role, "offload"),
+            path=("offload",),
         )
     elif backend != "fsdp":
         yield ConfigProblem(
             f"the {backend} backend keeps the state of its optimizer on the device while it trains",
             "use fsdp in the allocation, or set none or between_calls",
-            path=(role, "offload"),
+            path=("offload",),
         )
 
 

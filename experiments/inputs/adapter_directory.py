@@ -3,17 +3,16 @@
 adapter_config.json and the header of adapter_model.safetensors are read; no tensor is.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.errors import ConfigProblem, display_path, show_value
-from corral.experiments.inputs.model_directory import Shapes, weight_shapes
-from corral.experiments.inputs.regular_file import read_regular
+from corral.experiments.inputs.model_directory import Shapes, read_object, weight_shapes
 
 _CONFIG = "adapter_config.json"
+_REMEDY = "give a directory that peft's save_pretrained has written"
 _PREFIX = "base_model.model."
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -34,17 +33,11 @@ def check_adapter(directory: Path, lora: LoraConfig, adapted: Shapes) -> Iterato
         adapted: [out, in] of each layer that the role adapts, by name.
     """
     name = display_path(directory)
-    try:
-        config = json.loads(read_regular(directory / _CONFIG))
-    except (OSError, ValueError, RecursionError) as error:
-        message = f"cannot read {_CONFIG} of adapter {name}: {error}"
-        yield ConfigProblem(message, "give a directory that peft's save_pretrained has written")
-        return
-    if not isinstance(config, dict):
-        yield ConfigProblem(f"{_CONFIG} of adapter {name} is no JSON object", "save it with peft again")
-        return
-    yield from _setting_problems(name, config, lora)
-    yield from _tensor_problems(name, weight_shapes(directory), lora, adapted)
+    config, problems = read_object(directory / _CONFIG, missing=_REMEDY, what="adapter", remedy=_REMEDY)
+    yield from problems
+    if config is not None:
+        yield from _setting_problems(name, config, lora)
+        yield from _tensor_problems(name, weight_shapes(directory), lora, adapted)
 
 
 def _setting_problems(name: str, config: Mapping[str, Any], lora: LoraConfig) -> Iterator[ConfigProblem]:

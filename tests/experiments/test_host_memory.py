@@ -172,7 +172,7 @@ def test_a_server_of_a_large_model_asks_for_as_much_more_as_its_versions_need(
     )
     experiment = ppo(folder, "allocation=hf:d3+fsdp:d1", "control.commit_beside_training=false")
     assert experiment.scheduling_setup()["generation_server"].scheduling.mem == asked_mb
-    servers = [one for one in experiment.initial_setup().workers if isinstance(one, GenerationServerSpec)]
+    servers = [one for one in experiment.worker_specs() if isinstance(one, GenerationServerSpec)]
     assert [set(server.memory_mb) for server in servers] == [{"its processes", VERSIONS}] * 3
     assert list(experiment.find_warnings()) == []
 

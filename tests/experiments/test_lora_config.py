@@ -119,7 +119,7 @@ def test_what_training_starts_from_is_published_where_servers_cannot_make_it_fro
         ("ppo", f"actor.{settings}", True, ["base"]),
         ("ppo", f"actor.{plain}", False, ["0.0"]),
     ):
-        workers = load_experiment(folder / f"{name}.yaml", [override]).initial_setup().workers
+        workers = load_experiment(folder / f"{name}.yaml", [override]).worker_specs()
         (master,) = (worker for worker in workers if isinstance(worker, MasterWorkerSpec))
         assert master.writes_first_version == is_written
         servers = [worker for worker in workers if isinstance(worker, GenerationServerSpec)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.checks.graph import check_publication
 from corral.experiments.errors import ConfigError
-from corral.experiments.experiment_config import check_publication
 from corral.experiments.plan import RunPlan
 from corral.launcher.submit.prepare import prepare
 from corral.scheduling.dataflow import build_dataflow

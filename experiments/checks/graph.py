@@ -1,46 +1,18 @@
-"""ExperimentConfig: what an experiment comes to: the graph, and one complete specification for every worker.
+"""Checks of the graph: every call has a model, every key a declaration, and what is trained is published.
 
-Experiment ──initial_setup()──► ExperimentConfig ──► the workers of plan.json
-
-Among it are all keys that the graph names, with layout and type, so that nothing that plans or moves samples has to
-know who declared one:
+All keys that the graph names get layout and type, so that nothing that plans or moves samples has to know who declared
+one:
 
     critic_inf  output_key_remap {"values": "teacher_values"}  ──►  teacher_values is per_token float32, as values is
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from corral.experiments.config.algorithm import INTERFACE_NAMES
-from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, WorkerSpec
+from corral.experiments.worker_specs import ModelRoleSpec
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.keys import BUILT_IN_KEYS, Key, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
-from corral.scheduling.worker_information import WORKER_KINDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExperimentConfig:
-    """A resolved experiment: the dataflow graph and the specification of every worker, consistent with each other.
-
-    Raises:
-        ValueError: if a worker is missing or given twice, or the training ranks are not exactly 0..n-1.
-    """
-
-    graph: DataflowGraph
-    workers: tuple[WorkerSpec, ...]
-
-    def __post_init__(self) -> None:
-        for kind in WORKER_KINDS:
-            indices = sorted(worker.index for worker in self.workers if worker.kind == kind)
-            if indices != list(range(len(indices))):
-                raise ValueError(f"indices of {kind} must be 0..{len(indices) - 1}, each once, got {indices}")
-        ranks = [worker for worker in self.workers if isinstance(worker, ModelWorkerSpec)]
-        for rank in ranks:
-            if rank.world_size != len(ranks):
-                raise ValueError(
-                    f"model_worker/{rank.index} has world_size {rank.world_size}; there are {len(ranks)} ranks"
-                )
 
 
 def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
