@@ -38,10 +38,9 @@ class Ask:
     is_signalled: bool = True
     """Whether SLURM tells its job that the end comes near: the trial's own job, not those beside it."""
 
-    @property
-    def reservations(self) -> list[str]:
-        """The reservations that its job may run in."""
-        return [name for name in self.values.get("reservation", "").split(",") if name]
+    def names(self, field: str) -> list[str]:
+        """What a value names: several reservations with commas between them, an account."""
+        return [name for name in self.values.get(field, "").split(",") if name]
 
     def problem(
         self, name: str, message: str, *, hint: str, shown: str | None = None, evidence: str = ""

@@ -8,14 +8,14 @@ is a warning: nodes and partitions that are down, a reservation that is yet to b
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from corral.experiments.errors import ConfigProblem, UnsatisfiableError, did_you_mean
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.submit.asks import Ask, leaves_time, limit_that_fits, raise_problems
-from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, counted, hosts, some_nodes
+from corral.launcher.submit.cluster import ClusterFacts, counted, first_few, hosts
 from corral.launcher.trial.find import node_local_folder
 from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
@@ -37,9 +37,8 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> list[
         if not of_partitions:
             partition = facts.asked(ask.values)[0]
             problems += [*_limit_problems(ask, plan, facts), *_task_problems(ask, plan, partition, facts)]
-            problems += [*_feature_problems(ask, partition, facts), *_account_problems(ask, facts)]
             warnings += _warnings(ask, partition, facts)
-        problems += [*_node_problems(ask, facts), *_reservation_problems(ask, facts)]
+        problems += _unknown_names(ask, facts)
     raise_problems(UnsatisfiableError, problems)
     return list(dict.fromkeys(warnings))
 
@@ -53,97 +52,62 @@ def _partition_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem
     for name in facts.asked(ask.values):
         is_there = name in facts.closed or name in known
         evidence = f"scontrol -a show partition {name}" if is_there else sinfo
-        for message, hint in _partition_rules(name, ask, facts):
-            yield ask.problem("partition", message, hint=hint, evidence=evidence)
+        for field, message, hint in _partition_rules(name, ask, facts):
+            yield ask.problem(field, message, hint=hint, evidence=evidence)
 
 
-def _partition_rules(name: str, ask: Ask, facts: ClusterFacts) -> Iterator[tuple[str, str]]:
-    """What a partition has against a job, and the way out."""
+def _partition_rules(name: str, ask: Ask, facts: ClusterFacts) -> Iterator[tuple[str, str, str]]:
+    """What a partition has against a job: which of its values, by which rule, and the way out."""
     known, settings = facts.partition_names, facts.settings(name)
     if name in facts.closed:
-        yield (
-            f"partition {name!r} is open to the groups {facts.closed[name]} only, and you are in none of them",
-            f"choose one of {facts.shown_partitions}, or ask the administrators",
-        )
-        return
-    if name not in known:
-        there_are = f"no partition {name!r}; this cluster has {facts.shown_partitions}"
-        yield there_are, did_you_mean(name, known, "choose one of these")
-        return
+        rule = f"partition {name!r} is open to the groups {facts.closed[name]} only, and you are in none of them"
+        yield "partition", rule, f"choose one of {facts.shown_partitions}, or ask the administrators"
+    elif name not in known:
+        rule = f"no partition {name!r}; this cluster has {facts.shown_partitions}"
+        yield "partition", rule, did_you_mean(name, known, "choose one of these")
     if (state := settings.get("State", "UP")) not in ("UP", "DOWN"):  # one that is DOWN starts them when it is UP again
         others = ", ".join(one for one in known if one != name and facts.settings(one).get("State") == "UP")
         instead = f"choose another one: {others}" if others else "wait until it is UP again"
-        yield f"partition {name!r} is {state}: it takes no jobs", instead
+        yield "partition", f"partition {name!r} is {state}: it takes no jobs", instead
     if settings.get("ReqResv") == "YES" and "reservation" not in ask.values:
-        yield (
-            f"partition {name!r} takes jobs with a reservation only",
-            "set launch.reservation, or choose another partition",
-        )
+        rule = f"partition {name!r} takes jobs with a reservation only"
+        yield "partition", rule, "set launch.reservation, or choose another partition"
+    for field, setting in (("account", "Accounts"), ("qos", "Qos")):
+        allowed = settings.get(f"Allow{setting}", "ALL").split(",")
+        denied = settings.get(f"Deny{setting}", "").split(",")
+        asked = ask.values.get(field)
+        if asked is not None and (asked in denied or not {"ALL", asked} & set(allowed)):
+            rule = f"it refuses {', '.join(denied)}" if asked in denied else f"it allows {', '.join(allowed)}"
+            instead = did_you_mean(
+                asked, [one for one in allowed if one != asked], f"choose another {field}, or another partition"
+            )
+            yield field, f"partition {name!r} is not open to {field} {asked!r} ({rule})", instead
 
 
-def _node_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    known, evidence = sorted({node.name for node in facts.nodes}), shlex.join(nodes_command())
-    there = set(known)
-    for field in ("nodelist", "exclude"):
-        # One problem for an expression, with one look for a near name: it may stand for thousands of hosts.
-        if unknown := [host for host in hosts(ask.values, field) if host not in there]:
-            others = f" and {len(unknown) - 1} others that {field} names" if len(unknown) > 1 else ""
-            message = f"no node {unknown[0]!r}{others} in this cluster"
-            hint = did_you_mean(unknown[0], known, f"this cluster has {some_nodes(facts.nodes)}")
-            yield ask.problem(field, message, hint=hint, evidence=evidence)
-    partitions = facts.asked(ask.values)
-    members = [node for node in facts.nodes if node.partition in partitions]
-    allowed = {node.name for node in members}
-    outside = [host for host in hosts(ask.values, "nodelist") if host in there - allowed]
-    if outside and allowed:
-        message = f"{', '.join(outside)} is not in partition {' or '.join(partitions)!r}"
-        yield ask.problem("nodelist", message, hint=f"name nodes of it: {some_nodes(members)}", evidence=evidence)
-
-
-def _reservation_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    if facts.reservations is not None:
-        known = list(facts.reservations)
-        there_are = f"there are {', '.join(known)}" if known else "remove it: none exists"
-        for name in [name for name in ask.reservations if name not in known]:
-            hint, evidence = did_you_mean(name, known, there_are), "scontrol show reservation"
-            yield ask.problem("reservation", f"no reservation {name!r} in this cluster", hint=hint, evidence=evidence)
-
-
-def _feature_problems(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    members = facts.members(partition)
-    known = sorted({feature for node in members for feature in node.features})
-    for name in dict.fromkeys(_FEATURE.findall(ask.values.get("constraint", "")) if members else ()):
-        if name not in known:
-            there_are = f"(features: {', '.join(known) or 'none'})"
-            message = f"no node of partition {partition!r} has the feature {name!r} {there_are}"
-            hint = did_you_mean(name, known, "remove the constraint, or choose one of these")
-            yield ask.problem("constraint", message, hint=hint, evidence=shlex.join(nodes_command(partition)))
-
-
-def _account_problems(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    """Accounts and QOS that a partition does not let in, and those that the user has not."""
-    mine, account = facts.accounts.associations, ask.values.get("account")
-    usable = sorted({name for one in mine if account in (None, one.name) for name in one.qos})
-    rows = (
-        ("account", "Accounts", "charge", [one.name for one in mine]),
-        ("qos", "Qos", "use", usable),
+def _unknown_names(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
+    """Names that there are not, or not for this user, as far as SLURM says which there are."""
+    values, partitions, mine = ask.values, facts.asked(ask.values), facts.accounts.associations
+    account, of_partition = values.get("account"), f"no node of partition {' or '.join(partitions)!r}"
+    members, wanted = facts.members(partitions[0]), _FEATURE.findall(values.get("constraint", ""))
+    features = [feature for node in members for feature in node.features]
+    in_partitions = [node.name for node in facts.nodes if node.partition in partitions]
+    usable = [name for one in mine if account in (None, one.name) for name in one.qos]
+    sinfo, sacctmgr = shlex.join(nodes_command()), "sacctmgr show assoc user=$USER format=account,qos"
+    reservations = "scontrol show reservation"
+    rows: Sequence[tuple[str, Sequence[str], Iterable[str] | None, str, str]] = (
+        ("nodelist", hosts(values, "nodelist"), in_partitions or None, f"{of_partition} is called", sinfo),
+        ("exclude", hosts(values, "exclude"), [node.name for node in facts.nodes], "no node is called", sinfo),
+        ("reservation", ask.names("reservation"), facts.reservations, "no reservation is called", reservations),
+        ("constraint", wanted, features if members else None, f"{of_partition} has the feature", sinfo),
+        ("account", ask.names("account"), [one.name for one in mine] or None, "you may not charge account", sacctmgr),
+        ("qos", ask.names("qos"), usable or None, "you may not use qos", sacctmgr),
     )
-    for field, setting, may_not, known in rows:
-        if (asked := ask.values.get(field)) is None:
-            continue
-        for name in facts.asked(ask.values):
-            allowed = facts.settings(name).get(f"Allow{setting}", "ALL").split(",")
-            denied = facts.settings(name).get(f"Deny{setting}", "").split(",")
-            if asked in denied or not {"ALL", asked} & set(allowed):
-                rule = f"it refuses {', '.join(denied)}" if asked in denied else f"it allows {', '.join(allowed)}"
-                message = f"partition {name!r} is not open to {field} {asked!r} ({rule})"
-                others = [one for one in allowed if one != asked]
-                hint = did_you_mean(asked, others, f"choose another {field}, or another partition")
-                yield ask.problem(field, message, hint=hint, evidence=f"scontrol show partition {name}")
-        if known and asked not in known:
-            message = f"you may not {may_not} {field} {asked!r} (you have {', '.join(known)})"
-            hint = did_you_mean(asked, known, "choose one of these, or ask the administrators")
-            evidence = "sacctmgr show assoc user=$USER format=account,qos"
+    for field, asked, names, rule, evidence in rows:
+        known = dict.fromkeys(names or ())
+        # One problem for an expression, with one look for a near name: it may stand for thousands of hosts.
+        if names is not None and (unknown := [one for one in asked if one not in known]):
+            message = f"{rule} {first_few(map(repr, unknown))} (there are: {first_few(known) or 'none'})"
+            hint = did_you_mean(unknown[0], [*known], "choose one of these, or remove it" if known else "remove it")
             yield ask.problem(field, message, hint=hint, evidence=evidence)
 
 
@@ -199,16 +163,13 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
         )
     for one in counted(plan):
         field, asked = one.of_task, getattr(task, one.of_task)
-        most, biggest = biggest_nodes(members, one, task.gpu_type)
+        most, biggest = facts.biggest(partition, one, task.gpu_type)
         if asked <= most:
             continue
         if field == "gpu" and not most:
             field, message, hint = _wrong_gpus(ask, partition, facts)
         else:
-            message = (
-                f"{ask.who} wants {asked} {one.unit} in one task; the biggest node of partition {partition!r} has "
-                f"{most} ({biggest})"
-            )
+            message = f"{ask.who} wants {asked} {one.unit} in one task; {biggest}"
             hint = f"at most {most} fits"
             if field == "gpu":
                 hint += ", as t in the allocation" if "generation_server" in ask.who else ""
@@ -242,7 +203,7 @@ def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
     asked = facts.asked(ask.values)
     if facts.are_down(asked):
         yield f"partition {' and '.join(asked)} is DOWN: the job waits until it is UP again"
-    for name in ask.reservations:
+    for name in ask.names("reservation"):
         if begin := facts.begins_later(name):
             yield f"reservation {name!r} begins at {begin}: the job waits for it"
     for name in ("account", "qos"):

@@ -23,12 +23,10 @@ from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import hostnames_command, nodes_command
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import asks_of, raise_problems, shapes_for
-from corral.launcher.submit.cluster import ClusterFacts, biggest_nodes, counted, hosts
+from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, limit_of
 from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind
-
-_MAX_COMPONENTS = 8  # of a heterogeneous job; there are five kinds of workers
 
 
 class Capacity(NamedTuple):
@@ -62,25 +60,6 @@ def describe(allocation: Allocation) -> str:
 def _share(allocation: Allocation) -> str:
     share = f"{allocation.cpus_per_node} CPUs, {allocation.mem_mb_per_node} MB"
     return share + (f", {allocation.gpus_per_node} GPUs" if allocation.gpus_per_node else "")
-
-
-_FIELD_BY_LIMIT = {
-    "MaxNodes": "num_nodes",
-    "MinNodes": "num_nodes",
-    "MaxCPUsPerNode": "cpus_per_node",
-    "MaxMemPerNode": "mem_mb_per_node",
-}
-"""A partition's limits of one job, and the field of an allocation that they are about."""
-
-
-def _excesses(allocation: Allocation, settings: Mapping[str, str]) -> Iterator[tuple[str, int, int]]:
-    """The limits of a partition that one job exceeds, or stays below where it must not; what it asks for; the limit."""
-    for name, field in _FIELD_BY_LIMIT.items():
-        text, asked = settings.get(name, ""), getattr(allocation, field)
-        if not text.isdigit() or (text == "0" and name != "MaxNodes"):
-            continue  # UNLIMITED, or not there; what is to be counted per node has no limit at zero either
-        if asked < int(text) if name == "MinNodes" else asked > int(text):
-            yield name, asked, int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +130,9 @@ class Part:
             if all(it.size(node, one.gpu_type) >= getattr(one, it.of_allocation) for it in resources)
         ]
 
-    def usable(self, names: Set[str]) -> dict[str, Node]:
+    def usable(self, names: Set[str]) -> set[str]:
         """Those of some nodes that could, in any of its partitions."""
-        fitting = (node for partition in self.partitions for node in self.fitting(partition))
-        return {node.name: node for node in fitting if node.name in names}
+        return {node.name for partition in self.partitions for node in self.fitting(partition)} & names
 
     def problems(self) -> list[ConfigProblem]:
         """Why it cannot start in any of its partitions; the first partition speaks for all."""
@@ -162,96 +140,98 @@ class Part:
         return by_partition[0] if all(by_partition) else []
 
     def _shortfalls(self, name: str) -> Iterator[ConfigProblem]:
-        members, allocation = self.facts.members(name), self.allocation
+        members, num_nodes, wanted = self.facts.members(name), self.allocation.num_nodes, self.allocation.options
         if not members:
             return
-        num_fitting = len(self.fitting(name))
-        if not num_fitting:
-            yield self._too_big(name, members)
-        elif allocation.num_nodes > num_fitting:
-            yield self._too_many(name, num_fitting, f"{num_fitting} such nodes of {len(members)}")
-        else:
-            yield from self._limits(name)
-        if len(wanted := hosts(allocation.options, "nodelist")) > allocation.num_nodes:
-            yield ConfigProblem(
-                message=f"nodelist names {len(wanted)} nodes, and {self.who} needs {allocation.num_nodes}",
-                hint=f"name at most {allocation.num_nodes}, or use exclude for the nodes that you do not want",
-                path=self.option_path("nodelist"),
-                shown=allocation.options["nodelist"],
-                evidence=shlex.join(hostnames_command(allocation.options["nodelist"])),
+        least, most = self.nodes_of(name)
+        if not self.fitting(name):
+            yield self._too_big(name)
+        elif num_nodes > most:
+            yield self._too_many(name, most, len(members))
+        elif num_nodes < least:
+            yield self._problem(
+                f"{num_nodes} nodes, partition {name!r} takes jobs of at least {least} (MinNodes)",
+                hint="choose another partition",
+                blamed=(self.option_path("partition"), name),
+                evidence=f"scontrol show partition {name}",
+            )
+        if (num_named := len(hosts(wanted, "nodelist"))) > num_nodes:
+            yield self._problem(
+                f"{num_nodes} nodes, nodelist names {num_named} nodes",
+                hint=f"name at most {num_nodes}, or use exclude for the nodes that you do not want",
+                blamed=(self.option_path("nodelist"), wanted["nodelist"]),
+                evidence=shlex.join(hostnames_command(wanted["nodelist"])),
             )
 
-    def _too_big(self, name: str, members: Sequence[Node]) -> ConfigProblem:
-        allocation, evidence = self.allocation, shlex.join(nodes_command(name))
-        for one in counted(self.plan):
-            asked, setting = getattr(allocation, one.of_allocation), one.setting
-            offered, biggest = biggest_nodes(members, one, allocation.gpu_type)
-            if asked > offered:
-                configured = getattr(self.plan.cluster, setting)
-                return ConfigProblem(
-                    message=f"trial can never start: {self.who} needs {asked} {one.unit} on one node; the biggest "
-                    f"node of partition {name!r} has {offered} ({biggest})",
-                    hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
-                    "over more nodes; or ask for less",
-                    path=("cluster", setting) if configured is not None else self.count()[0],
-                    shown=str(configured) if configured is not None else "",
-                    evidence=evidence,
-                )
+    def nodes_of(self, partition: str) -> tuple[int, int]:
+        """The fewest and the most nodes of a partition that such a job can have."""
+        settings, num_fitting = self.facts.settings(partition), len(self.fitting(partition))
+        limit = limit_of(settings, "MaxNodes")
+        return limit_of(settings, "MinNodes") or 0, num_fitting if limit is None else min(limit, num_fitting)
+
+    def _problem(
+        self, needs: str, *, hint: str, blamed: tuple[KeyPath, str], evidence: str, note: str = ""
+    ) -> ConfigProblem:
+        """What it needs and cannot have, with the key that asks for it and its value."""
         return ConfigProblem(
-            message=f"trial can never start: no usable node of partition {name!r} has {_share(allocation)} together",
-            hint="ask for less per node, choose another partition, or exclude fewer nodes",
-            path=self.source.first_given(self.option_path("exclude"), self.count()[0]),
-            shown=allocation.options.get("exclude", ""),
+            message=f"trial can never start: {self.who} needs {needs}",
+            hint=hint,
+            path=blamed[0],
+            shown=blamed[1],
+            note=note,
             evidence=evidence,
         )
 
-    def _too_many(self, name: str, available: int, offered: str) -> ConfigProblem:
+    def _too_big(self, name: str) -> ConfigProblem:
+        allocation, evidence = self.allocation, shlex.join(nodes_command(name))
+        for one in counted(self.plan):
+            asked, setting = getattr(allocation, one.of_allocation), one.setting
+            offered, biggest = self.facts.biggest(name, one, allocation.gpu_type)
+            if asked > offered:
+                configured = getattr(self.plan.cluster, setting)
+                return self._problem(
+                    f"{asked} {one.unit} on one node; {biggest}",
+                    hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
+                    "over more nodes; or ask for less",
+                    blamed=(self.count()[0], "") if configured is None else (("cluster", setting), str(configured)),
+                    evidence=evidence,
+                )
+        return self._problem(
+            f"{_share(allocation)} together on one node, and no usable node of partition {name!r} has them",
+            hint="ask for less per node, choose another partition, or exclude fewer nodes",
+            blamed=(
+                self.source.first_given(self.option_path("exclude"), self.count()[0]),
+                allocation.options.get("exclude", ""),
+            ),
+            evidence=evidence,
+        )
+
+    def _too_many(self, name: str, available: int, num_members: int) -> ConfigProblem:
         allocation, kind, (path, shown) = self.allocation, self.largest_group, self.count()
+        num_fitting = len(self.fitting(name))
+        offered = f"{num_fitting} such nodes of {num_members}"
+        if available < num_fitting:
+            offered = f"MaxNodes {available} for a job"
         hints = []
         if fits := self.count_that_fits(available, name):
             hints.append(f"{'count' if path[-1] == 'count' else f'd for {kind}'} {fits} fits")
         elsewhere = [
-            f"{other!r} ({num_fitting} such nodes)"
+            f"{other!r} ({len(self.fitting(other))} such nodes)"
             for other in self.facts.partition_names
-            if other != name and (num_fitting := len(self.fitting(other))) >= allocation.num_nodes
-            and not any(_excesses(allocation, self.facts.settings(other)))
-        ]  # fmt: skip
+            for least, most in [self.nodes_of(other)]
+            if other != name and least <= allocation.num_nodes <= most
+        ]
         if elsewhere:
             hints.append(f"partition {' or '.join(elsewhere[:2])} fits")
         group = self.plan.scheduling[kind]
         task = f"{group.scheduling.gpu} GPU" if group.scheduling.gpu else f"{group.scheduling.cpu} CPU"
-        return ConfigProblem(
-            message=f"trial can never start: {self.who} needs {allocation.num_nodes} nodes "
-            f"({_share(allocation)} each), partition {name!r} has {offered}",
+        return self._problem(
+            f"{allocation.num_nodes} nodes ({_share(allocation)} each), partition {name!r} has {offered}",
             hint=", or ".join(hints) or "ask for less per task, or lower the groups' counts",
-            path=path,
-            shown=shown,
+            blamed=(path, shown),
             note=f"{group.count} x {task} = {self._nodes_of(kind)} nodes",
             evidence=shlex.join(nodes_command(name)),
         )
-
-    def _limits(self, name: str) -> Iterator[ConfigProblem]:
-        """What a partition allows one job."""
-        for limit_name, asked, limit in _excesses(self.allocation, self.facts.settings(name)):
-            path, shown = self.option_path("partition"), name
-            if limit_name == "MaxNodes":
-                yield self._too_many(name, limit, f"MaxNodes {limit} for a job")
-                continue
-            if limit_name == "MinNodes":
-                rule = f"nodes, partition {name!r} takes jobs of at least {limit} (MinNodes)"
-                hint = "choose another partition"
-            else:
-                unit, field = ("CPUs", "cpus_per_node") if "CPUs" in limit_name else ("MB", "mem_per_node")
-                rule = f"{unit} on one node, partition {name!r} allows {limit} ({limit_name})"
-                hint = f"set cluster.{field}: {limit}, so that the trial is spread over more nodes"
-                path, shown = self.source.first_given(("cluster", field), path), ""
-            yield ConfigProblem(
-                message=f"trial can never start: {self.who} needs {asked} {rule}",
-                hint=hint,
-                path=path,
-                shown=shown,
-                evidence=f"scontrol show partition {name}",
-            )
 
     def count_that_fits(self, num_nodes: int, partition: str) -> int:
         """The largest count of the largest group with which it needs at most so many nodes; 0 if none does."""
@@ -320,59 +300,49 @@ def _waits(parts: Sequence[Part], fixed: Sequence[Part], facts: ClusterFacts) ->
 
 
 def _together(fixed: Sequence[Part], nodes: Sequence[Node]) -> Iterator[ConfigProblem]:
-    """Allocations that only start together, on nodes that each of them could have alone."""
-    if len(fixed) < 2:
-        return
+    """Some of the allocations that only start together need more than the nodes that any of them could have."""
     names = {node.name for node in nodes}
-    usable = [(part, part.usable(names)) for part in fixed]
-    yield from (_components_together if len(fixed[0].layout.components) > 1 else _jobs_together)(usable)
-
-
-def _components_together(usable: Sequence[tuple[Part, Mapping[str, Node]]]) -> Iterator[ConfigProblem]:
-    if not all(nodes for _, nodes in usable):
-        return
-    for size in range(2, min(len(usable), _MAX_COMPONENTS) + 1):
+    usable = [(part, could_have) for part in fixed if (could_have := part.usable(names))]
+    for size in range(len(usable), 1, -1):
         for chosen in combinations(usable, size):
-            num_nodes = len({name for _, nodes in chosen for name in nodes})
-            if sum(part.allocation.num_nodes for part, _ in chosen) > num_nodes:
-                yield _not_together([part for part, _ in chosen], num_nodes)
+            theirs = set[str]().union(*(could_have for _, could_have in chosen))
+            shared = {node.name: node for node in nodes if node.name in theirs}
+            for problem in _not_together([part for part, _ in chosen], list(shared.values())):
+                yield problem
                 return
 
 
-def _not_together(chosen: Sequence[Part], available: int) -> ConfigProblem:
-    counts = [part.allocation.num_nodes for part in chosen]
+def _not_together(chosen: Sequence[Part], nodes: Sequence[Node]) -> Iterator[ConfigProblem]:
+    """Components of a heterogeneous job never share a node; jobs may, and then share what it has."""
+    allocations = [part.allocation for part in chosen]
     blamed = max(chosen, key=lambda part: part.allocation.num_nodes)
-    path, shown = blamed.count()
-    fits = blamed.count_that_fits(available - sum(counts) + blamed.allocation.num_nodes, blamed.partitions[0])
-    names = " + ".join(part.who for part in chosen)
-    hint = "lower the groups' counts, or let them share nodes: the same partition and constraint make one allocation"
-    return ConfigProblem(
-        message=f"trial can never start: {blamed.layout.kind} {'+'.join(map(str, counts))} nodes of {available}: "
-        f"components never share a node ({names})",
-        hint=(f"count {fits} of {blamed.largest_group} fits; or " if fits and path[-1] == "count" else "") + hint,
-        path=path,
-        shown=shown,
-        evidence=shlex.join(nodes_command()),
-    )
-
-
-def _jobs_together(usable: Sequence[tuple[Part, Mapping[str, Node]]]) -> Iterator[ConfigProblem]:
-    nodes = {name: node for _, of_one in usable for name, node in of_one.items()}
-    largest = max((part for part, _ in usable), key=lambda part: part.allocation.num_nodes)
-    allocations = [part.allocation for part, _ in usable]
-    types = {one.gpu_type for one in allocations}
-    for one in counted(largest.plan) if nodes else ():
-        asked = sum(it.num_nodes * getattr(it, one.of_allocation) for it in allocations)
-        offered = sum(max(one.size(node, gpu_type) for gpu_type in types) for node in nodes.values())
+    (path, shown), num_nodes = blamed.count(), sum(one.num_nodes for one in allocations)
+    if len(blamed.layout.components) > 1:
+        who, amounts = "hetjob components, which never share a node,", [("nodes", num_nodes, len(nodes))]
+        fits = blamed.count_that_fits(len(nodes) - num_nodes + blamed.allocation.num_nodes, blamed.partitions[0])
+        hint = (
+            "lower the groups' counts, or let them share nodes: the same partition and constraint make one allocation"
+        )
+        hint = f"count {fits} of {blamed.largest_group} fits; or {hint}" if fits and path[-1] == "count" else hint
+    else:
+        who, hint = "jobs", "lower the groups' counts or sizes, or use more partitions"
+        types = {one.gpu_type for one in allocations}
+        amounts = [
+            (
+                one.unit,
+                sum(it.num_nodes * getattr(it, one.of_allocation) for it in allocations),
+                sum(max(one.size(node, gpu_type) for gpu_type in types) for node in nodes),
+            )
+            for one in counted(blamed.plan)
+        ]
+    for unit, asked, offered in amounts:
         if asked > offered:
-            path, shown = largest.count()
             yield ConfigProblem(
-                message=f"trial can never start: its jobs need {asked} {one.unit} together, the {len(nodes)} nodes "
-                f"that they could run on have {offered}",
-                hint="lower the groups' counts or sizes, or use more partitions",
+                message=f"trial can never start: its {who} need {asked} {unit} together, and there are {offered} on "
+                f"the {len(nodes)} nodes that they could have",
+                hint=hint,
                 path=path,
                 shown=shown,
                 note=" + ".join(describe(it) for it in allocations),
                 evidence=shlex.join(nodes_command()),
             )
-            return

@@ -8,8 +8,8 @@ scontrol show config, sacctmgr where there is accounting -> accounts, QOS and th
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from corral.experiments.plan import RunPlan
@@ -18,6 +18,8 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.parse import Node
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.slurm_formats import expand_host_list, parse_time_limit
+
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,22 @@ class ClusterFacts:
         return ", ".join(f"{name}*" if name == self.default_partition else name for name in self.partition_names)
 
     def members(self, partition: str) -> list[Node]:
-        """The nodes of a partition."""
-        return [node for node in self.nodes if node.partition == partition]
+        """The nodes of a partition, each with what its jobs may have of it."""
+        settings = self.settings(partition)
+        most_cpus, most_mem_mb = (limit_of(settings, one.node_limit) or _NO_LIMIT for one in _RESOURCES[:-1])
+        return [
+            replace(node, cpus=min(node.cpus, most_cpus), mem_mb=min(node.mem_mb, most_mem_mb))
+            for node in self.nodes
+            if node.partition == partition
+        ]
+
+    def biggest(self, partition: str, resource: "Resource", gpu_type: str | None) -> tuple[int, str]:
+        """The most that jobs may have of it on one node of a partition, and a sentence that names these nodes."""
+        members = self.members(partition)
+        most = max(resource.size(node, gpu_type) for node in members)
+        names = first_few(node.name for node in members if resource.size(node, gpu_type) == most)
+        rule = f"; {resource.node_limit}" if limit_of(self.settings(partition), resource.node_limit) == most else ""
+        return most, f"the biggest node of partition {partition!r} has {most} ({names}{rule})"
 
     def allowed(self, partition: str, options: Mapping[str, str]) -> list[Node]:
         """The nodes of a partition that a job with these options may get beside those that it names."""
@@ -136,6 +152,12 @@ def default_of(partitions: Mapping[str, Mapping[str, str]]) -> str | None:
     return next((name for name, settings in partitions.items() if settings.get("Default") == "YES"), None)
 
 
+def limit_of(settings: Mapping[str, str], name: str) -> int | None:
+    """A partition's limit of nodes, or of what jobs may have of each; None for UNLIMITED, or if it is not there."""
+    text = settings.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
 def seconds_of_moment(text: str) -> float | None:
     """Seconds since the epoch of a moment that SLURM writes; None if it is none."""
     try:
@@ -161,6 +183,8 @@ class Resource(NamedTuple):
     """The field of an allocation, for each of its nodes."""
     setting: str
     """The key below `cluster` that describes a node's."""
+    node_limit: str
+    """A partition's limit of it on each node."""
     of_accounts: str
     """As accounting counts it."""
     size: Callable[[Node, str | None], int]
@@ -173,9 +197,11 @@ def gpus_of(node: Node, gpu_type: str | None) -> int:
 
 
 _RESOURCES = (
-    Resource("CPUs", "cpu", "cpus_per_node", "cpus_per_node", "cpu", lambda node, _: node.cpus),
-    Resource("MB of memory", "mem", "mem_mb_per_node", "mem_per_node", "mem", lambda node, _: node.mem_mb),
-    Resource("GPUs", "gpu", "gpus_per_node", "gpus_per_node", "gres/gpu", gpus_of),
+    Resource("CPUs", "cpu", "cpus_per_node", "cpus_per_node", "MaxCPUsPerNode", "cpu", lambda node, _: node.cpus),
+    Resource(
+        "MB of memory", "mem", "mem_mb_per_node", "mem_per_node", "MaxMemPerNode", "mem", lambda node, _: node.mem_mb
+    ),
+    Resource("GPUs", "gpu", "gpus_per_node", "gpus_per_node", "", "gres/gpu", gpus_of),
 )
 
 
@@ -198,21 +224,15 @@ def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> 
     return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb, threads_per_core=threads)
 
 
-def biggest_nodes(nodes: Sequence[Node], resource: Resource, gpu_type: str | None) -> tuple[int, str]:
-    """The most that one of the nodes has of it, and the names of those that have as much."""
-    most = max(resource.size(node, gpu_type) for node in nodes)
-    return most, some_nodes([node for node in nodes if resource.size(node, gpu_type) == most])
-
-
 def hosts(options: Mapping[str, str], name: str) -> list[str]:
     """The nodes that `nodelist` or `exclude` names."""
     return expand_host_list(options.get(name, ""))
 
 
-def some_nodes(nodes: Sequence[Node]) -> str:
-    """The first few names."""
-    names = list(dict.fromkeys(node.name for node in nodes))
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+def first_few(names: Iterable[str]) -> str:
+    """The first few names, each once, and how many others there are."""
+    first, others = (unique := list(dict.fromkeys(names)))[:4], len(unique) - 4
+    return ", ".join(first) + (f" and {others} others" if others > 0 else "")
 
 
 def plain_features(constraint: str) -> list[str]:

@@ -130,7 +130,9 @@ class _Checks:
             facts = self.read(has_checks=True, wants_all_nodes=True) or facts
             layout, found = self._compare(facts)
         known = {Complaint.NODES} if found.waits_for_nodes else set()
-        if facts is not None and any(facts.begins_later(name) for ask in self.asks for name in ask.reservations):
+        if facts is not None and any(
+            facts.begins_later(name) for ask in self.asks for name in ask.names("reservation")
+        ):
             known.add(Complaint.TIME)
         started = self._ask_slurm(layout, known)
         # SLURM estimates as if a partition that is down were up.

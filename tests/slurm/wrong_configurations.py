@@ -107,26 +107,26 @@ NAME_CASES = (
     RefusedCase(
         name="unknown-node",
         edit=_launch("nodelist: n7"),
-        words=("no node 'n7'", "n1, n2, n3, n4", "launch.nodelist"),
+        words=("no node of partition 'debug' is called 'n7'", "n1, n2, n3, n4", "launch.nodelist"),
         line=20,
     ),
     RefusedCase(
         name="unknown-nodes-of-a-range",
         edit=_launch('nodelist: "n[3-5]"'),
-        words=("no node 'n5'", "launch.nodelist"),
+        words=("is called 'n5'", "launch.nodelist"),
         line=20,
     ),
     RefusedCase(
         name="unknown-excluded-node",
         edit=_launch("exclude: node1"),
-        words=("no node 'node1'", "launch.exclude", "sinfo"),
+        words=("no node is called 'node1'", "launch.exclude", "sinfo"),
         line=20,
     ),
     RefusedCase(
         name="node-of-another-partition",
         edit=_launch("nodelist: n2\n  partition: short"),
         overrides=("launch.time_limit=1", "launch.signal_before_end_s=5"),
-        words=("n2 is not in partition 'short'", "n1"),
+        words=("no node of partition 'short' is called 'n2'", "n1"),
         line=20,
     ),
     RefusedCase(
@@ -151,19 +151,19 @@ NAME_CASES = (
     RefusedCase(
         name="unknown-feature",
         edit=_launch("constraint: h100"),
-        words=("no node of partition 'debug' has the feature 'h100'", "features: none", "remove the constraint"),
+        words=("no node of partition 'debug' has the feature 'h100'", "there are: none", "remove it"),
         line=20,
     ),
     RefusedCase(
         name="feature-of-an-expression",
         edit=_launch('constraint: "[rack1|rack2]&ib"'),
-        words=("feature 'rack1'", "feature 'rack2'", "feature 'ib'"),
+        words=("the feature 'rack1', 'rack2', 'ib'",),
         line=20,
     ),
     RefusedCase(
         name="unknown-reservation",
         edit=_launch("reservation: workshop"),
-        words=("no reservation 'workshop'", "remove it", "scontrol show reservation"),
+        words=("no reservation is called 'workshop'", "remove it", "scontrol show reservation"),
         line=20,
     ),
     RefusedCase(
@@ -271,14 +271,14 @@ SIZE_CASES = (
             "groups.generation_server.scheduling.cpu=5",
             "groups.generation_server.scheduling.partition=spot",
         ),
-        words=("hetjob", "nodes of 4", "never share a node"),
+        words=("hetjob", "6 nodes together, and there are 4", "never share a node"),
         line=4,
     ),
     RefusedCase(
         name="jobs-together",
         edit=("  layout: auto", "  layout: jobs"),
         overrides=("groups.rollout_worker.count=16", "groups.rollout_worker.scheduling.cpu=2"),
-        words=("its jobs need 37 CPUs together", "4 nodes that they could run on have 32", "rollout_worker.count: 16"),
+        words=("its jobs need 37 CPUs together, and there are 32 on the 4 nodes", "rollout_worker.count: 16"),
     ),
 )
 

@@ -93,16 +93,21 @@ def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
         ({"launch": {"time_limit": "3-0"}}, ["3-00:00:00 is more than", "'big'"]),
         ({"launch": {"partition": "cpu,h100", "time_limit": "1-0"}}, []),
         ({"launch": {"partition": "h100,nosuch"}}, ["no partition 'nosuch'"]),
-        ({"launch": {"nodelist": "h[1-2],h9"}}, ["no node 'h9'"]),
-        ({"launch": {"exclude": "gone[0-1439],h1"}}, ["no node 'gone0' and 1439 others that exclude names"]),
-        ({"launch": {"partition": "cpu", "nodelist": "h1"}}, ["h1 is not in partition 'cpu'", "c1, c2"]),
+        ({"launch": {"nodelist": "h[1-2],h9"}}, ["no node of partition 'h100' is called 'h9'", "h1, h2, h3"]),
+        (
+            {"launch": {"exclude": "gone[0-1439],h1"}},
+            ["no node is called 'gone0', 'gone1', 'gone2', 'gone3' and 1436 others"],
+        ),
+        ({"launch": {"partition": "cpu", "nodelist": "h1"}}, ["no node of partition 'cpu' is called 'h1'", "c1, c2"]),
         ({"launch": {"partition": "big"}}, ["takes jobs of at least 4 (MinNodes)"]),
         (
             {"launch": {"partition": "cpu"}, "task": {"cpu": 14}, "servers": 0, "model_workers": 1},
             ["2 nodes", "MaxNodes 1"],
         ),
-        ({"task": {"cpu": 6}, "launch": {"partition": "mixed"}}, ["allows 16 (MaxCPUsPerNode)", "cpus_per_node: 16"]),
-        ({"task": {"mem": "40G"}, "launch": {"partition": "mixed"}}, ["allows 100000 (MaxMemPerNode)"]),
+        ({"task": {"cpu": 4}, "launch": {"partition": "mixed"}}, []),
+        ({"task": {"cpu": 17}, "launch": {"partition": "mixed"}}, ["has 16 (a1, a2; MaxCPUsPerNode)"]),
+        ({"task": {"mem": "99G"}, "launch": {"partition": "mixed"}}, ["has 100000 (a1, a2; MaxMemPerNode)"]),
+        ({"task": {"mem": "40G"}, "launch": {"partition": "mixed"}}, ["needs 3 nodes", "2 such nodes"]),
         ({"model_workers": 16, "gpu": 1, "servers": 0}, []),
         ({"model_workers": 24, "gpu": 1, "servers": 0}, []),
         ({"model_workers": 32, "gpu": 1, "servers": 0}, ["needs 4 nodes", "has 3 such nodes of 3", "'big' (5 such"]),
@@ -119,6 +124,12 @@ def test_a_request_is_compared_with_the_site(plan: dict[str, Any], words: list[s
     assert all(word in str(refused.value) for word in words), str(refused.value)
     assert refused.value.exit_code == 5
     assert all(problem.hint and problem.path for problem in refused.value.problems)
+
+
+def test_a_partition_that_limits_what_jobs_have_of_a_node_spreads_them_over_more() -> None:
+    plan, facts = _plan(task={"cpu": 4}, launch={"partition": "mixed"}), _facts()
+    layout = plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
+    assert layout.head.num_nodes > 1 and layout.head.cpus_per_node <= 16
 
 
 def test_servers_wider_than_every_node_are_told_what_to_write_in_the_allocation() -> None:
@@ -250,7 +261,7 @@ def test_a_longer_partition_is_not_offered_if_it_is_down() -> None:
     ("trainers", "servers", "words"),
     [
         (2, 2, []),
-        (3, 2, ["hetjob", "never share a node", "nodes of 4"]),
+        (3, 2, ["hetjob", "never share a node", "need 5 nodes together, and there are 4"]),
         (2, 3, ["never share a node"]),
         (5, 1, ["needs 5 nodes", "has 4 such nodes"]),
     ],
@@ -283,7 +294,7 @@ def test_jobs_may_share_nodes_but_not_exceed_them() -> None:
     facts = _facts("n1|p*|8|8000|(null)|(null)|idle|infinite\n", partitions={"p": {"State": "UP"}})
     launch = {"layout": "jobs"}
     _check(_plan(launch=launch, task={"cpu": 1}, model_workers=2), facts)
-    with pytest.raises(UnsatisfiableError, match="its jobs need 13 CPUs together"):
+    with pytest.raises(UnsatisfiableError, match="its jobs need 13 CPUs together, and there are 8 on the 1 nodes"):
         _check(_plan(launch=launch, task={"cpu": 2}, model_workers=3), facts)
 
 
@@ -478,7 +489,8 @@ def test_a_node_is_taken_to_be_as_most_usable_nodes_are() -> None:
     facts = _facts()
     assert most_common_shape(facts.members("h100")) == NodeShape(cpus=64, gpus=8, mem_mb=500000)
     # As common as the other, and bigger.
-    assert most_common_shape(facts.members("mixed")) == NodeShape(cpus=128, gpus=6, mem_mb=900000)
+    mixed = [node for node in facts.nodes if node.partition == "mixed"]
+    assert most_common_shape(mixed) == NodeShape(cpus=128, gpus=6, mem_mb=900000)
     assert most_common_shape(facts.members("closed")) is None
 
 
