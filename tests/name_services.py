@@ -6,11 +6,12 @@
 """
 
 import secrets
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,11 +99,24 @@ class NamesAddress:
 
 
 @contextmanager
+def running(server: RedisServer) -> Iterator[RedisServer]:
+    """The server for the length of a block, which ends it and removes what it has on this host."""
+    with ExitStack() as stack:
+        stack.callback(lambda: server._listener and server._listener.close())
+        stack.callback(lambda: server._folder and shutil.rmtree(server._folder))
+        stack.callback(server._end_processes)
+        server.start()
+        yield server
+
+
+@contextmanager
 def running_names() -> Iterator[NamesAddress]:
     """A Redis server of the test's own, for the length of a block."""
     password = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory(prefix="names-") as folder,
-        RedisServer(password=password, trust=trust(), key_prefix=PREFIX, log_path=Path(folder, "redis.log")) as server,
+        running(
+            RedisServer(password=password, trust=trust(), key_prefix=PREFIX, log_path=Path(folder, "redis.log"))
+        ) as server,
     ):
         yield NamesAddress(*server.address, password, trust().secrets_directory)

@@ -1,7 +1,7 @@
 """A Redis server for one trial: started next to the workers, reachable with the trial's password only.
 
     find_redis_executable() --configuration, through its standard input--> redis-server, on a Unix socket
-    a socket that listens, held from the first start to stop() --> tls_front.py --Unix socket--> redis-server
+    a socket that listens, held from the first start on --> tls_front.py --Unix socket--> redis-server
        start():  STARTING --says something through its front--> RUNNING --start(), after a crash--> STARTING ...
                     `-- exits, or is silent until the deadline --> RuntimeError / TimeoutError with the end of its log
 
@@ -27,10 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.tether import die_with_parent
@@ -124,10 +123,9 @@ class RedisServer:
     """Receives the server's log."""
     _listener: socket.socket | None = None
     """The port of its front, kept over restarts."""
-    _folder: Path = Path()
-    """Of mode 0700, on this host and with a short path, which a Unix socket needs and the trial's folder may not be."""
-    _leave: ExitStack = field(default_factory=ExitStack)
-    """Gives port and folder back."""
+    _folder: Path | None = None
+    """Of mode 0700, on this host and with a short path, which a Unix socket needs and the trial's folder may not be;
+    whoever sweeps after this process removes it."""
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     """The server, and its front."""
 
@@ -138,7 +136,7 @@ class RedisServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, the same from the first `start` until `stop`."""
+        """Host and port, the same from the first `start` on."""
         if self._listener is None:
             raise RuntimeError("this Redis server has no port yet; call start() first")
         return self.host, int(self._listener.getsockname()[1])
@@ -164,9 +162,8 @@ class RedisServer:
         """
         self._end_processes()
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        listener = self._listener or self._take_place()
         try:
-            log_start = self._start_processes(listener.fileno())
+            log_start = self._start_processes(self._place(), self._port().fileno())
             while not self._answers():
                 has_ended = self.poll() is not None
                 if has_ended or time.monotonic() > deadline_s:
@@ -186,48 +183,30 @@ class RedisServer:
             if process.poll() is None:
                 process.kill()
 
-    def stop(self) -> None:
-        """End the server, and give its port back. Idempotent; fine after a crash.
-
-        Raises:
-            subprocess.TimeoutExpired: if the kernel does not let it go in time.
-        """
-        self._end_processes()
-        self._listener = None
-        self._leave.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
     def _end_processes(self) -> None:
         self.kill()
         processes, self._processes = self._processes, []
         for process in processes:
             process.wait(_END_TIMEOUT_S)
 
-    def _take_place(self) -> socket.socket:
-        with ExitStack() as stack:
+    def _port(self) -> socket.socket:
+        if self._listener is None:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            listener = socket.create_server((self.host, 0), family=family, backlog=tls_front.BACKLOG)
-            stack.callback(listener.close)
-            folder = Path(tempfile.mkdtemp(prefix="corral-redis-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            try:
-                record = leftovers.begin(os.environ.get(TRIAL_UUID_VARIABLE, ""))
-                record.note(folder)
-                stack.callback(record.drop)
-            except OSError as error:
-                logger.warning("%s stays if this process is killed: it could not be recorded: %s", folder, error)
-            self._listener, self._folder, self._leave = listener, folder, stack.pop_all()
-        return listener
+            self._listener = socket.create_server((self.host, 0), family=family, backlog=tls_front.BACKLOG)
+        return self._listener
 
-    def _start_processes(self, listener: int) -> int:
+    def _place(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="corral-redis-"))
+            try:
+                leftovers.begin(os.environ.get(TRIAL_UUID_VARIABLE, "")).note(self._folder)
+            except OSError as error:
+                logger.warning("%s stays: it could not be recorded: %s", self._folder, error)
+        return self._folder
+
+    def _start_processes(self, folder: Path, listener: int) -> int:
         """Returns where in the log this start begins."""
-        front = [sys.executable, "-m", tls_front.__name__, str(listener), str(self._folder / _SOCKET)]
+        front = [sys.executable, "-m", tls_front.__name__, str(listener), str(folder / _SOCKET)]
         front.append(str(self.trust.secrets_directory.absolute()))
         hashed = hashlib.sha256(self.password.encode()).hexdigest()
         configuration = _CONFIGURATION.format(hash=hashed, prefix=self.key_prefix)
@@ -236,7 +215,7 @@ class RedisServer:
             log_start = log.tell()
             told.write(configuration.encode())
             told.seek(0)
-            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=told, cwd=self._folder))
+            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=told, cwd=folder))
             self._processes.append(_start(front, log, stdin=subprocess.DEVNULL, pass_fds=[listener]))
         return log_start
 

@@ -13,7 +13,7 @@ from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve.base import NameService
 from corral.name_resolve.lease import Put
 from corral.name_resolve.redis import RedisNameService
-from tests.name_services import MemoryNameService, MemoryStore
+from tests.name_services import MemoryNameService, MemoryStore, running
 from tests.workers.trusted import trust
 
 PASSWORD = secrets.token_hex(16)
@@ -24,7 +24,7 @@ ServiceFactory = Callable[[], NameService]
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with make_server(tmp_path_factory.mktemp("redis")) as server:
+    with running(make_server(tmp_path_factory.mktemp("redis"))) as server:
         yield server
 
 
@@ -36,7 +36,7 @@ def make_server(folder: Path) -> RedisServer:
 @pytest.fixture
 def own_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A server that the test may kill."""
-    with make_server(tmp_path) as server:
+    with running(make_server(tmp_path)) as server:
         yield server
 
 

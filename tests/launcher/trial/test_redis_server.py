@@ -15,6 +15,7 @@ import redis
 
 from corral.launcher.trial import redis_server as redis_server_module
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer, find_redis_executable
+from tests.name_services import running
 from tests.workers.trusted import redis_client, trust
 
 PASSWORD = secrets.token_hex(16)
@@ -28,8 +29,8 @@ def make_server(folder: Path) -> RedisServer:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with make_server(tmp_path_factory.mktemp("redis") / "server") as running:
-        yield running
+    with running(make_server(tmp_path_factory.mktemp("redis") / "server")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_no_secret_is_in_arguments_environment_or_files(server: RedisServer) -> 
 
 def test_its_environment_still_shows_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORRAL_TRIAL_UUID", "0123456789abcdef0123456789abcdef")
-    with make_server(tmp_path / "server") as server:
+    with running(make_server(tmp_path / "server")) as server:
         assert b"CORRAL_TRIAL_UUID=0123456789abcdef0123456789abcdef" in Path(f"/proc/{server.pid}/environ").read_bytes()
 
 
@@ -135,7 +136,7 @@ def test_it_runs_in_a_session_of_its_own(server: RedisServer) -> None:
 
 
 def test_after_a_crash_it_comes_back_on_the_same_port_and_empty(tmp_path: Path) -> None:
-    with make_server(tmp_path / "redis") as server:
+    with running(make_server(tmp_path / "redis")) as server:
         address, pid = server.address, server.pid
         with connect(server, username="trial", password=PASSWORD) as client:
             client.set(PREFIX + "a", "v")
@@ -147,32 +148,22 @@ def test_after_a_crash_it_comes_back_on_the_same_port_and_empty(tmp_path: Path) 
 
 
 def test_how_it_ended_is_known_whoever_looked_before(tmp_path: Path) -> None:
-    server = make_server(tmp_path / "redis")
-    assert server.poll() is None
-    server.start()
-    assert server.poll() is None
-    os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
-    while server.poll() is None:
-        assert time.monotonic() < deadline, "it survived SIGKILL"
-        time.sleep(0.01)
-    assert [server.poll() for _ in range(2)] == [-signal.SIGKILL] * 2
-
-
-def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
-    server = make_server(tmp_path / "redis")
-    server.start()
-    pid = server.pid
-    server.stop()
-    server.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    unstarted = make_server(tmp_path / "redis")
+    assert unstarted.poll() is None
     with pytest.raises(RuntimeError, match="was not started"):
-        _ = server.pid
+        _ = unstarted.pid
+    with running(unstarted) as server:
+        assert server.poll() is None
+        os.kill(server.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10.0
+        while server.poll() is None:
+            assert time.monotonic() < deadline, "it survived SIGKILL"
+            time.sleep(0.01)
+        assert [server.poll() for _ in range(2)] == [-signal.SIGKILL] * 2
 
 
 def test_what_slurm_sends_to_all_processes_of_a_job_does_not_end_it(tmp_path: Path) -> None:
-    with make_server(tmp_path / "redis") as server:
+    with running(make_server(tmp_path / "redis")) as server:
         with connect(server, username="trial", password=PASSWORD) as client:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                 os.kill(server.pid, number)
@@ -181,18 +172,17 @@ def test_what_slurm_sends_to_all_processes_of_a_job_does_not_end_it(tmp_path: Pa
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()  # we do
 
 
-def test_a_hung_server_is_stopped_too(tmp_path: Path) -> None:
-    server = make_server(tmp_path / "redis")
-    server.start()
-    pid = server.pid
-    os.kill(pid, signal.SIGSTOP)
-    server.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+def test_a_hung_server_is_ended_before_the_next_one_starts(tmp_path: Path) -> None:
+    with running(make_server(tmp_path / "redis")) as server:
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        server.start()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_its_port_is_nobody_elses_while_it_is_dead(tmp_path: Path) -> None:
-    with make_server(tmp_path / "redis") as server:
+    with running(make_server(tmp_path / "redis")) as server:
         server.kill()
         with pytest.raises(OSError, match="Address already in use"):
             socket.create_server(server.address)
@@ -201,7 +191,7 @@ def test_its_port_is_nobody_elses_while_it_is_dead(tmp_path: Path) -> None:
 
 def test_the_end_of_its_front_is_its_own(tmp_path: Path) -> None:
     before = psutil.Process().children()
-    with make_server(tmp_path / "redis") as server:
+    with running(make_server(tmp_path / "redis")) as server:
         [front] = set(psutil.Process().children()) - {*before, psutil.Process(server.pid)}
         front.kill()
         deadline = time.monotonic() + 10.0
