@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.runners.guard import END_ALL, guarded
-from corral.launcher.runners.runner import TaskSpec, start_process
+from corral.launcher.runners.runner import start_process
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import kill_session
 
@@ -51,22 +52,24 @@ class LocalRunner:
         self._gpus_by_worker = gpus_by_worker
         self._tasks: dict[str, LocalTask] = {}
 
-    def start(self, spec: TaskSpec) -> LocalTask:
-        environment = os.environ | {
+    def start(
+        self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path
+    ) -> LocalTask:
+        whole_environment = os.environ | {
             "OMP_NUM_THREADS": "1",  # a laptop's few cores are shared by all workers
             # Empty, not unset: a worker without GPUs must not find the ones of its neighbours.
-            "CUDA_VISIBLE_DEVICES": ",".join(self._gpus_by_worker.get(spec.worker, ())),
-            **spec.environment,
+            "CUDA_VISIBLE_DEVICES": ",".join(self._gpus_by_worker.get(worker, ())),
+            **environment,
         }
         process = start_process(
-            guarded(spec.command),
-            environment=environment,
-            log_path=spec.log_path,
+            guarded(command),
+            environment=whole_environment,
+            log_path=log_path,
             # What is committed is whole; an orphan would train on, unsupervised.
             preexec_fn=die_with_parent(signal.SIGTERM),
         )
-        self._tasks[spec.worker] = LocalTask(process)
-        return self._tasks[spec.worker]
+        self._tasks[worker] = LocalTask(process)
+        return self._tasks[worker]
 
     def signal(self, workers: Collection[str], *, kill: bool) -> None:
         for worker in workers:

@@ -2,7 +2,6 @@
 
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,19 +14,6 @@ class NodesNotAvailableError(OSError):
 
 class AllocationLostError(NodesNotAvailableError):
     """A part of the trial's own job has ended, and nothing gives it back to this attempt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSpec:
-    """One worker process to start."""
-
-    worker: str
-    """kind/index."""
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    """Added to the supervisor's own environment."""
-    log_path: Path
-    """Standard output and error are appended here."""
 
 
 class Task(Protocol):
@@ -51,8 +37,13 @@ class Task(Protocol):
 class TaskRunner(Protocol):
     """Starts tasks."""
 
-    def start(self, spec: TaskSpec) -> Task:
-        """Start one task.
+    def start(self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> Task:
+        """Start one worker process.
+
+        Args:
+            worker: kind/index.
+            environment: is added to the supervisor's own.
+            log_path: standard output and error are appended here.
 
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.

@@ -15,9 +15,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from pathlib import Path
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
@@ -26,7 +27,7 @@ from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.guard import guarded
-from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, TaskSpec, start_process
+from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, start_process
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, clean_environment, patiently
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
 from corral.launcher.slurm.verdict import phase_of
@@ -142,27 +143,26 @@ class SrunRunner:
     def __post_init__(self) -> None:
         self._signals = StepSignals(self.client)
 
-    def start(self, spec: TaskSpec) -> SrunTask:
-        place = self.place_of(spec.worker)
-        if spec.worker in self._tasks:
-            self._check_component(spec.worker, place.running)
-        contained = self._contain(spec)
+    def start(self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> SrunTask:
+        place = self.place_of(worker)
+        if worker in self._tasks:
+            self._check_component(worker, place.running)
+        contained = self._contain(worker, command, environment)
         counts_gpus = self.plan.cluster.gpu_request != "none"
-        command = srun_command(spec.worker, contained, place, counts_gpus=counts_gpus)
         process = start_process(
-            command,
+            srun_command(worker, contained, place, counts_gpus=counts_gpus),
             environment={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
-            log_path=spec.log_path,
+            log_path=log_path,
             preexec_fn=die_with_parent(signal.SIGTERM),  # SIGKILL of srun could leave its step running
         )
-        self._tasks[spec.worker] = SrunTask(
+        self._tasks[worker] = SrunTask(
             process,
-            name=step_name(spec.worker),
+            name=step_name(worker),
             node=place.host,
             signals=self._signals,
             job_id=place.running.steps_job_id,
         )
-        return self._tasks[spec.worker]
+        return self._tasks[worker]
 
     def signal(self, workers: Collection[str], *, kill: bool) -> None:
         signal_tasks([self._tasks[worker] for worker in workers], self._signals, kill=kill)
@@ -249,14 +249,12 @@ class SrunRunner:
                 f"{own.get('JobState')}; a component that has ended does not come back"
             )
 
-    def _contain(self, spec: TaskSpec) -> ContainedCommand:
-        kind, index = parse_worker_id(spec.worker)
-        environment = dict(spec.environment)
-        if TRIAL_UUID_VARIABLE in os.environ:
-            environment[TRIAL_UUID_VARIABLE] = os.environ[TRIAL_UUID_VARIABLE]
+    def _contain(self, worker: str, command: Sequence[str], environment: Mapping[str, str]) -> ContainedCommand:
+        kind, index = parse_worker_id(worker)
+        own = {name: os.environ[name] for name in (TRIAL_UUID_VARIABLE,) if name in os.environ}
         return contain(
-            guarded(spec.command),
-            environment,
+            guarded(command),
+            {**environment, **own},
             scheduling=self.plan.scheduling[kind].scheduling_of(index),
             cluster=self.plan.cluster,
             directory=self.directory.path,

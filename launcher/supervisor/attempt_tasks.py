@@ -19,7 +19,7 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
-from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner, TaskSpec
+from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
 from corral.launcher.trial.exits import ExitKind, TaskExit, record_exit
@@ -47,7 +47,6 @@ class AttemptTasks:
     """Why a part of the trial's own job is gone; "" while all of it is there."""
     _running: dict[str, Task] = field(default_factory=dict)
     _redis_runs: bool = False
-    _published_address: tuple[str, int] | None = None
     _failed_starts: list[TaskExit] = field(default_factory=list)
 
     def start(self, tasks: Sequence[str]) -> None:
@@ -126,13 +125,12 @@ class AttemptTasks:
         log_path = self.directory.worker_log(self.attempt.attempt, kind, index)
         try:
             self._require_files(log_path)
-            spec = TaskSpec(
-                worker=worker,
-                command=tuple(self.worker_command(self.directory, kind, index, self.attempt, incarnation)),
+            task = self.runner.start(
+                worker,
+                self.worker_command(self.directory, kind, index, self.attempt, incarnation),
                 environment=self._environment(worker),
                 log_path=log_path,
             )
-            task = self.runner.start(spec)
         except (OSError, ClusterError) as error:
             self._not_started("worker_not_started", worker, error)
             if isinstance(error, AllocationLostError):
@@ -154,23 +152,15 @@ class AttemptTasks:
         try:
             self._require_files(self.directory.attempt_logs(self.attempt.attempt) / "redis.log")
             self.redis.start()
-            self._publish(self.redis.address)
+            host, port = self.redis.address
+            where, content = self.directory.rendezvous_path, json.dumps({"host": host, "port": port}).encode()
+            self.files.run(lambda: atomic_write(where, content), f"write {where}")  # workers find Redis by it
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
             self.redis.kill()
             self._not_started("redis_not_started", REDIS_UNIT, error)
             return
         self._redis_runs = True
-        _, port = self.redis.address
         self.recorder.event("redis_started", worker=REDIS_UNIT, pid=self.redis.pid, port=port)
-
-    def _publish(self, address: tuple[str, int]) -> None:
-        """Where workers find Redis; a restart on its port needs no file."""
-        if address == self._published_address:
-            return
-        content = json.dumps({"host": address[0], "port": address[1]}).encode()
-        path = self.directory.rendezvous_path
-        self.files.run(lambda: atomic_write(path, content), f"write {path}")
-        self._published_address = address
 
     def _require_files(self, log_path: Path) -> None:
         """Raises OSError unless the log can be appended to: a start that hung there would hang the supervisor."""

@@ -14,7 +14,6 @@ import pytest
 from corral.experiments.trial import leftovers
 from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.local import LocalRunner
-from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, process_start_ticks
 from corral.launcher.trial.sweep import sweep
 from tests.launcher.trials import wait_until
@@ -48,8 +47,8 @@ class Guarded:
         monkeypatch.setenv(TRIAL_UUID_VARIABLE, self.uuid)
         self.names = set(os.listdir("/dev/shm"))
         command = (sys.executable, "-c", WORKER, str(folder), STRAY, *options)
-        spec = TaskSpec(worker="rollout_worker/0", command=command, environment={}, log_path=folder / "log")
-        self.task = LocalRunner(bind_address="auto", gpus_by_worker={}).start(spec)
+        runner = LocalRunner(bind_address="auto", gpus_by_worker={})
+        self.task = runner.start("rollout_worker/0", command, environment={}, log_path=folder / "log")
         told = [folder / name for name in ("stray", "worker", "temporary")]
         wait_until(lambda: all(path.exists() and path.read_text() for path in told), "the worker")
         self.stray, self.worker = (int(path.read_text()) for path in told[:2])

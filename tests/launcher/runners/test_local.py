@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
-from corral.launcher.runners.runner import TaskSpec
 from tests.launcher.trials import wait_until
 
 
@@ -42,6 +41,6 @@ def test_a_worker_sees_its_own_gpus_and_without_any_none_of_its_neighbours(
     runner = LocalRunner(bind_address="auto", gpus_by_worker={"model_worker/0": ["1", "3"]})
     log = tmp_path / "log"
     command = ("sh", "-c", 'echo "sees $CUDA_VISIBLE_DEVICES, $A"')
-    task = runner.start(TaskSpec(worker=worker, command=command, environment={"A": "b"}, log_path=log))
+    task = runner.start(worker, command, environment={"A": "b"}, log_path=log)
     wait_until(lambda: task.poll() is not None, "its end")
     assert (task.poll(), log.read_text()) == (0, f"sees {seen}, b\n")

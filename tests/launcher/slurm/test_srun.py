@@ -16,7 +16,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain
-from corral.launcher.runners.runner import NodesNotAvailableError, TaskSpec
+from corral.launcher.runners.runner import NodesNotAvailableError
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import EXIT_OF_SRUN, SrunRunner, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, own_job, srun_command
@@ -210,9 +210,8 @@ def make_runner(tmp_path: Path, allocations: dict[int, RunningAllocation], **lau
 
 def test_a_worker_whose_nodes_are_away_is_not_started_and_the_error_says_whose_job_is_missing(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
-    spec = TaskSpec(worker="model_worker/0", command=("x",), environment={}, log_path=tmp_path / "log")
     with pytest.raises(NodesNotAvailableError, match=r"model_worker/0 .* its job 41 waits \(Resources\)"):
-        runner.start(spec)
+        runner.start("model_worker/0", ("x",), environment={}, log_path=tmp_path / "log")
     with pytest.raises(NodesNotAvailableError):
         runner.bind_address("model_worker/0")
     assert not (tmp_path / "log").exists()

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.runners.runner import TaskSpec
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.supervisor.actions import StartUnit, UnitNews
@@ -129,11 +128,13 @@ class CountingRunner:
         self._num_workers = num_workers
         self._request = request
 
-    def start(self, spec: TaskSpec) -> ObedientTask:
-        self.tasks[spec.worker] = ObedientTask()
+    def start(
+        self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path
+    ) -> ObedientTask:
+        self.tasks[worker] = ObedientTask()
         if len(self.tasks) == self._num_workers:
             self._directory.write_stop_request(self._request)
-        return self.tasks[spec.worker]
+        return self.tasks[worker]
 
     def signal(self, workers: Collection[str], *, kill: bool) -> None:
         self.orders.append((sorted(workers), kill))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
-from corral.launcher.runners.runner import Task, TaskSpec
+from corral.launcher.runners.runner import Task
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.parse import Node
@@ -235,7 +235,7 @@ class Runner:
     def move(self, worker: str, step: Step) -> None:
         self.moved[worker] = (step.node_index, step.overlaps)
 
-    def start(self, spec: TaskSpec) -> Task:
+    def start(self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> Task:
         raise AssertionError("starts are the supervisor's")
 
     def bind_address(self, worker: str) -> str:
