@@ -31,7 +31,7 @@ from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.keeper import keep, record_failure
+from corral.launcher.supervisor.keeper import fail, keep
 from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import EXIT_BROKEN, SupervisorExit
@@ -166,9 +166,7 @@ def _local_runner(plan: RunPlan) -> LocalRunner:
 
 def _fail(directory: TrialDirectory, recorder: Recorder, error: Exception) -> SupervisorExit:
     logger.error("the trial has failed", exc_info=True)
-    record_failure(directory, recorder, f"supervisor: {error}")
-    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
-    return SupervisorExit.FAILED
+    return fail(directory, recorder, f"supervisor: {error}")
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -41,7 +41,6 @@ from corral.scheduling.restarts import RestartBudget, growing_pause
 
 logger = logging.getLogger(__name__)
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
 _GUARDS_END_S = 5.0
 _LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
@@ -90,7 +89,8 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             cause = "it had fallen silent, and was killed" if child.was_silent else ""
             recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1, cause=cause)
             if not budget.take(ran_s=time.monotonic() - started_at):
-                return _give_up(directory, recorder, f"the supervisor ended {budget.in_a_row} times in a row")
+                cause = f"the supervisor ended {budget.in_a_row} times in a row; its log says why"
+                return fail(directory, recorder, cause).of_keeper
             if -returncode in child.heard:
                 # It was asked to stop before it could listen: its successor is told.
                 unheard = ["--signalled", signal.Signals(-returncode).name]
@@ -129,19 +129,14 @@ def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndR
     return (SupervisorExit.FAILED if end.state == EndState.FAILED else SupervisorExit.ENDED).of_keeper
 
 
-def _give_up(directory: TrialDirectory, recorder: Recorder, cause: str) -> int:
-    """The end of the trial: nothing of it runs any more."""
-    record_failure(directory, recorder, f"{cause}; its log says why")
-    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
-    return SupervisorExit.FAILED.of_keeper
-
-
-def record_failure(directory: TrialDirectory, recorder: Recorder, cause: str) -> None:
+def fail(directory: TrialDirectory, recorder: Recorder, cause: str) -> SupervisorExit:
     """Writes down that the trial has failed, and not by its workers; its keys are not needed any more."""
     end = AttemptEndRecord(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="")
     recorder.keep(lambda: write_end(directory, end))
     recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
     recorder.event("trial_ended", state=EndState.FAILED.value, cause=cause, failed="supervisor")
+    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    return SupervisorExit.FAILED
 
 
 class _Supervisor:

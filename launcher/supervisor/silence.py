@@ -47,10 +47,7 @@ class LeaseWatch:
 
     def take(self) -> list[Look]:
         """What was seen since the last call."""
-        taken = []
-        while self._looks:
-            taken.append(self._looks.popleft())
-        return taken
+        return [self._looks.popleft() for _ in range(len(self._looks))]
 
     def _watch(self) -> None:
         names: NameService | None = None

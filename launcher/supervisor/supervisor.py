@@ -376,7 +376,6 @@ class Supervisor:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S, preexec_fn=die_with_parent()
             )
-        except subprocess.CalledProcessError as error:
-            self._record("report_failed", cause=error.stderr.decode(errors="replace")[-2000:])
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self._record("report_failed", cause=str(error))
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
+            self._record("report_failed", cause=said.decode(errors="replace")[-2000:])
