@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeGuard
 
-import msgspec
-
 from corral.experiments.trial.directory import read_tail
 
 _TAIL_BYTES = 65536
@@ -62,19 +60,12 @@ def _parse(data: bytes) -> list[dict[str, Any]]:
     lines = []
     for text in data.split(b"\n"):
         try:
-            line = _decode(text)
+            line = json.loads(text)  # which knows NaN, as a step that went wrong may have written
         except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
-
-
-def _decode(text: bytes) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return json.loads(text)  # slower, but it knows NaN, which a step that went wrong may have written
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

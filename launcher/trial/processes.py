@@ -109,12 +109,14 @@ def _kill(send: Callable[[], None]) -> bool:
     return True
 
 
-def _carries(trial_uuid: str, pid: int) -> bool:
+def _carries(trial_uuid: str, pid: int, *, or_has_a_title: bool = False) -> bool:
+    """Whether a process is the trial's; or has overwritten its environment, as one does that gives itself a title."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # another user's process, or it has just ended
         return False
-    return f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
+    is_hidden = or_has_a_title and b"PATH=" not in environment
+    return is_hidden or f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
 
 
 def children_of(parent: int) -> list[int]:
@@ -147,7 +149,9 @@ def kill_session(leader: int, *, start_ticks: int | None = None, trial_uuid: str
     for pid, fields in _all_stats():
         if int(fields[3]) != leader or fields[0] in "ZX" or pid == os.getpid():
             continue
-        if start_ticks is not None and (int(fields[19]) < start_ticks or not _may_be_of(trial_uuid, pid)):
+        if start_ticks is not None and (
+            int(fields[19]) < start_ticks or not _carries(trial_uuid, pid, or_has_a_title=True)
+        ):
             continue
         if _kill(partial(os.kill, pid, signal.SIGKILL)):
             killed.append(pid)
@@ -159,15 +163,6 @@ def _all_stats() -> Iterator[tuple[int, list[str]]]:
     for pid in _process_ids():
         if (fields := _stat_of(pid)) is not None:
             yield pid, fields
-
-
-def _may_be_of(trial_uuid: str, pid: int) -> bool:
-    """Whether a process is the trial's, or has overwritten its environment, as one does that gives itself a title."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return b"PATH=" not in environment or f"{TRIAL_UUID_VARIABLE}={trial_uuid}".encode() in environment.split(b"\0")
 
 
 def user_name() -> str:
