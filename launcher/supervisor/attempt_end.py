@@ -57,17 +57,6 @@ _LOCAL_MEANING = {
 _ENDING_GRACE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The end of an attempt."""
-
-    state: EndState
-    cause: str
-    """For people."""
-    goes_on: bool
-    """Whether the next attempt follows by itself."""
-
-
 class EndQueue(Protocol):
     """What an attempt's end asks of the cluster; each answer is there before anything else is decided."""
 
@@ -121,8 +110,9 @@ class EndMachine:
     def __init__(self, queue: EndQueue | None, records: EndRecords) -> None:
         self._queue = queue
         self._records = records
-        self._state = EndState.STOPPED
-        self._cause = ""
+        self.state = EndState.STOPPED
+        self.cause = ""
+        """For people."""
         self._job_end: JobEnd | None = None
         self._is_in_queue_again = False
         self._is_recorded = False
@@ -153,7 +143,7 @@ class EndMachine:
         """
         if self.is_settled or self._queue is None:
             return
-        self.phase, self._state, self._cause = EndPhase.HANDING_OVER, state, cause
+        self.phase, self.state, self.cause = EndPhase.HANDING_OVER, state, cause
         self._is_in_queue_again |= is_requeued
         if self._is_in_queue_again:
             self._revoke()
@@ -165,7 +155,7 @@ class EndMachine:
         if self.phase in (EndPhase.CLOSING, EndPhase.CLOSED):
             return  # what follows finds the request
         if self.phase is not EndPhase.FINAL:
-            self.phase, self._state, self._cause = EndPhase.FINAL, state, cause
+            self.phase, self.state, self.cause = EndPhase.FINAL, state, cause
         self._revoke()
 
     def job_ends(self, end: JobEnd) -> None:
@@ -176,12 +166,12 @@ class EndMachine:
         if not end.state.may_go_on:
             self.stop(end.state, end.cause)
         elif self.phase in (EndPhase.OPEN, EndPhase.HANDING_OVER):
-            self.phase, self._state, self._cause = EndPhase.HANDING_OVER, end.state, end.cause
+            self.phase, self.state, self.cause = EndPhase.HANDING_OVER, end.state, end.cause
             if end.needs_successor and (why_not := self._arrange()):
-                self.phase, self._cause = EndPhase.FINAL, f"{self._cause}; {_REFUSED}: {why_not}"
+                self.phase, self.cause = EndPhase.FINAL, f"{self.cause}; {_REFUSED}: {why_not}"
         if self.phase is EndPhase.FINAL:
             self._record_attempt("")
-            self._record_trial(self._advised(self._cause))
+            self._record_trial(self._advised(self.cause))
         else:
             self._record_attempt("requeue" if self._is_requeued or not self._successor else "successor")
         if end.is_requeued and self.phase is EndPhase.HANDING_OVER:
@@ -189,7 +179,7 @@ class EndMachine:
             # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
             self._revoke()
 
-    def judge(self, end: EndTrial, *, is_done: bool, refusal: Refusal | None) -> Verdict:
+    def judge(self, end: EndTrial, *, is_done: bool, refusal: Refusal | None) -> None:
         """Nothing runs any more: what that means.
 
         Args:
@@ -198,30 +188,26 @@ class EndMachine:
         """
         is_ending_by_itself = self.is_job_ending and self.phase is EndPhase.HANDING_OVER
         if is_done:
-            self.phase, self._state, self._cause = EndPhase.FINAL, EndState.COMPLETE, ""
+            self.phase, self.state, self.cause = EndPhase.FINAL, EndState.COMPLETE, ""
         elif end.outcome is EndState.FAILED and not is_ending_by_itself:
-            self.phase, self._state, self._cause = EndPhase.FINAL, EndState.FAILED, end.cause
+            self.phase, self.state, self.cause = EndPhase.FINAL, EndState.FAILED, end.cause
         elif self.phase is not EndPhase.HANDING_OVER:
-            self.phase, self._cause = EndPhase.FINAL, self._advised(self._cause or end.cause)
+            self.phase, self.cause = EndPhase.FINAL, self._advised(self.cause or end.cause)
         elif refusal is not None:
-            self.phase, self._cause = EndPhase.FINAL, self._advised(f"{self._cause}; {refusal.text}")
-        return self.verdict
+            self.phase, self.cause = EndPhase.FINAL, self._advised(f"{self.cause}; {refusal.text}")
 
     @property
-    def verdict(self) -> Verdict:
-        """The end, as far as it is known."""
-        goes_on = self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING) or (
-            self.phase is EndPhase.CLOSED and self._trial_end is None
-        )
-        return Verdict(state=self._state, cause=self._cause, goes_on=goes_on)
+    def goes_on(self) -> bool:
+        """Whether the next attempt follows by itself, as far as it is known."""
+        is_handed_over = self.phase is EndPhase.CLOSED and self._trial_end is None
+        return is_handed_over or self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING)
 
-    def close(self) -> Verdict:
+    def close(self) -> None:
         """After `judge`, when everything else has been cleared away: sees to what follows, and records the end."""
         if self.phase is EndPhase.FINAL:
             self._finish()
         elif self.phase is EndPhase.HANDING_OVER:
             self._see_to_next()
-        return self.verdict
 
     def _see_to_next(self) -> None:
         self.phase = EndPhase.CLOSING
@@ -230,7 +216,7 @@ class EndMachine:
         elif not (why_not := self._arrange()):
             self._close("successor")
         elif self.is_job_ending:
-            self._give_up(self._state, why_not)
+            self._give_up(self.state, why_not)
         else:
             self._close("requeue")  # recorded before it is done, because it ends us
             if self._queue is not None and (
@@ -257,10 +243,10 @@ class EndMachine:
             self._queue.revoke()
 
     def _advised(self, cause: str) -> str:
-        return f"{cause}; {ADVICE}" if self._state.may_go_on else cause
+        return f"{cause}; {ADVICE}" if self.state.may_go_on else cause
 
     def _give_up(self, state: EndState, why: str) -> None:
-        self._state, self._cause = state, f"{self._cause}; {_REFUSED}: {why}; {ADVICE}"
+        self.state, self.cause = state, f"{self.cause}; {_REFUSED}: {why}; {ADVICE}"
         self._finish()
 
     def _finish(self) -> None:
@@ -269,7 +255,7 @@ class EndMachine:
         if self._queue is not None:
             self._records.seal()
         self._record_attempt("")
-        self._record_trial(self._cause)
+        self._record_trial(self.cause)
         self._revoke()
         if self._queue is not None and not self.is_job_ending:
             self._queue.sweep()
@@ -281,12 +267,12 @@ class EndMachine:
     def _record_attempt(self, then: Follows) -> None:
         if not self._is_recorded:
             self._is_recorded = True
-            self._records.record_attempt(self._state, self._cause, then)
+            self._records.record_attempt(self.state, self.cause, then)
 
     def _record_trial(self, cause: str) -> None:
-        if self._state is not self._trial_end:
-            self._trial_end = self._state
-            self._records.record_trial(self._state, cause)
+        if self.state is not self._trial_end:
+            self._trial_end = self.state
+            self._records.record_trial(self.state, cause)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -360,14 +346,14 @@ class EndShell:
             cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
             self.machine.hand_over(state or EndState.REQUEUED, cause)
 
-    def judge(self, end: EndTrial, log: LogState) -> Verdict:
-        """What the end means, with what the trial log holds by now."""
+    def judge(self, end: EndTrial, log: LogState) -> None:
+        """Finds out what the end means, with what the trial log holds by now."""
         attempts = read_attempts(self.directory)
         taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.attempt])
-        if self.machine.verdict.state in ENDED_BY_CLUSTER:  # which may not be written down yet
+        if self.machine.state in ENDED_BY_CLUSTER:  # which may not be written down yet
             taken.add(self.attempt)
         refusal = why_not_another(attempts, log, taken)
-        return self.machine.judge(end, is_done=log.is_done, refusal=refusal)
+        self.machine.judge(end, is_done=log.is_done, refusal=refusal)
 
     def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
         self._own_request = StopRequest(

@@ -335,19 +335,19 @@ class Supervisor:
     def _finish(self, end: EndTrial) -> SupervisorExit:
         self._hear_last_word()
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
-        verdict = self._ends.judge(end, self._log.state)
+        self._ends.judge(end, self._log.state)
         closing = self._ends.machine
         if closing.is_job_ending:
-            verdict = closing.close()  # first of all: we may be killed at any moment
+            closing.close()  # first of all: we may be killed at any moment
         self._kill_leftovers()
         if self.extra_jobs is not None:
             self.extra_jobs.close()
         self._destroy_secrets()
-        if not verdict.goes_on:
+        if not closing.goes_on:
             self._draw_report()
         if not closing.is_job_ending:
-            verdict = closing.close()
-        return SupervisorExit.FAILED if verdict.state is EndState.FAILED else SupervisorExit.ENDED
+            closing.close()
+        return SupervisorExit.FAILED if closing.state is EndState.FAILED else SupervisorExit.ENDED
 
     def _hear_last_word(self) -> None:
         """Of whoever wants the trial to stop, and of the trial log."""

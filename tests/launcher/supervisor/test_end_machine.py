@@ -1,7 +1,7 @@
 """How an attempt ends: whoever asks, in whatever order, one job at most goes on, and none after a final word."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import Refusal, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
-from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase, Verdict
+from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
 
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
@@ -26,6 +26,18 @@ JOB_ENDS = [
     for state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
     for is_requeued in (False, True)
 ] + [SCANCEL, REQUEUED, UNKNOWN]
+
+
+class Verdict(NamedTuple):
+    """How an attempt has ended."""
+
+    state: EndState
+    cause: str
+    goes_on: bool
+
+    @classmethod
+    def of(cls, end: EndMachine) -> "Verdict":
+        return cls(end.state, end.cause, end.goes_on)
 
 
 @dataclass
@@ -86,7 +98,8 @@ class Slurm:
 
     def finish(self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: Refusal | None = None) -> Verdict:
         self.end.judge(end, is_done=is_done, refusal=refusal)
-        return self.end.close()
+        self.end.close()
+        return Verdict.of(self.end)
 
 
 @pytest.fixture
@@ -248,7 +261,7 @@ def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after
     before = [*slurm.actions]
     end.close()
     end.stop()
-    assert slurm.actions == before and end.verdict == verdict
+    assert slurm.actions == before and Verdict.of(end) == verdict
     if verdict.goes_on:
         assert final is None and not is_done and refusal is None and trial_ended == []
         assert then == "requeue" or (then == "successor" and slurm.alive)

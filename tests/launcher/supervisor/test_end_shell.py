@@ -19,9 +19,10 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachab
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.supervisor import continuation
 from corral.launcher.supervisor.actions import EndTrial
-from corral.launcher.supervisor.attempt_end import EndShell, Verdict
+from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.continuation import Continuation
 from tests.launcher.jobs import job_of
+from tests.launcher.supervisor.test_end_machine import Verdict
 from tests.launcher.trials import StubTrial
 
 OWN = "7"
@@ -134,7 +135,8 @@ class Attempt:
             self.log.request_stop("supervisor", then=self.end.machine.then)
         self.log.poll()
         self.end.judge(end, self.log.state)
-        return self.end.machine.close()
+        self.end.machine.close()
+        return Verdict.of(self.end.machine)
 
     def recorded(self) -> tuple[str, str]:
         (event,) = self.events("attempt_ended")
