@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import ReplyPayload, Request
+from corral.workers.streams.link import DealerLink
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
@@ -42,6 +44,15 @@ async def until(condition: Callable[[], bool], *, waiting_for: str, timeout_s: f
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {waiting_for}")
         await asyncio.sleep(0.005)
+
+
+async def wait_up(link: DealerLink[Any], timeout_s: float) -> None:
+    """Until the server has let the link in; raises why it never will."""
+    try:
+        await until(lambda: link.is_up or link.failure is not None, waiting_for="a connection", timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"no connection to {link.describe()}") from error
+    link.raise_failure()
 
 
 def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.worker_specs import BehaviourSpec
 from corral.workers.algorithms.base import ModelInterface
-from corral.workers.algorithms.dpo import DPOInterface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface
-from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
+from corral.workers.algorithms.preferences import DPOInterface, PairedRewardInterface, RewardInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.user_code.loading import built_in_or_loaded
 

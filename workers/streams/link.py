@@ -23,7 +23,6 @@ from corral.workers.streams.errors import (
     MalformedMessageError,
     StreamClosedError,
     StreamError,
-    StreamTimeoutError,
     WrongTrialKeyError,
 )
 from corral.workers.streams.router import Refusals, SocketReader, read_events
@@ -153,7 +152,6 @@ class DealerLink(Generic[BodyT]):
         self._endpoint = ""
         self._was_up = False
         self._refused_since_s: float | None = None
-        self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"link to {server}")
         self._task.add_done_callback(self._handle_task_done)
 
@@ -170,22 +168,6 @@ class DealerLink(Generic[BodyT]):
         """Send now; False if the link is not up, and then nothing was sent."""
         return self._connection is not None and self._connection.is_up and self._connection.send(frames)
 
-    async def wait_up(self, deadline_s: float) -> None:
-        """Wait until the server has let us in.
-
-        Raises:
-            WrongTrialKeyError: if it does not.
-            StreamTimeoutError: if it was not reached before the deadline.
-        """
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not self.is_up:
-                    self.raise_failure()
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise StreamTimeoutError(f"no connection to {self.describe()} within {deadline_s:.1f} s") from error
-
     def raise_failure(self) -> None:
         """Raise why the link has given up, if it has."""
         if self.failure is not None:
@@ -195,7 +177,6 @@ class DealerLink(Generic[BodyT]):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self.failure = self.failure or StreamClosedError(f"the link to {self._server} is closed")
-        self._changed.set()
 
     async def _run(self) -> None:
         attempt = 0
@@ -264,7 +245,6 @@ class DealerLink(Generic[BodyT]):
     def _handle_up(self) -> None:
         self._was_up = True
         self._refused_since_s = None
-        self._changed.set()
         self._on_up()
 
     def _is_refused_for_good(self) -> bool:
@@ -284,7 +264,6 @@ class DealerLink(Generic[BodyT]):
 
     def _fail(self, failure: StreamError) -> None:
         self.failure = failure
-        self._changed.set()
         self._on_down(str(failure))
 
     def _handle_task_done(self, task: "asyncio.Task[None]") -> None:

@@ -21,7 +21,7 @@ from corral.workers.streams import codec, security
 from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 from corral.workers.streams.errors import WrongTrialKeyError
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK, start_stub, until, wait_until
+from tests.workers.stream_helpers import LOOPBACK, start_stub, until, wait_until, wait_up
 
 AsRole = Callable[[str], StreamSecurity]
 
@@ -99,7 +99,7 @@ def acked(sender: TrajectorySender) -> int:
 
 
 async def wait_connected(sender: TrajectorySender, deadline_s: float) -> None:
-    await asyncio.gather(*(link.wait_up(deadline_s) for link in sender._links.values()))
+    await asyncio.gather(*(wait_up(link, deadline_s) for link in sender._links.values()))
 
 
 def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceiver) -> None:

@@ -11,9 +11,9 @@ import torch
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.model import LoraConfig
 from corral.scheduling.keys import routed_experts_key
-from corral.workers.algorithms.dpo import DPOInterface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface
+from corral.workers.algorithms.preferences import DPOInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.data.sequence_sample import SequenceSample

@@ -23,7 +23,7 @@ from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.router import RouterEndpoint
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK, TRIAL, ask, echo, said, until
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, ask, echo, said, until, wait_up
 
 AsRole = Callable[[str], StreamSecurity]
 CODEC: MessageCodec[OkReply] = MessageCodec(OkReply, trial_uuid=TRIAL)
@@ -77,7 +77,7 @@ async def connect(security: StreamSecurity, endpoint: str, *, deadline_s: float)
         on_down=lambda reason: None,
     )
     try:
-        await link.wait_up(deadline_s)
+        await wait_up(link, deadline_s)
     finally:
         await link.close()
 
@@ -175,7 +175,7 @@ def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsR
             on_down=lambda reason: None,
         )
         with pytest.raises(Exception, match="the link to master_worker broke: ZeroDivisionError: oops"):
-            await link.wait_up(5.0)
+            await wait_up(link, 5.0)
         await link.close()
 
     asyncio.run(run())

@@ -52,7 +52,7 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
 
 
 def dpo_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """[pairs] loss of direct preference optimisation, from what `dpo_margins` gives.
+    """[pairs] loss of direct preference optimisation: the margin is what the chosen answer's implicit reward is ahead.
 
     Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7. With `label_smoothing` that share of the labels is
     taken to be wrong: conservative DPO, E. Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
@@ -61,18 +61,6 @@ def dpo_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     no pair that is perfectly learned, but one that cannot be judged.
     """
     return -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
-
-
-def dpo_margins(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    *,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    beta: float,
-) -> Tensor:
-    """[pairs] implicit reward of the chosen answer less that of the rejected one, from sums of log-probabilities."""
-    return beta * ((chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs))
 
 
 def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:

@@ -8,9 +8,13 @@ import torch
 
 from corral.experiments.config.algorithm import DPOConfig
 from corral.workers.algorithms.base import response_mask
-from corral.workers.algorithms.dpo import DPOInterface
-from corral.workers.algorithms.pairs import mark_pairs, num_right
-from corral.workers.algorithms.reward_model import PairedRewardInterface, RewardInterface
+from corral.workers.algorithms.preferences import (
+    DPOInterface,
+    PairedRewardInterface,
+    RewardInterface,
+    mark_pairs,
+    num_right,
+)
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from tests.workers.algorithms.small_engine import SmallEngine
 from tests.workers.backends.training_helpers import make_sample
