@@ -43,7 +43,7 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noq
 from corral.experiments.registry import load_experiment  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
-from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
+from corral.scheduling.dataflow import build_dataflow  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
@@ -179,7 +179,7 @@ async def _drive(
 ) -> Cost:
     """The master's part: what `TrainerEpoch` does in a step, without files."""
     spec = context.specification(MasterWorkerSpec)
-    graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
+    graph = build_dataflow(spec.calls)
     cost, begin_s = Cost(), time.process_time()
     opening = asyncio.create_task(_start_ranks(load, context, secrets, ranks))
     async with TrainerGang(context, spec, epoch=1) as gang:

@@ -32,7 +32,7 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noq
 from corral.experiments.registry import load_experiment  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, WorkerSpec  # noqa: E402
-from corral.scheduling.dataflow import build_dataflow, dataset_keys  # noqa: E402
+from corral.scheduling.dataflow import build_dataflow  # noqa: E402
 from corral.scheduling.model_function_call import ModelFunctionCall  # noqa: E402
 from corral.scheduling.policy_version import Lineage  # noqa: E402
 from corral.workers.data.prompts import ordered_uids  # noqa: E402
@@ -173,7 +173,7 @@ def run_steps(plan: RunPlan, folder: Path, *, num_steps: int) -> list[Seen]:
 async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
     """The master's part: what `TrainerEpoch` does in a step, without files."""
     spec = context.specification(MasterWorkerSpec)
-    graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
+    graph = build_dataflow(spec.calls)
     seen: list[Seen] = []
     async with TrainerGang(context, spec, epoch=1) as gang:
         await gang.initialize(step=0, weights=spec.initial_weights, states={})
@@ -203,7 +203,7 @@ def critical_path_s(spec: MasterWorkerSpec, seconds: Mapping[str, float]) -> flo
     A call begins when those that it waits for (by its keys, or since it changes their weights) have ended, and when its
     ranks are free. Every order in which calls can be given their ranks is tried, so the least is really that.
     """
-    graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
+    graph = build_dataflow(spec.calls)
     before = {call.name: {*graph.predecessors(call.name), *graph.must_follow(call.name)} for call in graph.step_calls}
     ranks = {call.name: spec.mesh(call.model_name).ranks for call in graph.step_calls}
     return min(

@@ -20,9 +20,10 @@ from corral.experiments.config.rollout import (
     WeightsConfig,
 )
 from corral.scheduling.cadence import Frequency
+from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import Key, routed_experts_key
 from corral.scheduling.mesh import Mesh
-from corral.scheduling.model_function_call import ModelFunctionCall, ModelName
+from corral.scheduling.model_function_call import ModelFunctionCall, ModelName, parse_model_name
 from corral.scheduling.packing import TransformerShape
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.step_plan import StepPlan
@@ -229,8 +230,11 @@ class MasterWorkerSpec(FrozenConfig):
     @property
     def step_plan(self) -> StepPlan:
         """What a train step does where."""
-        return StepPlan.of(
-            self.calls, meshes=self.meshes, sample_ranks=self.sample_ranks, batch_size=self.train_batch_size
+        return StepPlan(
+            graph=build_dataflow(self.calls),
+            meshes={parse_model_name(name): mesh for name, mesh in self.meshes.items()},
+            sample_ranks=tuple(self.sample_ranks),
+            batch_size=self.train_batch_size,
         )
 
 

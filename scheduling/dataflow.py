@@ -107,19 +107,12 @@ class DataflowGraph:
         )
 
 
-def dataset_keys(calls: Iterable[ModelFunctionCall]) -> frozenset[str]:
-    """The keys that calls read and none of them makes: they come with the samples."""
-    given = list(calls)
-    made = {key for call in given for key in call.output_keys}
-    return frozenset(key for call in given for key in call.input_keys) - made
-
-
-def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[str]) -> DataflowGraph:
+def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[str] | None = None) -> DataflowGraph:
     """Connect calls by their keys.
 
     Args:
         calls: in any order.
-        dataset_keys: keys that every sample has before the first call.
+        dataset_keys: keys that every sample has before the first call; None for all that no call makes.
 
     Raises:
         ValueError: for a key without or with two producers, a circle, a repeated name, two train steps of one role, or
@@ -129,6 +122,9 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
         raise ValueError("a dataflow graph needs at least one call")
     _check_names(calls)
     _check_roles(calls)
+    if dataset_keys is None:
+        made = {key for call in calls for key in call.output_keys}
+        dataset_keys = {key for call in calls for key in call.input_keys} - made
     producer_by_key = _producer_by_key(calls, dataset_keys)
     waits: dict[str, set[str]] = {}
     for call in calls:

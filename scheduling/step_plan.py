@@ -10,19 +10,18 @@ shown before a trial starts, and what its pictures are drawn from.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import TopologicalSorter
 
-from corral.scheduling.dataflow import DataflowGraph, build_dataflow, dataset_keys
+from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import (
     ModelFunctionCall,
     ModelName,
     PublishWeightsHook,
     PushWeightsHook,
-    parse_model_name,
 )
 from corral.scheduling.worker_information import fold_numbers
 
@@ -60,7 +59,7 @@ class StepPlan:
     """One train step.
 
     Example:
-        plan = StepPlan.of(master.calls, meshes=master.meshes, sample_ranks=master.sample_ranks, batch_size=8)
+        plan = StepPlan(graph=build_dataflow(calls), meshes=meshes, sample_ranks=(0,), batch_size=8)
         plan.goes(plan.graph.call("ref_inf"))       # (4, 4)
         plan.beside("ref_inf")                      # ("values",)
     """
@@ -71,23 +70,6 @@ class StepPlan:
     """Where samples come in."""
     batch_size: int
     """Samples of one step."""
-
-    @classmethod
-    def of(
-        cls,
-        calls: Sequence[ModelFunctionCall],
-        *,
-        meshes: Mapping[str, Mesh],
-        sample_ranks: Iterable[int],
-        batch_size: int,
-    ) -> "StepPlan":
-        """From what the master is told: `meshes` are by model name as text."""
-        return cls(
-            graph=build_dataflow(calls, dataset_keys(calls)),
-            meshes={parse_model_name(name): mesh for name, mesh in meshes.items()},
-            sample_ranks=tuple(sample_ranks),
-            batch_size=batch_size,
-        )
 
     def mesh(self, call: ModelFunctionCall) -> Mesh:
         """The ranks that compute a call."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.allocation import parse_allocation
+from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import (
     ModelFunctionCall,
@@ -54,8 +55,9 @@ def ppo_calls(*, ema: float | None = None, **inference: Any) -> list[ModelFuncti
 
 def plan(calls: list[ModelFunctionCall], allocation: str = SPLIT, *, batch_size: int = 8) -> StepPlan:
     meshes = parse_allocation(allocation).meshes([each.role for each in calls])
-    names = {str(each.model_name): meshes[each.role] for each in calls}
-    return StepPlan.of(calls, meshes=names, sample_ranks=meshes["actor"].dp_heads, batch_size=batch_size)
+    names = {each.model_name: meshes[each.role] for each in calls}
+    ranks = meshes["actor"].dp_heads
+    return StepPlan(graph=build_dataflow(calls), meshes=names, sample_ranks=ranks, batch_size=batch_size)
 
 
 def test_a_batch_is_taken_in_goes_of_n_seqs() -> None:
@@ -137,8 +139,9 @@ def steps(draw: st.DrawFn) -> StepPlan:
         )  # fmt: skip
     roles = sorted({each.role for each in calls})
     first_by_role = {role: draw(st.integers(0, 3)) for role in roles}
-    meshes = {f"{role}/0": Mesh(ranks=(first_by_role[role],), dims=ParallelDims()) for role in roles}
-    return StepPlan.of(calls, meshes=meshes, sample_ranks=(0,), batch_size=draw(st.integers(1, 6)))
+    meshes = {ModelName(role): Mesh(ranks=(first_by_role[role],), dims=ParallelDims()) for role in roles}
+    graph = build_dataflow(calls)
+    return StepPlan(graph=graph, meshes=meshes, sample_ranks=(0,), batch_size=draw(st.integers(1, 6)))
 
 
 @given(steps(), st.integers())

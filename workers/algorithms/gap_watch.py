@@ -134,26 +134,25 @@ class GapWatch:
         drift = _drift(_compared(sample, logprobs, entropy, older), context)
         allowed = self._sides.mean_threshold + _LEARNED * self._drift.since(versions[older], version=version)
         is_known = np.isfinite(allowed)
-        looks = {
-            name: _Look.at(_compared(sample, logprobs, entropy, chosen), chosen, sample, bound, context)
-            for name, chosen, bound in (
-                ("present", np.flatnonzero(told & (versions == version)), self._sides.threshold),
-                ("older", older[is_known], allowed[is_known]),
+        now = np.flatnonzero(told & (versions == version))
+        present, since = (
+            _Look.at(_compared(sample, logprobs, entropy, chosen), chosen, sample, bound, context, is_older=is_older)
+            for chosen, bound, is_older in (
+                (now, self._sides.threshold, False),
+                (older[is_known], allowed[is_known], True),
             )
-        }
-        present, since = looks["present"], looks["older"]
-        comparisons = [present.comparison(is_one=True), since.comparison(is_one=False)]
+        )
         num_tokens = context.sum_over_ranks({"tokens": float(response_mask(of).sum())})["tokens"]
         coverage = (present.gap.num_tokens + since.gap.num_tokens) / max(num_tokens, 1.0)
         self._has_older = self._has_older or bool(drift)
         if self._has_older or self._is_first:
             self._scored = _some_answers(sample, logprobs)
         self._is_first = False
-        self._note(present, since, comparisons, version=version, coverage=coverage, context=context)
+        self._note(present, since, version=version, coverage=coverage, context=context)
         stats = {"gap/tokens": float(present.gap.num_tokens), "gap/coverage": coverage} | drift
         if since.gap.num_tokens:
             stats["drift/allowed"] = since.allowed
-        if known := [one.of_allowed for one in comparisons if one.num_tokens]:
+        if known := [one.of_allowed for one in (present, since) if one.num_tokens]:
             stats["gap/of_allowed"] = max(known)
         if self._alarm.is_raised is not None:
             stats["gap/alarm"] = float(self._alarm.is_raised)
@@ -197,43 +196,36 @@ class GapWatch:
         return {"drift/moved": moved}
 
     def _note(
-        self,
-        present: "_Look",
-        older: "_Look",
-        comparisons: Sequence[Comparison],
-        *,
-        version: int,
-        coverage: float,
-        context: ParallelContext,
+        self, present: "_Look", older: "_Look", *, version: int, coverage: float, context: ParallelContext
     ) -> None:
         """Tell what has changed; of two findings that of the present weights, which says more."""
-        is_one = comparisons[0]
-        before, self._alarm = self._alarm, self._alarm.after(comparisons)
+        before, self._alarm = self._alarm, self._alarm.after([present, older])
         is_alarm = bool(self._alarm.is_raised)
         if self._alarm.is_raised != before.is_raised:
-            is_older = not is_one.is_beyond if is_alarm else not is_one.num_tokens
-            told = older if is_older else present
+            told = present if (present.is_beyond if is_alarm else present.num_tokens) else older
             where = context.text_from(told.dp_rank, told.uid)
             causes = likely_causes(
-                told.gap, self._sides, version=version, agreed_until=None if is_older else self._agreed_until
+                told.gap, self._sides, version=version, agreed_until=None if told.is_older else self._agreed_until
             )
             self._notices.append(
                 TrainNotice(
                     topic=TOPIC,
                     is_alarm=is_alarm,
-                    text=told.headline(version=version, is_beyond=is_alarm, is_older=is_older),
-                    details=told.details(where, coverage=coverage, is_older=is_older),
+                    text=told.headline(version=version, is_beyond=is_alarm),
+                    details=told.details(where, coverage=coverage),
                     causes=causes if is_alarm else [],
                 )
             )
-        if is_one.num_tokens and not is_alarm:
+        if present.num_tokens and not is_alarm:
             self._agreed_until = version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _Look(Comparison):
     """What some of the tokens of all ranks show, beside what they may differ by."""
 
+    is_older: bool
+    """Whether earlier weights made them; then the mean alone may be too much, and no single token."""
     gap: LogprobGap
     dp_rank: int
     """Where the largest difference is."""
@@ -252,37 +244,37 @@ class _Look:
         sample: SequenceSample,
         allowed: float | npt.NDArray[np.float64],
         context: ParallelContext,
+        *,
+        is_older: bool,
     ) -> "_Look":
         """A sum and a maximum over the ranks."""
         sums, maxima = tokens.totals(threshold=allowed)
         total = context.sum_over_ranks(sums | {"allowed": float(np.broadcast_to(allowed, chosen.shape).sum())})
         gap = LogprobGap.of(total, context.max_over_ranks(maxima))
         dp_rank, position, uid = _place_of_largest(sample, tokens, chosen, gap, context)
-        allowed_mean = total["allowed"] / max(gap.num_tokens, 1)
-        return cls(gap=gap, dp_rank=dp_rank, position=position, uid=uid, allowed=allowed_mean)
-
-    def comparison(self, *, is_one: bool) -> Comparison:
-        """
-        Args:
-            is_one: whether a single token beyond what is allowed is too much, and not the mean alone.
-        """
-        found = self.gap.largest if is_one else self.gap.mean
-        return Comparison(
-            num_tokens=self.gap.num_tokens,
-            of_allowed=found / self.allowed if self.gap.num_tokens else 0.0,
-            mean=self.gap.mean,
-            shows=0.0 if is_one else self.allowed,
+        mean = total["allowed"] / max(gap.num_tokens, 1)
+        return cls(
+            num_tokens=gap.num_tokens,
+            of_allowed=(gap.mean if is_older else gap.largest) / mean if gap.num_tokens else 0.0,
+            mean=gap.mean,
+            shows=mean if is_older else 0.0,
+            is_older=is_older,
+            gap=gap,
+            dp_rank=dp_rank,
+            position=position,
+            uid=uid,
+            allowed=mean,
         )
 
-    def headline(self, *, version: int, is_beyond: bool, is_older: bool) -> str:
+    def headline(self, *, version: int, is_beyond: bool) -> str:
         """The finding in a line."""
         gap = self.gap
-        if is_older and is_beyond:
+        if self.is_older and is_beyond:
             return (
                 f"generator and trainer differ by {gap.mean:.2g} nats on the average token of weights before version "
                 f"{version}"
             )
-        if is_older:
+        if self.is_older:
             return f"generator and trainer differ by no more than was learned until version {version}"
         if is_beyond:
             return f"generator and trainer differ by {gap.largest:.2g} nats at version {version}"
@@ -290,13 +282,13 @@ class _Look:
             return f"generator and trainer agree at version {version}, bit for bit"
         return f"generator and trainer agree at version {version} to {gap.largest:.2g} nats"
 
-    def details(self, where: str, *, coverage: float, is_older: bool) -> str:
+    def details(self, where: str, *, coverage: float) -> str:
         """The numbers that it rests on."""
         gap = self.gap
         place = f", the largest at token {self.position} of {where}" if gap.num_unequal else ""
         bound = (
             f"and what was learned since explains {self.allowed:.2g}"
-            if is_older
+            if self.is_older
             else f"the alarm is at {self.allowed:g}"
         )
         return (

@@ -17,7 +17,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
-from corral.scheduling.dataflow import DataflowGraph, build_dataflow, dataset_keys
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.workers.checkpoint.checkpoint import WEIGHTS, RecoveryPoint, state_folder, weights_folder
 from corral.workers.lifecycle.worker import BadConfigurationError, WorkerContext
@@ -43,7 +43,7 @@ class Epoch:
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        return build_dataflow(self.spec.calls, dataset_keys(self.spec.calls))
+        return build_dataflow(self.spec.calls)
 
     @cached_property
     def lineage(self) -> Lineage:

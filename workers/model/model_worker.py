@@ -40,7 +40,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.scheduling.dataflow import build_dataflow, dataset_keys
+from corral.scheduling.dataflow import build_dataflow
 from corral.workers.backends.parallel_context import mesh_contexts
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
@@ -208,7 +208,7 @@ class ModelWorker(Worker):
         gang = stack.enter_context(joined_gang(context, spec))
         self._plane = stack.enter_context(closing(DataPlane(self._store, self._membership(gang))))
         meshes = context.plan.master.meshes
-        graph = build_dataflow(spec.calls, dataset_keys(spec.calls))
+        graph = build_dataflow(spec.calls)
         contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))
         self._models = Models(spec, self._store, contexts, seed=context.plan.seed)
         self._samples = stack.enter_context(open_samples(context, spec, self._store))

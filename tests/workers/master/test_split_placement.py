@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.slow_calls import Interval, Pace, read_intervals, write_paces
 from benchmarks.split_placement import SECONDS, Seen, critical_path_s, run_steps, side_by_side, slow_plan
 from corral.experiments.plan import RunPlan
-from corral.scheduling.dataflow import build_dataflow, dataset_keys
+from corral.scheduling.dataflow import build_dataflow
 
 NUM_STEPS = 2
 SPLIT = "actor,ref=fsdp:d1,critic,reward=fsdp:d1"
@@ -55,7 +55,7 @@ def test_inference_and_updates_of_two_meshes_run_side_by_side(records: Mapping[t
 def test_no_call_begins_before_what_it_waits_for_or_beside_one_on_its_ranks(
     plan: RunPlan, records: Mapping[tuple[str, int], Interval]
 ) -> None:
-    graph = build_dataflow(plan.master.calls, dataset_keys(plan.master.calls))
+    graph = build_dataflow(plan.master.calls)
     ranks = {call.name: set(plan.master.mesh(call.model_name).ranks) for call in graph.step_calls}
     assert {key for key, producer in graph.producer_by_key.items() if producer} == {
         "proximal_logprobs",
