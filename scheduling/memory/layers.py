@@ -77,35 +77,47 @@ class Layers:
     def _heads(self) -> tuple[int, int]:
         return self.sizes.num_heads // self.dims.tp, self.sizes.num_key_value_heads // self.dims.tp
 
+    @cached_property
+    def _widths(self) -> tuple[int, int]:
+        """Numbers of a token's queries, and of its keys."""
+        heads, key_heads = self._heads
+        return heads * self.sizes.head_dim, key_heads * self.sizes.head_dim
+
+    @property
+    def _stream(self) -> int:
+        """What goes from layer to layer."""
+        if self.backend == "megatron":
+            return self.compute_bytes * -(-self.sizes.hidden_size // self.dims.tp)
+        return FLOAT32_BYTES * self.sizes.hidden_size
+
+    def _inner(self, layer: int) -> int:
+        """Numbers between the products of the MLP, or of the shared expert."""
+        sizes = self.sizes
+        is_sparse = layer in sizes.sparse_layers
+        return share_of(sizes.shared_expert_size if is_sparse else sizes.intermediate_size, self.dims.tp)
+
     @property
     def _is_rounded(self) -> bool:
         return self.compute_bytes < FLOAT32_BYTES
 
     def works_in(self, layer: int) -> int:
         """All that one layer keeps for its own backward pass, without adapters."""
-        is_sparse = layer in self.sizes.sparse_layers
-        return self._fsdp(is_sparse) if self.backend == "fsdp" else self._megatron(is_sparse)
+        return self._fsdp(layer) if self.backend == "fsdp" else self._megatron(layer)
 
     def kept(self, layer: int, recompute: Recompute) -> int:
         """What one layer keeps until its backward pass, without adapters: all, or less where it is computed again."""
-        sizes, (heads, key_heads) = self.sizes, self._heads
         if recompute == "none":
             return self.works_in(layer)
-        own_input = FLOAT32_BYTES * sizes.hidden_size
-        if self.backend == "megatron":
-            own_input = self.compute_bytes * -(-sizes.hidden_size // self.dims.tp)
         if recompute == "full":
-            return own_input
-        products = 2 * (heads + key_heads) * sizes.head_dim + sizes.hidden_size
-        if layer not in sizes.sparse_layers:
-            products += 2 * share_of(sizes.intermediate_size, self.dims.tp) + sizes.hidden_size
-        else:  # products of experts are one operation for all, which is not kept (workers/backends/recompute.py)
-            products += -(-sizes.num_experts // self.dims.tp)
-            if sizes.shared_expert_size:
-                products += 2 * share_of(sizes.shared_expert_size, self.dims.tp) + sizes.hidden_size + 1
+            return self._stream
+        sizes, (queries, keys), inner = self.sizes, self._widths, self._inner(layer)
+        products = 2 * (queries + keys) + sizes.hidden_size + (2 * inner + sizes.hidden_size if inner else 0)
+        if layer in sizes.sparse_layers:
+            # Products of experts are one operation for all, which is not kept (workers/backends/recompute.py).
+            products += -(-sizes.num_experts // self.dims.tp) + (1 if inner else 0)
         results = 2 if self.shares_prompts else 1
-        products += (results - 1) * heads * sizes.head_dim
-        return own_input + self.compute_bytes * products + results * FLOAT32_BYTES * heads
+        products += (results - 1) * queries
+        return self._stream + self.compute_bytes * products + results * FLOAT32_BYTES * self._heads[0]
 
     def of_adapter(self, name: str, shape: tuple[int, ...], *, rank: int, recompute: Recompute) -> int:
         """What an adapter beside a linear layer of this name and shape [out, in] on a rank keeps."""
@@ -140,15 +152,9 @@ class Layers:
         """What is there once more when the backward pass comes to one layer, since it is computed again."""
         if recompute == "none":
             return 0
-        sizes, (heads, key_heads) = self.sizes, self._heads
-        kept = self.kept(layer, "full")
+        kept = self._stream
         if recompute == "selective":  # of what products gave that was kept, and need not be there twice
-            numbers = (heads + key_heads) * sizes.head_dim
-            if layer not in sizes.sparse_layers:
-                numbers += 2 * share_of(sizes.intermediate_size, self.dims.tp)
-            elif sizes.shared_expert_size:
-                numbers += 2 * share_of(sizes.shared_expert_size, self.dims.tp)
-            kept += self.compute_bytes * numbers + FLOAT32_BYTES * heads
+            kept += self.compute_bytes * (sum(self._widths) + 2 * self._inner(layer)) + FLOAT32_BYTES * self._heads[0]
         return max(0, self.works_in(layer) - kept)
 
     def gradients_in(self, layer: int) -> int:
@@ -160,28 +166,22 @@ class Layers:
         computed again, rows as they are sent, as they came, as they are sent back, and the gradient that waits.
         """
         sizes = self.sizes
-        of_result = FLOAT32_BYTES * sizes.hidden_size
-        if self.backend == "megatron":
-            of_result = self.compute_bytes * -(-sizes.hidden_size // self.dims.tp)
         if layer in sizes.sparse_layers:
             rows = (3 if self.backend == "fsdp" else 4) * self.compute_bytes * sizes.hidden_size
-            return of_result + sizes.experts_per_token * (rows + _INDICES_PER_EXPERT * _INDEX_BYTES)
-        return of_result + 2 * self.compute_bytes * share_of(sizes.intermediate_size, self.dims.tp)
+            return self._stream + sizes.experts_per_token * (rows + _INDICES_PER_EXPERT * _INDEX_BYTES)
+        return self._stream + 2 * self.compute_bytes * self._inner(layer)
 
     def passes_through(self, layer: int) -> int:
         """What one layer needs of which nothing is kept, at its worst moment."""
-        sizes, low, (heads, key_heads), tp = self.sizes, self.compute_bytes, self._heads, self.dims.tp
-        queries, keys = heads * sizes.head_dim, key_heads * sizes.head_dim
-        is_sparse = layer in sizes.sparse_layers
+        sizes, low, stream, (queries, keys) = self.sizes, self.compute_bytes, self._stream, self._widths
         if self.backend == "megatron":
-            return self._passes_through_megatron(is_sparse)
+            return self._passes_through_megatron(layer)
         # The stream as it was before the first layer, before this one and after its attention, and that normalized.
-        stream = FLOAT32_BYTES * sizes.hidden_size
         rotated = 3 * FLOAT32_BYTES * queries  # times cosine, times sine, and the sum, all with what they are made of
         read = (FLOAT32_BYTES if sizes.has_head_norms else low) * queries
         attention = 3 * stream + rotated + read + 2 * low * keys * self._key_copies()
-        if not is_sparse:
-            return max(attention, 4 * stream + 3 * low * share_of(sizes.intermediate_size, tp))
+        if layer not in sizes.sparse_layers:
+            return max(attention, 4 * stream + 3 * low * self._inner(layer))
         hidden, inner = sizes.hidden_size, sizes.expert_size
         experts = low * sizes.experts_per_token * max(hidden + 2 * inner, 4 * inner, 2 * hidden)
         chosen = 2 * FLOAT32_BYTES * sizes.num_experts + sizes.experts_per_token * _INDICES_PER_EXPERT * _INDEX_BYTES
@@ -229,10 +229,11 @@ class Layers:
             return 1
         return ranks // keys if ranks % keys == 0 else queries // keys
 
-    def _fsdp(self, is_sparse: bool) -> int:
+    def _fsdp(self, layer: int) -> int:
         sizes, compute_bytes, (heads, key_heads) = self.sizes, self.compute_bytes, self._heads
+        query, key = self._widths
+        is_sparse = layer in sizes.sparse_layers
         norms = 2 * FLOAT32_BYTES * ((2 if self.trains_weights else 1) * sizes.hidden_size + 1)
-        query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
         copies = (4 if is_sparse else 5) if self._is_rounded else 2  # q, k, v, then the router, or gate and up
         attention = compute_bytes * (3 * query + 2 * key * self._key_copies()) + FLOAT32_BYTES * heads
         normalized = FLOAT32_BYTES + (compute_bytes if self.trains_weights else 0)
@@ -248,9 +249,9 @@ class Layers:
         whole = norms + compute_bytes * copies * sizes.hidden_size
         return whole + attention + (head_norms if sizes.has_head_norms else 0) + mlp
 
-    def _megatron(self, is_sparse: bool) -> int:
+    def _megatron(self, layer: int) -> int:
         sizes, compute_bytes, (heads, key_heads), tp = self.sizes, self.compute_bytes, self._heads, self.dims.tp
-        query, key = heads * sizes.head_dim, key_heads * sizes.head_dim
+        query, key = self._widths
         norms = 2 * (compute_bytes * sizes.hidden_size + FLOAT32_BYTES)
         inputs = 2 * compute_bytes * sizes.hidden_size
         # A part of the tokens have all of it.
@@ -265,25 +266,24 @@ class Layers:
             # Queries of several heads of keys do not follow each other in what was projected, and are copied.
             read = query if key_heads > 1 else 0
             attention += compute_bytes * read + FLOAT32_BYTES * (heads + key_heads)
-        if not is_sparse:
-            return whole + attention + 5 * compute_bytes * share_of(sizes.intermediate_size, tp)
+        if layer not in sizes.sparse_layers:
+            return whole + attention + 5 * compute_bytes * self._inner(layer)
         # Of a token's experts, wherever they are: a rank has as many tokens of others as others have of its own.
         own = sizes.num_experts * (FLOAT32_BYTES + 1 + compute_bytes) + sizes.experts_per_token * 2 * _INDEX_BYTES
         numbers = sizes.experts_per_token * (sizes.hidden_size + 5 * share_of(sizes.expert_size, tp) + 1)
-        if sizes.shared_expert_size:
+        if inner := self._inner(layer):
             own += compute_bytes * (sizes.hidden_size + 1)
-            numbers += 5 * share_of(sizes.shared_expert_size, tp)
+            numbers += 5 * inner
         return whole + attention + -(-own // tp) + compute_bytes * numbers
 
-    def _passes_through_megatron(self, is_sparse: bool) -> int:
+    def _passes_through_megatron(self, layer: int) -> int:
         """The stream before the layer and after its attention, that normalized and on its way; and the MLP's numbers.
 
         Of experts: rows that are sent, that came and that are sorted, and their results; gate and up, and the product.
         """
         sizes, low, tp = self.sizes, self.compute_bytes, self.dims.tp
-        stream = -(-low * sizes.hidden_size // tp)
-        if not is_sparse:
-            return 4 * stream + 5 * low * share_of(sizes.intermediate_size, tp)
+        if layer not in sizes.sparse_layers:
+            return 4 * self._stream + 5 * low * self._inner(layer)
         numbers = 4 * sizes.hidden_size + 3 * share_of(sizes.expert_size, tp)
         chosen = 2 * sizes.num_experts * (low + 1) + 2 * sizes.experts_per_token * _INDEX_BYTES
-        return 4 * stream + low * sizes.experts_per_token * numbers + -(-chosen // tp)
+        return 4 * self._stream + low * sizes.experts_per_token * numbers + -(-chosen // tp)

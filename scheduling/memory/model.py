@@ -109,47 +109,17 @@ class _Tensors(NamedTuple):
     kind_of_layer: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gathered:
-    """Bytes of what is whole for a while, of a model that is cut over ranks."""
+class _Buffers(NamedTuple):
+    """Bytes of copies that come and go in a pass, of a model that is cut over ranks."""
 
-    ends: int = 0
-    """What is outside of layers but for an output of its own: whole from the beginning to the end of a pass."""
-    output: int = 0
-    """Whole at the head; in passes without gradients, of which the next one needs it, too, to the end of the last."""
-    layer: int = 0
-    gradient_of_ends: int = 0
-    """In float32, as all that is added up over the ranks."""
-    gradient_of_layer: int = 0
-    """Or of the output, if that is larger: of what came before a layer, which is sent while the layer computes."""
-    gradient_of_matrix: int = 0
-    """Of a layer's last matrix, which is the first to have one."""
-    cast: int = 0
-    """What is there in another type while it is used."""
-
-    def in_layer(self, is_training: bool) -> int:
-        """The layer that computes, and the flat buffer of the one that is gathered or was read last."""
-        buffers = self.ends + 2 * self.layer + self.cast
-        if not is_training:
-            return buffers + self.output
-        # A tied output's gradient is the embedding's, which is there from the head to the end.
-        return (
-            buffers + max(self.gradient_of_layer, 0 if self.output else self.gradient_of_ends) + self.gradient_of_matrix
-        )
-
-    def at_head(self, is_training: bool) -> int:
-        """The output, and its flat buffer or that of a layer: the last one is gathered while the head has gradients."""
-        return self.ends + self.output + (self.layer if is_training else max(self.output, self.layer))
-
-    @property
-    def at_begin(self) -> int:
-        """What is read first, and the first layer: whole, and in the flat buffers that they came in."""
-        return 2 * (self.ends + self.layer)
-
-    @property
-    def at_end(self) -> int:
-        """The embedding's gradient as it is made, and as it is sent."""
-        return self.ends + 2 * self.gradient_of_ends
+    in_layer: int
+    """The layer that computes, and the flat buffer of the one that is gathered or was read last."""
+    at_head: int = 0
+    """The output, and its flat buffer or that of a layer: the last one is gathered while the head has gradients."""
+    at_begin: int = 0
+    """What is read first, and the first layer: whole, and in the flat buffers that they came in."""
+    at_end: int = 0
+    """The embedding's gradient as it is made, and as it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +216,10 @@ class RoleModel:
         return max(in_all)
 
     def _held(self, dims: ParallelDims) -> Parts:
-        if self.backend == "fsdp":
-            parts: dict[Part, int] = {"parameters": self._sum(dims, lambda one: one.number_bytes * one.share(dims))}
-        else:
-            parts = {"parameters": self._sum(dims, lambda one: one.number_bytes * one.whole(dims))}
-            if self.optimizer is not None:
-                parts["gradients"] = self._gradients(dims, is_cut=False)
+        held = _Tensor.share if self.backend == "fsdp" else _Tensor.whole
+        parts: dict[Part, int] = {"parameters": self._sum(dims, lambda one: one.number_bytes * held(one, dims))}
+        if self.optimizer is not None and self.backend == "megatron":
+            parts["gradients"] = self._gradients(dims, is_cut=False)
         if self.optimizer is not None:
             parts["optimizer"] = self._sum(
                 dims,
@@ -272,13 +240,13 @@ class RoleModel:
 
     def _moments(self, layers: Layers, *, tokens: int, is_training: bool) -> Iterator[Parts]:
         """What there is when a pass may be at its worst: in a layer, at the head, and with hardly any activations."""
-        dims, gathered = layers.dims, self._gathered(layers.dims)
+        dims, buffers = layers.dims, self._buffers(layers.dims, is_training=is_training)
         always = Counter[Part]({"buffers": tokens * layers.always})
         if is_training and self.backend == "fsdp":
             always["gradients"] = self._gradients(dims, is_cut=not self.sums_gradients_once)
         kept = self._kept_by_stage(layers) if is_training else [0]
         in_layer = tokens * (max(kept) + layers.before + self._in_layer(layers, is_training=is_training))
-        yield always + Counter({"activations": in_layer, "buffers": gathered.in_layer(is_training)})
+        yield always + Counter({"activations": in_layer, "buffers": buffers.in_layer})
         head = layers.head(
             self.output,
             tokens=tokens,
@@ -287,10 +255,10 @@ class RoleModel:
             is_trained=is_training and self.adapters is None,
         )
         at_head = tokens * (kept[-1] + layers.before + layers.after(is_training))
-        yield always + Counter({"activations": at_head, "head": head, "buffers": gathered.at_head(is_training)})
-        yield always + Counter({"activations": tokens * layers.embedded, "buffers": gathered.at_begin})
+        yield always + Counter({"activations": at_head, "head": head, "buffers": buffers.at_head})
+        yield always + Counter({"activations": tokens * layers.embedded, "buffers": buffers.at_begin})
         if is_training:
-            yield always + Counter({"buffers": gathered.at_end})
+            yield always + Counter({"buffers": buffers.at_end})
             if self.hosts_optimizer:  # moments come when the passes have let go of all this
                 moments = self._sum(dims, lambda one: one.moment_bytes * one.share(dims))
                 yield always + Counter({"optimizer": moments})
@@ -344,7 +312,7 @@ class RoleModel:
                 layers.of_adapter(name, shape, rank=self.adapters.rank, recompute=recompute),
             )
 
-    def _gathered(self, dims: ParallelDims) -> "_Gathered":
+    def _buffers(self, dims: ParallelDims, *, is_training: bool) -> _Buffers:
         """Whole copies of what is cut; where nothing is, the experts of a layer in the type of their products."""
         ends, kinds, _ = self._tensors
         if self.backend == "megatron" or dims.dp * dims.cp == 1:
@@ -354,7 +322,7 @@ class RoleModel:
             held = (one for kind in kinds for one in kind if one.is_expert and is_cast and one.number_bytes > low)
             # A gradient is made in the type of products, then has the weight's beside the one that is there.
             each = self.compute_bytes + FLOAT32_BYTES * (self.optimizer is not None)
-            return _Gathered(cast=max((each * one.whole(dims) for one in held), default=0))
+            return _Buffers(in_layer=max((each * one.whole(dims) for one in held), default=0))
 
         def gathered(tensors: Iterable[_Tensor]) -> int:
             return sum(one.gathered_bytes * one.whole(dims) for one in tensors)
@@ -364,14 +332,20 @@ class RoleModel:
 
         output = [one for name, one in ends.items() if name == "lm_head.weight"]
         others = [one for name, one in ends.items() if name != "lm_head.weight"]
-        return _Gathered(
-            ends=gathered(others),
-            output=gathered(output),
-            layer=max(map(gathered, kinds)),
-            gradient_of_ends=gradient(others),
-            gradient_of_layer=max(max(map(gradient, kinds)), gradient(output)),
-            gradient_of_matrix=self.compute_bytes
-            * max(one.whole(dims) * one.is_trained for kind in kinds for one in kind if not one.is_expert),
+        # What is outside of layers is whole from the beginning to the end of a pass, but for an output of its own.
+        always, at_head, layer = gathered(others), gathered(output), max(map(gathered, kinds))
+        beside = at_head  # without gradients the next pass needs the output, too, to the end of the last
+        if is_training:
+            # Of what came before a layer, or of the output, which is sent while the layer computes; a tied output's
+            # gradient is the embedding's, which is there from the head to the end.
+            sent = max(max(map(gradient, kinds)), gradient(output) if output else gradient(others))
+            numbers = (one.whole(dims) * one.is_trained for kind in kinds for one in kind if not one.is_expert)
+            beside = sent + self.compute_bytes * max(numbers)  # a layer's last matrix is the first to have one
+        return _Buffers(
+            in_layer=always + 2 * layer + beside,
+            at_head=always + at_head + (layer if is_training else max(at_head, layer)),
+            at_begin=2 * (always + layer),
+            at_end=always + 2 * gradient(others),
         )
 
     def _generating(self, call: CallSizes, dims: ParallelDims) -> Parts:

@@ -5,6 +5,7 @@ current d8 ──► d4t2, d8e2 ... of 8 GPUs, least changed first ──► of 
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 
 from corral.scheduling.parallel import ParallelDims
 
@@ -36,14 +37,7 @@ def distance(dims: ParallelDims, current: ParallelDims) -> tuple[int, float, int
     Of two that are as far, the one with fewer tensor-parallel ranks, which talk most, then fewer context-parallel ones,
     then fewer expert-parallel ones.
     """
-    ratios = [
-        (dims.dp, current.dp),
-        (dims.tp, current.tp),
-        (dims.pp, current.pp),
-        (dims.cp, current.cp),
-        (dims.ep, current.ep),
-    ]
-    change = sum(abs(math.log2(size / before)) for size, before in ratios)
+    change = sum(abs(math.log2(size / before)) for size, before in zip(astuple(dims), astuple(current), strict=True))
     return dims.world_size, round(change, 9), dims.tp, dims.cp, dims.ep
 
 
