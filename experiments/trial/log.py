@@ -40,9 +40,9 @@ from corral.experiments.trial.log_state import (
     LogState,
     Stop,
     StoppedError,
-    SupersededError,
     TrialLogError,
     UncertainAppendError,
+    stopped_error,
 )
 from corral.experiments.trial.removal import remove_file
 
@@ -184,8 +184,8 @@ class TrialLog:
             slot += 1
         return entries
 
-    def require_no_hole(self, *, patience_s: float | None = None) -> None:
-        """Refuses a log that goes on after a slot that is missing.
+    def read_whole(self, *, patience_s: float | None = None) -> LogState:
+        """Reads what is new, and refuses a log that goes on after a slot that is missing.
 
         A link into the hole would succeed, and what comes after it would never be read again.
 
@@ -194,10 +194,7 @@ class TrialLog:
         """
         highest = self._storage.highest_slot()
         deadline = time.monotonic() + (_VISIBLE_TIMEOUT_S if patience_s is None else patience_s)
-        while self._state.next_slot <= highest:
-            self.poll()
-            if self._state.next_slot > highest:
-                return
+        while self.read().next_slot <= highest:
             if time.monotonic() > deadline:
                 raise CorruptLogError(
                     f"slot {self._state.next_slot:08d} of the trial log {self._path} is missing, but slot "
@@ -205,6 +202,7 @@ class TrialLog:
                     f"checkpoint"
                 )
             time.sleep(_HIDDEN_SLOT_PAUSE_S)
+        return self._state
 
     def claim(self, owner: str, *, resume: bool = False) -> "LogWriter":
         """Begins a new trainer epoch, which ends all earlier ones.
@@ -218,18 +216,13 @@ class TrialLog:
             StoppedError: the trial was stopped, and `resume` is false.
             CorruptLogError: the log is damaged.
         """
-        nonce = _new_nonce()
 
         def entry(state: LogState) -> Claim:
-            self._refuse_done(state, "start a new one")
             if state.stop and not resume:
-                raise StoppedError(
-                    f"trial log {self._path}: {_describe(state.stop)}; continue with `rl-submit --resume`"
-                )
-            return Claim(epoch=state.epoch + 1, owner=owner, nonce=nonce)
+                raise stopped_error(state.stop)
+            return Claim(epoch=state.epoch + 1, owner=owner)
 
-        self.read()
-        self.require_no_hole()
+        self.read_whole()
         slot = self.append(entry)
         self._storage.remove_leftovers(slot)
         return LogWriter(self)
@@ -243,18 +236,9 @@ class TrialLog:
         Raises:
             DoneError: the trial is complete, there is nothing to stop.
         """
-        nonce = _new_nonce()
-
-        def entry(state: LogState) -> Stop:
-            self._refuse_done(state, "nothing to stop")
-            if state.stop and (then or not state.is_handed_over):
-                raise StoppedError(f"trial log {self._path}: {_describe(state.stop)}")
-            return Stop(epoch=None, by=by, reason=reason, then=then, nonce=nonce)
-
-        self.read()
-        self.require_no_hole(patience_s=_STOP_PATIENCE_S)
+        self.read_whole(patience_s=_STOP_PATIENCE_S)
         try:
-            return self.append(entry)
+            return self.append(lambda state: Stop(epoch=None, by=by, reason=reason, then=then))
         except DoneError:
             raise
         except StoppedError:
@@ -264,21 +248,22 @@ class TrialLog:
         """Appends at the slot after the last entry read; whoever won that slot is read first, and asked again.
 
         Args:
-            make_entry: gives the entry for a state, with the same nonce each time, or raises if that state forbids it.
+            make_entry: gives the entry for a state, or raises.
+
+        Raises:
+            SupersededError, StoppedError, DoneError, ValueError: the rules of the log forbid it, nothing was written.
         """
         while True:
             slot = self._state.next_slot
             entry = make_entry(self._state)
+            if refusal := self._state.refusal(entry):
+                raise refusal
             occupant_data = self._storage.put_if_absent(slot, self._encode(entry))
             occupant = entry if occupant_data is None else self._decode(slot, occupant_data)
             self._state = self._state.after(occupant)
             # Equal nonces: the link succeeded, and only its reply was lost.
             if occupant.nonce == entry.nonce:
                 return slot
-
-    def _refuse_done(self, state: LogState, remedy: str) -> None:
-        if state.done:
-            raise DoneError(f"trial log {self._path}: epoch {state.done.epoch} finished this trial; {remedy}")
 
     def _encode(self, entry: Entry) -> bytes:
         data = msgspec.json.encode(entry)
@@ -324,8 +309,9 @@ class LogWriter:
         Raises:
             SupersededError, StoppedError, DoneError: this epoch is over.
         """
-        self._log.poll()
-        self._require_open(self._log.state)
+        self._require_certain()
+        if refusal := self._log.read().refusal(Done(epoch=self.epoch)):
+            raise refusal
 
     def fall_back_to(self, slot: int, *, reason: str) -> None:
         """Continues an earlier commit, because all later ones are corrupt; from here on they count for nobody.
@@ -337,11 +323,7 @@ class LogWriter:
             ValueError: if `slot` is no ancestor of the last commit, or this epoch has committed already.
             SupersededError, StoppedError, DoneError: this epoch is over, nothing was written.
         """
-        reason = reason[:_MAX_REASON_CHARACTERS]
-        entry = FallBack(epoch=self.epoch, to=slot, reason=reason, nonce=_new_nonce())
-        if problem := self.state.why_not(entry):
-            raise ValueError(f"epoch {self.epoch} cannot fall back to slot {slot}: {problem}")
-        self._append(entry)
+        self._append(FallBack(epoch=self.epoch, to=slot, reason=reason[:_MAX_REASON_CHARACTERS]))
 
     def commit(
         self,
@@ -357,6 +339,7 @@ class LogWriter:
         """Makes a checkpoint count. All its files must be on disk, with checksums, before.
 
         Raises:
+            ValueError: if the commit that it continues is of a later step.
             SupersededError, StoppedError, DoneError: this epoch is over, nothing was written.
         """
         commit = Commit(
@@ -369,51 +352,27 @@ class LogWriter:
             ledger_digest=ledger_digest,
             trained=trained,
             dropped=dropped,
-            nonce=_new_nonce(),
         )
-        parent = self.state.last_commit
-        if parent is not None and step < parent.step:
-            raise ValueError(f"commit of step {step} must not come before step {parent.step}, which it continues")
         return LoggedCommit(self._append(commit), commit)
 
     def stop(self, *, by: str, reason: str = "", then: Literal["", "requeue"] = "") -> None:
         """Ends this epoch such that only a resume, or with `then` the next attempt, continues the trial."""
-        self._append(Stop(epoch=self.epoch, by=by, reason=reason, then=then, nonce=_new_nonce()))
+        self._append(Stop(epoch=self.epoch, by=by, reason=reason, then=then))
 
     def done(self) -> None:
         """Ends the trial for good."""
-        self._append(Done(epoch=self.epoch, nonce=_new_nonce()))
+        self._append(Done(epoch=self.epoch))
 
     def _append(self, entry: Entry) -> int:
-        def if_open(state: LogState) -> Entry:
-            self._require_open(state)
-            return entry
-
+        self._require_certain()
         try:
-            return self._log.append(if_open)
+            return self._log.append(lambda state: entry)
         except UncertainAppendError:
             self._uncertain = True
             raise
 
-    def _require_open(self, state: LogState) -> None:
+    def _require_certain(self) -> None:
         if self._uncertain:
             raise UncertainAppendError(
                 f"an earlier append of epoch {self.epoch} may be in the log or not; exit and claim a new epoch"
             )
-        if state.epoch != self.epoch:
-            raise SupersededError(
-                f"epoch {self.epoch} was superseded by epoch {state.epoch} of {state.owner} in slot "
-                f"{state.claim_slot:08d}; exit, that one continues from the last commit"
-            )
-        if state.done:
-            raise DoneError(f"epoch {state.done.epoch} finished this trial; exit")
-        if state.stop:
-            raise StoppedError(f"{_describe(state.stop)}; exit, `rl-submit --resume` continues from the last commit")
-
-
-def _describe(stop: Stop) -> str:
-    return f"{stop.by} stopped this trial" + (f" ({stop.reason})" if stop.reason else "")
-
-
-def _new_nonce() -> str:
-    return random_tokens.token_hex(16)

@@ -13,10 +13,13 @@ The head is the commit that the next one continues: each commit becomes it, and 
 that cannot be loaded. The head and its ancestors are the lineage; what a commit outside of it covered is not settled.
 """
 
+import secrets as random_tokens
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
+
+from corral.experiments.errors import split_remedy
 
 
 class TrialLogError(Exception):
@@ -51,7 +54,7 @@ class CorruptLogError(TrialLogError):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
-    nonce: str
+    nonce: str = msgspec.field(default_factory=lambda: random_tokens.token_hex(16))
     """Random; tells a writer whose reply was lost that the entry in the slot is its own."""
 
 
@@ -181,47 +184,51 @@ class LogState:
             CorruptLogError: if the rules of the log forbid that entry there.
         """
         slot = self.next_slot
-        problem = self.why_not(entry)
-        if problem:
-            raise CorruptLogError(f"slot {slot:08d} of the trial log holds {entry}, but {problem}")
+        if refusal := self.refusal(entry):
+            raise CorruptLogError(
+                f"slot {slot:08d} of the trial log holds {entry}, but {split_remedy(str(refusal))[0]}"
+            )
         match entry:
             case Claim():
-                return replace(
-                    self, next_slot=slot + 1, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None
-                )
+                state = replace(self, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None)
             case Commit():
-                return replace(self, next_slot=slot + 1, commits=(*self.commits, LoggedCommit(slot, entry)), head=slot)
+                state = replace(self, commits=(*self.commits, LoggedCommit(slot, entry)), head=slot)
             case FallBack():
-                return replace(self, next_slot=slot + 1, head=entry.to)
+                state = replace(self, head=entry.to)
             case Stop():
-                return replace(self, next_slot=slot + 1, stop=entry)
+                state = replace(self, stop=entry)
             case Done():
-                return replace(self, next_slot=slot + 1, done=entry)
+                state = replace(self, done=entry)
+        return replace(state, next_slot=slot + 1)
 
-    def why_not(self, entry: Entry) -> str:
-        """Why the rules of the log forbid `entry` in the next slot; "" if they allow it."""
+    def refusal(self, entry: Entry) -> TrialLogError | ValueError | None:
+        """Why the rules of the log forbid `entry` in the next slot, with the way out; None if they allow it."""
+        if not isinstance(entry, Claim) and entry.epoch not in (None, self.epoch):
+            return SupersededError(
+                f"epoch {entry.epoch} was superseded by epoch {self.epoch} of {self.owner} in slot "
+                f"{self.claim_slot:08d}; exit, that one continues from the last commit"
+            )
         if self.done:
-            return "the trial was done before"
+            return DoneError(f"epoch {self.done.epoch} finished this trial; exit, or start a new one")
         if isinstance(entry, Claim):
-            return "" if entry.epoch == self.epoch + 1 else f"the next epoch is {self.epoch + 1}"
+            return None if entry.epoch == self.epoch + 1 else ValueError(f"the next epoch is {self.epoch + 1}")
         if self.stop:
             # Who stops a trial between two attempts means that the next one must not go on.
             is_final_word = self.is_handed_over and isinstance(entry, Stop) and not entry.then
-            return "" if is_final_word else "the trial was stopped before"
-        if entry.epoch is not None and entry.epoch != self.epoch:
-            return f"the epoch is {self.epoch}"
+            return None if is_final_word else stopped_error(self.stop)
+        rule = ""
         if isinstance(entry, Commit):
-            return self._why_not_commit(entry)
+            rule = self._why_not_commit(entry)
         if isinstance(entry, FallBack):
-            return self._why_not_fall_back(entry)
-        return ""
+            rule = self._why_not_fall_back(entry)
+        return ValueError(rule) if rule else None
 
     def _why_not_commit(self, entry: Commit) -> str:
         if entry.parent != self.head:
             return f"it continues slot {entry.parent}, and the commit to continue is slot {self.head}"
         parent = self.last_commit
         if parent is not None and entry.step < parent.step:
-            return f"its parent's step is {parent.step} already"
+            return f"its step {entry.step} must not come before step {parent.step}, which it continues"
         return ""
 
     def _why_not_fall_back(self, entry: FallBack) -> str:
@@ -230,3 +237,11 @@ class LogState:
         if any(logged.commit.epoch == self.epoch for logged in self.commits):
             return f"epoch {self.epoch} has committed already; only a new epoch may fall back"
         return ""
+
+
+def stopped_error(stop: Stop) -> StoppedError:
+    """Says who has stopped a trial, and how it goes on."""
+    reason = f" ({stop.reason})" if stop.reason else ""
+    return StoppedError(
+        f"{stop.by} stopped this trial{reason}; exit, `rl-submit --resume` continues from the last commit"
+    )

@@ -32,8 +32,7 @@ def read_whole_log(trial: TrialDirectory, log: TrialLog, *, patience_s: float | 
     """
     # Files first: an epoch that begins in the meantime is claimed before it writes any.
     seen = max(_epochs_of_files(trial), default=(0, trial.path))
-    state = log.read()
-    log.require_no_hole(patience_s=patience_s)
+    state = log.read_whole(patience_s=patience_s)
     epoch, witness = seen
     if epoch > state.epoch:
         raise CorruptLogError(

@@ -70,8 +70,7 @@ class CommittedLedger:
         Raises:
             CorruptLogError: the log is damaged.
         """
-        self._log.poll()
-        head = self._log.state.last
+        head = self._log.read().last
         if head is None or head.slot == self._slot:
             return LedgerNews()
         if head.slot == self._unreadable_slot and time.monotonic() < self._retry_at:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from corral.experiments.trial.log import LogWriter, TrialLog
@@ -21,6 +22,7 @@ from corral.experiments.trial.log_state import (
     Commit,
     CorruptLogError,
     DoneError,
+    Entry,
     LoggedCommit,
     StoppedError,
     SupersededError,
@@ -145,17 +147,19 @@ class SimulatedStorage:
 class CommitAnyway(LogWriter):
     """Mutant: does not care who claimed or stopped."""
 
-    def _require_open(self, state: object) -> None:
-        return
+    def _append(self, entry: Entry) -> int:
+        slot = self.state.next_slot
+        self._log._storage.put_if_absent(slot, self._log._encode(entry))
+        self._log.read()
+        return slot
 
 
 class AppendAtTail(LogWriter):
     """Mutant: looks for the end of the log and appends there, whatever it passes on the way."""
 
-    def _append(self, entry: object) -> int:
-        self._log.poll()
-        self.epoch = self.state.epoch  # type: ignore[misc]
-        return super()._append(entry)  # type: ignore[arg-type]
+    def _append(self, entry: Entry) -> int:
+        self._log.read()
+        return super()._append(msgspec.structs.replace(entry, epoch=self.state.epoch))
 
 
 def _master(world: World, resume: bool) -> Callable[[Process], None]:

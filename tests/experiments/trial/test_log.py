@@ -222,17 +222,17 @@ def _fallback(epoch: int, to: int) -> FallBack:
     [
         ([_claim(2)], "next epoch is 1"),
         ([_claim(1), _claim(1)], "next epoch is 2"),
-        ([_entry(1, 1, 0)], "epoch is 0"),
-        ([_claim(1), _claim(2), _entry(1, 1, 0)], "epoch is 2"),
+        ([_entry(1, 1, 0)], "superseded by epoch 0"),
+        ([_claim(1), _claim(2), _entry(1, 1, 0)], "superseded by epoch 2"),
         ([_claim(1), _entry(1, 1, 1)], "continues slot 1, and the commit to continue is slot 0"),
         ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _claim(2), _entry(2, 2, 2)], "the commit to continue is slot 3"),
         ([_claim(1), _entry(1, 1, 0), _claim(2), _fallback(2, 2)], "slot 2 is no ancestor"),
         ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _fallback(1, 2)], "committed already"),
-        ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _claim(2), _fallback(1, 2)], "epoch is 2"),
-        ([_claim(1), _entry(1, 3, 0), _entry(1, 2, 2)], "step is 3 already"),
-        ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), _entry(1, 1, 0)], "stopped before"),
-        ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), Done(epoch=1, nonce="d")], "stopped before"),
-        ([_claim(1), Done(epoch=1, nonce="d"), _claim(2)], "done before"),
+        ([_claim(1), _entry(1, 1, 0), _entry(1, 2, 2), _claim(2), _fallback(1, 2)], "superseded by epoch 2"),
+        ([_claim(1), _entry(1, 3, 0), _entry(1, 2, 2)], "must not come before step 3"),
+        ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), _entry(1, 1, 0)], "a stopped this trial"),
+        ([_claim(1), Stop(epoch=None, by="a", reason="", nonce="s"), Done(epoch=1, nonce="d")], "a stopped this trial"),
+        ([_claim(1), Done(epoch=1, nonce="d"), _claim(2)], "epoch 1 finished this trial"),
     ],
 )
 def test_a_log_that_breaks_the_rules_is_refused(path: Path, entries: list[Any], problem: str) -> None:
@@ -401,7 +401,7 @@ def test_eight_processes_that_claim_at_once_get_consecutive_epochs(path: Path) -
     assert sorted(epoch for own in epochs for epoch in own) == list(range(1, 201))
     assert all(own == sorted(own) for own in epochs)
     assert sorted(os.listdir(path)) == [f"{slot:08d}" for slot in range(1, 201)]
-    owners = [entry.owner for _, entry in TrialLog(path).poll() if isinstance(entry, Claim)]
+    owners = [entry.owner for _, entry in TrialLog(path).read_from(1) if isinstance(entry, Claim)]
     assert all(owners[epoch - 1] == f"writer {index}" for index, own in enumerate(epochs) for epoch in own)
 
 

@@ -133,7 +133,7 @@ class Attempt:
         state = self.log.read()
         if end.outcome is EndState.STOPPED and not state.is_stopped and not state.is_done:
             self.log.request_stop("supervisor", then=self.end.machine.then)
-        self.log.poll()
+        self.log.read()
         self.end.judge(end, self.log.state)
         self.end.machine.close()
         return Verdict.of(self.end.machine)
