@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from corral.experiments.exit_codes import CommandExit
 
@@ -99,21 +99,26 @@ class UnsatisfiableError(ConfigError):
     exit_code = CommandExit.REFUSED
 
 
+class Place(NamedTuple):
+    """A line of a file, from 1."""
+
+    file: Path
+    line: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
     """Where each value of a configuration came from: a line of a file, or an override on the command line.
 
     file: the experiment file.
-    line_by_path: line of each key that a file gives.
+    place_by_path: where each key stands that a file gives, the experiment file or a profile.
     override_by_path: the option of the command line that gave a key: "-s launch.qos=q", "--sbatch-arg=--nice".
-    profile_by_path: the profile of each key whose line is not of the experiment file but of that profile.
     profiles: the profiles that were read, the weakest first.
     """
 
     file: Path | None = None
-    line_by_path: Mapping[KeyPath, int]
-    override_by_path: Mapping[KeyPath, str]
-    profile_by_path: Mapping[KeyPath, Path] = field(default_factory=dict)
+    place_by_path: Mapping[KeyPath, Place] = field(default_factory=dict)
+    override_by_path: Mapping[KeyPath, str] = field(default_factory=dict)
     profiles: tuple[Path, ...] = ()
 
     def place(self, path: KeyPath) -> str:
@@ -126,13 +131,14 @@ class ConfigSource:
             prefix = path[:length]
             if prefix in self.override_by_path:
                 return shorten(self.override_by_path[prefix])
-            if self.file is not None and prefix in self.line_by_path:
-                return f"{display_path(self.profile_by_path.get(prefix, self.file))}:{self.line_by_path[prefix]}"
+            if prefix in self.place_by_path:
+                file, line = self.place_by_path[prefix]
+                return f"{display_path(file)}:{line}"
         return display_path(self.file) if self.file is not None else ""
 
     def gives(self, path: KeyPath) -> bool:
         """Whether a file or an override has this very key."""
-        return path in self.line_by_path or path in self.override_by_path
+        return path in self.place_by_path or path in self.override_by_path
 
     def first_given(self, *paths: KeyPath) -> KeyPath:
         """The first of the keys that is given, else the first: what to change, of several that decide together."""
@@ -142,7 +148,7 @@ class ConfigSource:
         """What a relative path at this key is relative to: the folder of its file, or the current directory."""
         if any(path[:length] in self.override_by_path for length in range(1, len(path) + 1)):
             return Path.cwd()
-        file = self.profile_by_path.get(path, self.file)
+        file = self.place_by_path[path].file if path in self.place_by_path else self.file
         return file.parent if file is not None else Path.cwd()
 
 
@@ -155,7 +161,7 @@ def located(source: ConfigSource) -> Iterator[None]:
         raise error.located(source) from error
 
 
-NO_SOURCE = ConfigSource(line_by_path={}, override_by_path={})
+NO_SOURCE = ConfigSource()
 
 
 def dotted(path: KeyPath) -> str:

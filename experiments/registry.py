@@ -7,6 +7,7 @@
 Each stage reports all of its mistakes at once; the next stage runs only on what the one before found clean.
 """
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +22,23 @@ from corral.experiments.errors import (
     ConfigSource,
     KeyPath,
     did_you_mean,
+    dotted,
     located,
     show_value,
 )
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import import_class, naming_users_line
 from corral.experiments.loading.field_words import EXPERIMENT_BY_WORD
-from corral.experiments.loading.overrides import Override, apply_overrides, as_text_where_asked, parse_override
-from corral.experiments.loading.profile import Layer, merge, read_profile, without
+from corral.experiments.loading.overrides import (
+    Override,
+    apply_overrides,
+    as_text_where_asked,
+    parse_override,
+    value_at,
+)
+from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
 from corral.experiments.loading.schema import accepts, key_paths
 from corral.experiments.loading.validation import validate
-from corral.experiments.loading.yaml_loader import read_yaml
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.reward_model import RewardModelExperiment
 from corral.experiments.sft import SFTExperiment
@@ -87,28 +94,20 @@ def load_with_source(
     Raises:
         ConfigError: listing all mistakes of the first stage that found any.
     """
-    file = Path(path)
-    data, line_by_path = read_yaml(file)
-    layers = [read_profile(profile) for profile in profiles]
+    own, layers = read_layer(Path(path)), [read_profile(profile) for profile in profiles]
     changes = _parse_overrides(overrides)
-    typed = {change.path: change.option for change in changes}
-    source = ConfigSource(file=file, line_by_path=line_by_path, override_by_path=typed)
-    experiment_class = _experiment_class(apply_overrides(data, changes), source)
-    merged = merge(
-        [
-            *(without(layer, _keys_of_others(layer, experiment_class)) for layer in layers),
-            Layer(file=file, data=data, line_by_path=line_by_path),
-        ]
-    )
-    source = replace(
-        source,
-        line_by_path=merged.line_by_path,
-        profile_by_path={path: origin for path, origin in merged.file_by_path.items() if origin != file},
+    source = ConfigSource(
+        file=Path(path),
+        place_by_path=own.place_by_path,
+        override_by_path={change.path: change.option for change in changes},
         profiles=tuple(profiles),
     )
+    experiment_class = _experiment_class(apply_overrides(own.data, changes), source)
+    merged = merge([*(without(layer, _keys_of_others(layer, experiment_class)) for layer in layers), own])
+    source = replace(source, place_by_path=merged.place_by_path)
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
-    data, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
-    written = _with_absolute_paths(data, experiment_class, source)
+    written, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
+    _make_paths_absolute(written, experiment_class, source)
     experiment = validate(experiment_class, _with_group_defaults(written, experiment_class), source)
     check_experiment(experiment, source, is_to_run=is_to_run)
     return LoadedExperiment(experiment=experiment, source=source, written=written)
@@ -171,16 +170,14 @@ def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Exp
 
 def _with_group_defaults(data: dict[str, Any], experiment_class: type[Experiment]) -> dict[str, Any]:
     """Resources that a group's `scheduling` leaves out are those of its kind, not an error."""
-    groups = data.get("groups")
-    if not isinstance(groups, dict):
-        return data
+    filled = copy.deepcopy(data)
     allocation = data.get("allocation", experiment_class.model_fields["allocation"].get_default())
-    filled = {
-        kind: _with_defaults(groups[kind], default.model_dump(mode="json", exclude_defaults=True))
-        for kind, default in default_scheduling(gpus_per_server=_gpus_per_server(allocation)).items()
-        if isinstance(groups.get(kind), dict)
-    }
-    return {**data, "groups": {**groups, **filled}}
+    for kind, scheduling in default_scheduling(gpus_per_server=_gpus_per_server(allocation)).items():
+        default = scheduling.model_dump(mode="json", exclude_defaults=True)
+        for above in (("groups", kind), ("groups", kind, "elastic")):
+            if isinstance(given := value_at(data, (*above, "scheduling")), dict):
+                value_at(filled, above)["scheduling"] = default = default | given
+    return filled
 
 
 def _gpus_per_server(allocation: Any) -> int:
@@ -191,46 +188,20 @@ def _gpus_per_server(allocation: Any) -> int:
         return 1
 
 
-def _with_defaults(group: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    filled = dict(group)
-    if isinstance(group.get("scheduling"), dict):
-        filled["scheduling"] = default = default | group["scheduling"]
-    elastic = group.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("scheduling"), dict):
-        filled["elastic"] = {**elastic, "scheduling": default | elastic["scheduling"]}
-    return filled
-
-
 def _with_sbatch_arguments(
     data: dict[str, Any], added: Sequence[str], source: ConfigSource
 ) -> tuple[dict[str, Any], ConfigSource]:
-    launch = data.get("launch") or {}
-    given = launch.get("extra_sbatch_arguments") or [] if isinstance(launch, dict) else None
+    path: KeyPath = ("launch", "extra_sbatch_arguments")
+    given = value_at(data, path) or []
     if not added or not isinstance(given, list):
         return data, source
-    typed: dict[KeyPath, str] = {
-        ("launch", "extra_sbatch_arguments", len(given) + number): f"--sbatch-arg={argument}"
-        for number, argument in enumerate(added)
-    }
-    changed = {**data, "launch": {**launch, "extra_sbatch_arguments": [*given, *added]}}
+    typed = {(*path, number): f"--sbatch-arg={argument}" for number, argument in enumerate(added, start=len(given))}
+    changed = apply_overrides(data, [Override(path=path, value=[*given, *added], typed=dotted(path))])
     return changed, replace(source, override_by_path={**source.override_by_path, **typed})
 
 
-def _with_absolute_paths(
-    data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource
-) -> dict[str, Any]:
+def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource) -> None:
     for path, field in key_paths(experiment_class):
-        if accepts(field, Path):
-            data = _map_at(data, path, base=source.folder(path))
-    return data
-
-
-def _map_at(data: dict[str, Any], path: KeyPath, *, base: Path) -> dict[str, Any]:
-    """`data` with the text at `path`, if there is one, made an absolute path."""
-    key = str(path[0])
-    value = data.get(key)
-    if len(path) > 1:
-        return {**data, key: _map_at(value, path[1:], base=base)} if isinstance(value, dict) else data
-    if not isinstance(value, str):
-        return data
-    return {**data, key: os.path.abspath(base / os.path.expanduser(value))}
+        if accepts(field, Path) and isinstance(text := value_at(data, path), str):
+            absolute = os.path.abspath(source.folder(path) / os.path.expanduser(text))
+            value_at(data, path[:-1])[path[-1]] = absolute

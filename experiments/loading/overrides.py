@@ -56,6 +56,15 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[Override]) -> d
     return result
 
 
+def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
+    """What stands at a key path of raw values."""
+    for part in path:
+        if not (part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))):
+            return default
+        data = data[part]
+    return data
+
+
 def _apply(data: dict[str, Any], override: Override) -> ConfigProblem | None:
     current = data
     for depth, part in enumerate(override.path[:-1], start=1):

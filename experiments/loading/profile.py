@@ -8,44 +8,38 @@ error names the profile where the profile is to blame. What a profile says about
 (generation servers, for SFT) does not concern that experiment.
 """
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import (
     ConfigError,
     ConfigProblem,
+    ConfigSource,
     KeyPath,
+    Place,
     did_you_mean,
-    display_path,
     shorten,
     show_value,
 )
-from corral.experiments.loading.yaml_loader import read_yaml
+from corral.experiments.loading.overrides import value_at
+from corral.experiments.loading.yaml_loader import EXPERIMENT_FILE, read_yaml
 
 SITE_FOLDER = Path("/etc/corral")
 SITE_PROFILE_VARIABLE = "CORRAL_SITE_PROFILE"
 KEYS_OF_ONE_EXPERIMENT = ("experiment", "name", "trial")
+_NOWHERE = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One file: its values, and the line of each key."""
-
-    file: Path
-    data: Mapping[str, Any]
-    line_by_path: Mapping[KeyPath, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """Layers on top of each other: the values, and where each came from."""
+    """Values of a file, or of several on top of each other, and where each of their keys stands."""
 
     data: dict[str, Any]
-    line_by_path: dict[KeyPath, int]
-    file_by_path: dict[KeyPath, Path]
+    place_by_path: dict[KeyPath, Place]
 
 
 def find_profiles(wanted: str | None = None, *, environment: Mapping[str, str] | None = None) -> list[Path]:
@@ -64,53 +58,53 @@ def find_profiles(wanted: str | None = None, *, environment: Mapping[str, str] |
     return found
 
 
+def read_layer(file: Path, *, what: str = EXPERIMENT_FILE) -> Layer:
+    """A file by the rules of `read_yaml`."""
+    data, line_by_path = read_yaml(file, what=what)
+    return Layer(data=data, place_by_path={path: Place(file, line) for path, line in line_by_path.items()})
+
+
 def read_profile(file: Path) -> Layer:
     """A profile, read by the rules of experiment files.
 
     Raises:
         ConfigError: naming the file, and the line where there is one.
     """
-    data, line_by_path = read_yaml(file, what="profile")
-    wrong = [key for key in KEYS_OF_ONE_EXPERIMENT if key in data]
+    layer = read_layer(file, what="profile")
+    source = ConfigSource(file=file, place_by_path=layer.place_by_path)
+    wrong = [key for key in KEYS_OF_ONE_EXPERIMENT if key in layer.data]
     if wrong:
         raise ConfigError(
             ConfigProblem(
                 f"a profile may not set {key!r}: it is for all experiments",
                 "move it to the experiment file",
                 path=(key,),
-                shown=show_value(data[key]),
-                place=f"{display_path(file)}:{line_by_path.get((key,), 1)}",
+                shown=show_value(layer.data[key]),
             )
             for key in wrong
-        )
-    return Layer(file=file, data=data, line_by_path=line_by_path)
+        ).located(source)
+    return layer
 
 
 def without(layer: Layer, unwanted: Sequence[KeyPath]) -> Layer:
     """The layer without the values at some keys."""
-    return Layer(
-        file=layer.file,
-        data=_pruned(layer.data, unwanted),
-        line_by_path={
-            path: line
-            for path, line in layer.line_by_path.items()
-            if not any(path[: len(gone)] == gone for gone in unwanted)
-        },
-    )
+    data = copy.deepcopy(layer.data)
+    for path in unwanted:
+        if isinstance(above := value_at(data, path[:-1]), dict):
+            above.pop(path[-1], None)
+    return replace(layer, data=data)
 
 
-def merge(layers: Sequence[Layer]) -> Merged:
+def merge(layers: Sequence[Layer]) -> Layer:
     """All layers as one, later ones on top."""
     data: Any = {}
-    line_by_path: dict[KeyPath, int] = {}
-    file_by_path: dict[KeyPath, Path] = {}
+    place_by_path: dict[KeyPath, Place] = {}
     for layer in layers:
         data = _on_top(data, layer.data)
-        line_by_path |= layer.line_by_path
-        file_by_path |= dict.fromkeys(layer.line_by_path, layer.file)
-    # Items of a list and keys of a mapping that was replaced as a whole came from nowhere.
-    lines = {path: line for path, line in line_by_path.items() if _has(data, path)}
-    return Merged(data=data, line_by_path=lines, file_by_path={path: file_by_path[path] for path in lines})
+        place_by_path |= layer.place_by_path
+    # Items of a list and keys of a mapping that was replaced as a whole, or left out, came from nowhere.
+    found = {path: place for path, place in place_by_path.items() if value_at(data, path, _NOWHERE) is not _NOWHERE}
+    return Layer(data=data, place_by_path=found)
 
 
 def _on_top(weak: Any, strong: Any) -> Any:
@@ -118,23 +112,6 @@ def _on_top(weak: Any, strong: Any) -> Any:
         return strong
     below = weak if isinstance(weak, Mapping) else {}
     return {**below, **{key: _on_top(below.get(key), value) for key, value in strong.items()}}
-
-
-def _has(data: Any, path: KeyPath) -> bool:
-    for part in path:
-        if not (part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))):
-            return False
-        data = data[part]
-    return True
-
-
-def _pruned(data: Mapping[str, Any], unwanted: Sequence[KeyPath]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for key, value in data.items():
-        below = [path[1:] for path in unwanted if path[0] == key]
-        if () not in below:
-            kept[key] = _pruned(value, below) if below and isinstance(value, Mapping) else value
-    return kept
 
 
 def _site_profile(environment: Mapping[str, str]) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, UnsatisfiableError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Place, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.accounts import Accounts, Limits
@@ -394,7 +394,7 @@ def test_the_key_that_is_given_is_blamed_for_a_signal_that_comes_too_early() -> 
     """The time limit may be a profile's or a group's, and the signal what somebody typed."""
 
     def blamed(plan: RunPlan, *given: tuple[str, ...]) -> tuple[str | int, ...]:
-        source = ConfigSource(line_by_path={path: 1 for path in given}, override_by_path={})
+        source = ConfigSource(place_by_path={path: Place(Path("x.yaml"), 1) for path in given})
         with pytest.raises(ConfigError) as refused:
             check_values(asks_of(plan, source), plan, source, now=NOON)
         return refused.value.problems[0].path
