@@ -1,11 +1,11 @@
-"""The jobs beside a trial's own, as a pure state machine: the queue and the clock go in, requests come out.
+"""The jobs beside a trial's own, as a state machine: the queue and the clock go in, its hands do what follows.
 
 One extra job, which is a group of layout `jobs` or an elastic worker:
 
-    WANTED --asked for--> ASKED --taken--> QUEUED --gets its nodes--> RUNNING --ends--> LEAVING
-      ^                     |                ^                            |                 |
-      |                     | refused        +---- preempted, requeued ---+-----------------+
-      +---------------------+-------------------- cancelled, timed out, failed (growing pause)
+    WANTED --asked for, taken--> QUEUED --gets its nodes--> RUNNING --ends--> LEAVING
+      ^  +--refused-+              ^                            |                 |
+      |             |              +---- preempted, requeued ---+-----------------+
+      +-------------+------------------- cancelled, timed out, failed (growing pause)
 
 Its nodes are granted to workers while the job is RUNNING; the groups of a gang only get theirs together. What the
 cluster does not answer changes nothing: the last known state stands. A job of the gang that the cluster refuses, or
@@ -13,13 +13,14 @@ that cannot start while the trial holds its others, ends the trial after the gan
 started again adopts the jobs that its predecessor asked for; those of an earlier attempt are cancelled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.extra_jobs.gang import GangGuard, GiveBack
-from corral.launcher.layout.layout import Allocation
+from corral.launcher.layout.layout import Allocation, RunningAllocation
 from corral.scheduling.restarts import growing_pause
 
 _FIRST_PAUSE_S = 5.0
@@ -58,26 +59,33 @@ class NodesEvent:
 
 
 class ExtraJobHands(Protocol):
-    """What the book has done; the cluster's answers come back to it later."""
+    """What the book has done, and at once."""
 
-    def ask_for(self, name: str) -> None:
-        """Submit the job of an allocation; `submitted` or `refused` is the answer."""
+    def ask_for(self, name: str) -> str:
+        """Submits the job of an allocation; returns its id.
+
+        Raises:
+            ClusterUnreachableError: if the cluster does not answer, or cannot be asked.
+            ClusterError: if it does not want it.
+        """
 
     def cancel(self, job_id: str) -> None:
-        """End a job."""
+        """Ends a job, if the cluster does it."""
 
-    def clear(self, name: str, job_id: str) -> None:
-        """End the steps that a predecessor left in an adopted job; `cleared` is the answer."""
+    def end_steps(self, job_id: str) -> None:
+        """Ends what a predecessor left in an adopted job."""
+
+    def why_leaving(self, job_id: str) -> str | None:
+        """Why a job will not be there much longer; "" if it stays, None if the cluster does not say."""
 
     def tell(self, event: NodesEvent) -> None:
         """Something has become of the nodes of those who run in an extra job."""
 
-    @property
-    def record(self) -> Callable[..., None]:
-        """Adds a line to the journal."""
+    def news(self, event: str, **fields: object) -> None:
+        """A line of the journal."""
 
 
-_State = Literal["wanted", "asked", "queued", "running", "leaving", "released"]
+_State = Literal["wanted", "queued", "running", "leaving", "released"]
 """Where an extra job stands; released: it is not wanted any more."""
 
 
@@ -91,7 +99,6 @@ class _ExtraJob:
     ask_at: float = float("-inf")
     ran_since: float | None = None
     failures: int = 0
-    is_clear: bool = True
     run: tuple[str, str] | None = None
     """Job and start of the present run."""
     left_run: tuple[str, str] | None = None
@@ -124,10 +131,12 @@ class ExtraJobBook:
     def __post_init__(self) -> None:
         self._extra_jobs = {spec.name: _ExtraJob(spec) for spec in self.specs}
 
-    def nodes_of(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """Job id and hosts of the nodes that its workers were granted."""
+    def nodes_of(self, name: str) -> RunningAllocation | None:
+        """The nodes that its workers were granted."""
         extra_job = self._extra_jobs[name]
-        return (extra_job.job_id, extra_job.hosts) if extra_job.granted is not None else None
+        if extra_job.granted is None:
+            return None
+        return RunningAllocation(job_id=extra_job.job_id, het_group=None, hosts=extra_job.hosts)
 
     def why_away(self, name: str) -> str:
         """Why its nodes are not there, for people."""
@@ -153,33 +162,7 @@ class ExtraJobBook:
         # The gang first: where the number of jobs is limited, elastic workers get what it leaves.
         for extra_job in sorted(self._extra_jobs.values(), key=lambda one: (not one.is_required, -one.spec.size)):
             if extra_job.state == "wanted" and now >= extra_job.ask_at:
-                extra_job.state = "asked"
-                self.hands.ask_for(extra_job.spec.name)
-
-    def submitted(self, name: str, job_id: str, now: float) -> None:
-        """The cluster has taken the job."""
-        extra_job = self._extra_jobs[name]
-        if extra_job.state != "asked":
-            self._cancel(job_id)
-            return
-        extra_job.state, extra_job.job_id, extra_job.reason, extra_job.is_clear = "queued", job_id, "", True
-        extra_job.never = ""
-        self._changed_at = now
-        self._news(extra_job, "extra_job_submitted")
-
-    def refused(self, name: str, why: str, now: float, *, is_word: bool = False) -> None:
-        """The cluster has not taken the job; `is_word`: it was asked, and does not want it."""
-        extra_job = self._extra_jobs[name]
-        if extra_job.state == "asked":
-            pause_s = self._want_again(extra_job, why, now)
-            extra_job.never = why if is_word else ""
-            self.hands.record("extra_job_refused", allocation=name, cause=why, pause_s=pause_s)
-
-    def cleared(self, name: str, job_id: str) -> None:
-        """Nothing of a predecessor runs in the adopted job any more."""
-        if self._extra_jobs[name].job_id == job_id:
-            self._extra_jobs[name].is_clear = True
-        self._announce()
+                self._ask_for(extra_job, now)
 
     def seen(self, sightings: Sequence[JobSighting], now: float) -> None:
         """The cluster answered: these are all of the trial's extra jobs that it knows."""
@@ -202,16 +185,17 @@ class ExtraJobBook:
                     self._make_room(extra_job, now)
         self._guard(now)
 
-    def checked(self, name: str, job_id: str, *, why_leaving: str) -> None:
-        """The cluster was asked about the nodes after something ended there; "" if they stay."""
+    def check(self, name: str) -> None:
+        """Something has ended on its nodes: are they still there?"""
         extra_job = self._extra_jobs[name]
-        if extra_job.job_id != job_id or extra_job.granted is None:
+        if extra_job.granted is None:
             return  # they were lost in the meantime, and that is known
-        if not why_leaving:
+        why_leaving = self.hands.why_leaving(extra_job.job_id)
+        if why_leaving:
+            extra_job.state, extra_job.reason, extra_job.left_run = "leaving", why_leaving, extra_job.run
+            self._announce()
+        elif why_leaving is not None:
             self.hands.tell(NodesEvent(name, "stay"))
-            return
-        extra_job.state, extra_job.reason, extra_job.left_run = "leaving", why_leaving, extra_job.run
-        self._announce()
 
     def release(self, name: str) -> None:
         """The extra job is not wanted any more."""
@@ -224,6 +208,19 @@ class ExtraJobBook:
         extra_job.job_id = ""
         self._announce()
 
+    def _ask_for(self, extra_job: _ExtraJob, now: float) -> None:
+        try:
+            job_id = self.hands.ask_for(extra_job.spec.name)
+        except ClusterError as error:
+            pause_s = self._want_again(extra_job, str(error), now)
+            # One that does not answer, or cannot be asked, says nothing about the job.
+            extra_job.never = "" if isinstance(error, ClusterUnreachableError) else str(error)
+            self.hands.news("extra_job_refused", allocation=extra_job.spec.name, cause=str(error), pause_s=pause_s)
+            return
+        extra_job.state, extra_job.job_id, extra_job.reason, extra_job.never = "queued", job_id, "", ""
+        self._changed_at = now
+        self._news(extra_job, "extra_job_submitted")
+
     def _make_room(self, crowded_out: _ExtraJob, now: float) -> None:
         """Elastic workers leave for a job that the trial needs, and come back behind it."""
         for extra_job in self._extra_jobs.values():
@@ -235,13 +232,12 @@ class ExtraJobBook:
         alive = [job for job in jobs.values() if job.phase is not JobPhase.ENDED and job.job_id not in self._cancelled]
         if extra_job.state == "wanted" and alive:
             best = min(alive, key=lambda job: (job.phase is not JobPhase.RUNNING, job.number))
-            extra_job.state, extra_job.job_id, extra_job.is_clear = "queued", best.job_id, False
+            extra_job.state, extra_job.job_id = "queued", best.job_id
             self._news(extra_job, "extra_job_adopted")
-            self.hands.clear(extra_job.spec.name, best.job_id)
-        if extra_job.state != "asked":
-            for job in alive:
-                if job.job_id != extra_job.job_id:
-                    self._cancel_if_there(job)
+            self.hands.end_steps(best.job_id)
+        for job in alive:
+            if job.job_id != extra_job.job_id:
+                self._cancel_if_there(job)
         if extra_job.job_id:
             self._update(extra_job, jobs.get(extra_job.job_id), now)
 
@@ -317,7 +313,7 @@ class ExtraJobBook:
     def _give_back(self, required: Sequence[_ExtraJob], given_back: GiveBack, now: float) -> None:
         missing = {name: self._extra_jobs[name].reason or self._extra_jobs[name].state for name in given_back.missing}
         waited_s, pause_s = round(given_back.waited_s, 1), round(given_back.pause_s, 1)
-        self.hands.record("gang_given_back", missing=missing, waited_s=waited_s, pause_s=pause_s)
+        self.hands.news("gang_given_back", missing=missing, waited_s=waited_s, pause_s=pause_s)
         for extra_job in required:
             if extra_job.job_id:
                 self._cancel(extra_job.job_id)
@@ -329,16 +325,14 @@ class ExtraJobBook:
     def _announce(self) -> None:
         """Says whose nodes were granted and whose were lost since the last time."""
         for extra_job in self._extra_jobs.values():
-            is_there = extra_job.state == "running" and extra_job.is_clear
-            may_start = is_there and (self.gang.is_assembled or not extra_job.is_required)
-            granted = extra_job.run if may_start else None
-            if granted == extra_job.granted:
+            may_start = extra_job.state == "running" and (self.gang.is_assembled or not extra_job.is_required)
+            before, extra_job.granted = extra_job.granted, extra_job.run if may_start else None
+            if extra_job.granted == before:
                 continue
-            if extra_job.granted is not None:
+            if before is not None:
                 self.hands.tell(NodesEvent(extra_job.spec.name, "lost", extra_job.reason or "its job was started anew"))
-            if granted is not None:
+            if extra_job.granted is not None:
                 self.hands.tell(NodesEvent(extra_job.spec.name, "granted"))
-            extra_job.granted = granted
 
     def _cancel_if_there(self, job: Job) -> None:
         if job.phase is not JobPhase.ENDED and job.job_id not in self._cancelled:
@@ -349,4 +343,4 @@ class ExtraJobBook:
         self.hands.cancel(job_id)
 
     def _news(self, extra_job: _ExtraJob, event: str, **fields: object) -> None:
-        self.hands.record(event, allocation=extra_job.spec.name, job_id=extra_job.job_id, **fields)
+        self.hands.news(event, allocation=extra_job.spec.name, job_id=extra_job.job_id, **fields)

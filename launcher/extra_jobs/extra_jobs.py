@@ -1,9 +1,8 @@
-"""The supervisor's hands for its extra jobs: the cluster is asked in a thread, so that nobody waits for its answers.
+"""The supervisor's extra jobs: a thread of their own asks the cluster, so that nobody waits for its answers.
 
-    Supervisor --drive()--> ExtraJobBook (pure) --ask_for, cancel, ...--> one thread: Cluster
-        ^                        |   ^                                           |
-        |                        |   +--------------- answers, in order ---------+
-        +-- NodesEvent: what the workers of an allocation may do
+    Supervisor --drive(), check_nodes, give_up--> one thread, turn by turn: ExtraJobBook --its hands--> Cluster
+        ^                                                                       |
+        +-- NodesEvent: what the workers of an allocation may do ---------------+
 
 While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 """
@@ -11,6 +10,7 @@ While it lives the supervisor touches control/supervisor-alive; the extra jobs e
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -29,14 +29,11 @@ from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ALIVE_INTERVAL_S = 10.0
 _CLEAR_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 15.0
-
-T = TypeVar("T")
-Answer = Callable[[float], None]
-"""What the state machine makes of a finished request; takes the time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,9 +56,13 @@ class ExtraJobs:
     _gang: set[str] = field(init=False)
     _book: ExtraJobBook = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
-    _requests: list[Future[Answer]] = field(default_factory=list)
-    _look: Future[Answer] | None = None
-    _events: list[NodesEvent] = field(default_factory=list)
+    _turn: Future[None] | None = None
+    _running: dict[int, RunningAllocation] = field(default_factory=dict)
+    """Of extra jobs, by index, as the supervisor has been told."""
+    _wishes: deque[Callable[[], None]] = field(default_factory=deque)
+    """For the next turn."""
+    _news: deque[tuple[str, dict[str, object]]] = field(default_factory=deque)
+    _events: deque[tuple[NodesEvent, RunningAllocation | None]] = field(default_factory=deque)
     _looked_at: float = float("-inf")
     _touched_at: float = float("-inf")
     _is_unseen: bool = False
@@ -80,37 +81,34 @@ class ExtraJobs:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extra-jobs")
 
     def drive(self, now: float) -> list[NodesEvent]:
-        """One turn of the loop: takes in answers, asks for more; returns what became of the nodes."""
+        """One turn of the loop: has the next turn taken once the last is over; returns what became of the nodes."""
         if not self._index_by_name:
             return []
         self._touch(now)
-        while self._requests and self._requests[0].done():
-            self._requests.pop(0).result()(now)
-        self._book.tick(now)
-        if (self._look is None or self._look.done()) and now - self._looked_at >= self._book.look_interval_s(now):
-            self._looked_at = now
-            self._look = self._request(self._sightings, self._seen)
-        events, self._events = self._events, []
-        return events
+        if self._turn is None or self._turn.done():
+            if self._turn is not None:
+                self._turn.result()
+            self._turn = self._thread.submit(self._take_turn, now)
+        self._record_news()
+        told = [self._events.popleft() for _ in range(len(self._events))]
+        for event, nodes in told:
+            if event.news == "granted" and nodes is not None:
+                self._running[self._index_by_name[event.name]] = nodes
+            elif event.news == "lost":
+                del self._running[self._index_by_name[event.name]]
+        return [event for event, _ in told]
 
     def check_nodes(self, name: str) -> None:
         """Find out whether the nodes of an allocation are still there."""
-        nodes = self._book.nodes_of(name)
-        if nodes is not None:
-            self._request(partial(self.cluster.why_leaving, nodes[0]), partial(self._checked, name, nodes[0]))
+        self._wishes.append(partial(self._book.check, name))
 
     def give_up(self, name: str) -> None:
         """Nothing will be started any more in an allocation: its nodes are not needed."""
-        self._book.release(name)
+        self._wishes.append(partial(self._book.release, name))
 
     def allocations(self) -> RunningAllocations:
         """What runs at the moment."""
-        running = dict(self.own)
-        for name, index in self._index_by_name.items():
-            nodes = self._book.nodes_of(name)
-            if nodes is not None:
-                running[index] = RunningAllocation(job_id=nodes[0], het_group=None, hosts=nodes[1])
-        return running
+        return {**self.own, **self._running}
 
     def why_away(self, allocation: int) -> str:
         """Why an allocation is not there, for an error's text."""
@@ -121,44 +119,19 @@ class ExtraJobs:
         """Cancels every extra job, in bounded time; what is left then ends by itself."""
         if not self._index_by_name:
             return
-        for request in self._requests:
-            request.cancel()  # whatever has not begun
-        known = set(self._book.jobs())
-        last = self._thread.submit(lambda: self._cancel_all(known))
+        last = self._thread.submit(self._cancel_all)
         done, _ = wait([last], timeout=_CLOSE_TIMEOUT_S)
         left = f"the cluster did not answer within {_CLOSE_TIMEOUT_S:.0f} s" if not done else last.result()
+        self._record_news()
         if left:
-            self.record("extra_jobs_left", jobs=sorted(known), cause=left)
+            self.record("extra_jobs_left", jobs=sorted(self._book.jobs()), cause=left)
         remove_file(supervisor_alive_path(self.directory))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # The book's hands.
-
-    def ask_for(self, name: str) -> None:
-        self._request(partial(self._submit, name), partial(self._submitted, name))
-
-    def cancel(self, job_id: str) -> None:
-        self._request(partial(self.cluster.cancel, job_id), partial(_warn, f"job {job_id} could not be cancelled"))
-
-    def clear(self, name: str, job_id: str) -> None:
-        end_steps = partial(self.cluster.end_steps, job_id, timeout_s=_CLEAR_TIMEOUT_S)
-        self._request(end_steps, partial(self._cleared, name, job_id))
-
-    def tell(self, event: NodesEvent) -> None:
-        self._events.append(event)
-
-    def _request(self, ask: Callable[[], T], hear: Callable[[T | ClusterError, float], None]) -> "Future[Answer]":
-        """Asks in the thread; the answer is heard in the supervisor's, which alone touches the state machine."""
-
-        def asked() -> Answer:
-            try:
-                return partial(hear, ask())
-            except ClusterError as error:
-                return partial(hear, error)
-
-        future = self._thread.submit(asked)
-        self._requests.append(future)
-        return future
+    def _record_news(self) -> None:
+        while self._news:
+            event, fields = self._news.popleft()
+            self.record(event, **fields)
 
     def _touch(self, now: float) -> None:
         if now - self._touched_at < _ALIVE_INTERVAL_S:
@@ -169,7 +142,28 @@ class ExtraJobs:
         except OSError as error:
             logger.warning("cannot touch %s: %s", supervisor_alive_path(self.directory), error)
 
-    # In the thread.
+    # In the thread, which alone touches the book.
+
+    def _take_turn(self, now: float) -> None:
+        while self._wishes:
+            self._wishes.popleft()()
+        if now - self._looked_at >= self._book.look_interval_s(now):
+            self._looked_at = now
+            self._look(now)
+        self._book.tick(now)
+
+    def _look(self, now: float) -> None:
+        try:
+            sightings = self._sightings()
+        except ClusterError as error:
+            if not self._is_unseen:
+                self.news("extra_jobs_unseen", cause=str(error))
+            self._is_unseen = True
+            return
+        if self._is_unseen:
+            self.news("extra_jobs_seen_again")
+        self._is_unseen = False
+        self._book.seen(sightings, now)
 
     def _sightings(self) -> list[JobSighting]:
         seen = [JobSighting(name=note.allocation, attempt=note.attempt, job=job) for job, note in self._our_jobs()]
@@ -191,7 +185,23 @@ class ExtraJobs:
             return one  # the next look asks again
         return replace(one, never=never, is_crowded_out=is_crowded_out)
 
-    def _submit(self, name: str) -> str:
+    def _cancel_all(self) -> str:
+        """Why some may be left, or "" if none is."""
+        try:
+            alive = {job.job_id for job, _ in self._our_jobs()}
+            for job_id in sorted(alive.union(self._book.jobs())):
+                self.cluster.cancel(job_id)
+        except ClusterError as error:
+            return str(error)
+        return ""
+
+    def _our_jobs(self) -> list[tuple[Job, JobNote]]:
+        found = self._own_jobs.select(self.cluster.jobs())
+        return [(job, note) for job, note in found if note.allocation in self._index_by_name]
+
+    # The book's hands.
+
+    def ask_for(self, name: str) -> str:
         try:
             job_id = self.cluster.submit_extra_job(
                 self.plan,
@@ -209,52 +219,28 @@ class ExtraJobs:
             logger.warning("job %s could not be noted in control/: %s", job_id, error)
         return job_id
 
-    def _cancel_all(self, known: set[str]) -> str:
-        """Why some may be left, or "" if none is."""
-        try:
-            alive = {job.job_id for job, _ in self._our_jobs()}
-            for job_id in sorted(known | alive):
-                self.cluster.cancel(job_id)
-        except ClusterError as error:
-            return str(error)
-        return ""
+    def cancel(self, job_id: str) -> None:
+        _ask(partial(self.cluster.cancel, job_id), f"job {job_id} could not be cancelled")
 
-    def _our_jobs(self) -> list[tuple[Job, JobNote]]:
-        found = self._own_jobs.select(self.cluster.jobs())
-        return [(job, note) for job, note in found if note.allocation in self._index_by_name]
+    def end_steps(self, job_id: str) -> None:
+        end = partial(self.cluster.end_steps, job_id, timeout_s=_CLEAR_TIMEOUT_S)
+        _ask(end, f"steps of job {job_id} could not be ended")
 
-    # Back in the supervisor's thread.
+    def why_leaving(self, job_id: str) -> str | None:
+        # The supervision waits for this no longer than its own deadline.
+        return _ask(partial(self.cluster.why_leaving, job_id), f"job {job_id} could not be asked for")
 
-    def _seen(self, answer: list[JobSighting] | ClusterError, now: float) -> None:
-        if isinstance(answer, ClusterError):
-            if not self._is_unseen:
-                self.record("extra_jobs_unseen", cause=str(answer))
-            self._is_unseen = True
-            return
-        if self._is_unseen:
-            self.record("extra_jobs_seen_again")
-        self._is_unseen = False
-        self._book.seen(answer, now)
+    def tell(self, event: NodesEvent) -> None:
+        self._events.append((event, self._book.nodes_of(event.name)))
 
-    def _submitted(self, name: str, answer: str | ClusterError, now: float) -> None:
-        if isinstance(answer, ClusterError):
-            # One that does not answer, or cannot be asked, says nothing about the job.
-            is_word = not isinstance(answer, ClusterUnreachableError)
-            self._book.refused(name, str(answer), now, is_word=is_word)
-        else:
-            self._book.submitted(name, answer, now)
-
-    def _cleared(self, name: str, job_id: str, answer: None | ClusterError, now: float) -> None:
-        _warn(f"steps of job {job_id} could not be ended", answer, now)
-        self._book.cleared(name, job_id)
-
-    def _checked(self, name: str, job_id: str, answer: str | ClusterError, now: float) -> None:
-        if isinstance(answer, ClusterError):  # the supervision waits no longer than its own deadline
-            _warn(f"job {job_id} could not be asked for", answer, now)
-        else:
-            self._book.checked(name, job_id, why_leaving=answer)
+    def news(self, event: str, **fields: object) -> None:
+        self._news.append((event, fields))
 
 
-def _warn(what: str, answer: None | ClusterError, now: float) -> None:
-    if answer is not None:
-        logger.warning("%s: %s", what, answer)
+def _ask(cluster: Callable[[], T], failure: str) -> T | None:
+    """The cluster's answer; None if there is none, which the log says."""
+    try:
+        return cluster()
+    except ClusterError as error:
+        logger.warning("%s: %s", failure, error)
+        return None

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.extra_jobs.book import (
     ExtraJobBook,
     JobSighting,
     NodesEvent,
 )
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.layout.layout import Allocation, AllocationRole
+from corral.launcher.layout.layout import Allocation, AllocationRole, RunningAllocation
 from corral.launcher.slurm.job_end import why_leaving
 from tests.launcher.jobs import job_of
 
@@ -42,8 +43,7 @@ class CancelJob:
 
 
 @dataclass(frozen=True)
-class ClearJob:
-    name: str
+class EndSteps:
     job_id: str
 
 
@@ -53,7 +53,7 @@ class News:
     fields: dict[str, Any]
 
 
-Action = AskForJob | CancelJob | ClearJob | News | NodesEvent
+Action = AskForJob | CancelJob | EndSteps | News | NodesEvent
 
 
 class Jobs:
@@ -63,21 +63,31 @@ class Jobs:
         required = [spec.name for spec in specs if spec.role == "group"]
         self.gang = GangGuard(required, timeout_s=timeout_s, chance=random.Random(0))
         self.book = ExtraJobBook(specs=specs, attempt=1, gang=self.gang, hands=self)
+        self.answers: dict[str, str | ClusterError] = {}
+        """Job ids, by allocation."""
+        self.leaving: str | None = ""
         self._done: list[Action] = []
 
-    def ask_for(self, name: str) -> None:
+    def ask_for(self, name: str) -> str:
         self._done.append(AskForJob(name))
+        answer = self.answers.get(name, "7")
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
 
     def cancel(self, job_id: str) -> None:
         self._done.append(CancelJob(job_id))
 
-    def clear(self, name: str, job_id: str) -> None:
-        self._done.append(ClearJob(name, job_id))
+    def end_steps(self, job_id: str) -> None:
+        self._done.append(EndSteps(job_id))
+
+    def why_leaving(self, job_id: str) -> str | None:
+        return self.leaving
 
     def tell(self, event: NodesEvent) -> None:
         self._done.append(event)
 
-    def record(self, event: str, **fields: object) -> None:
+    def news(self, event: str, **fields: object) -> None:
         self._done.append(News(event, fields))
 
     def tick(self, now: float) -> list[Action]:
@@ -86,17 +96,8 @@ class Jobs:
     def seen(self, sightings: Sequence[JobSighting], now: float) -> list[Action]:
         return self._after(self.book.seen(sightings, now))
 
-    def submitted(self, name: str, job_id: str, now: float) -> list[Action]:
-        return self._after(self.book.submitted(name, job_id, now))
-
-    def refused(self, name: str, why: str, now: float, *, is_word: bool = False) -> list[Action]:
-        return self._after(self.book.refused(name, why, now, is_word=is_word))
-
-    def cleared(self, name: str, job_id: str) -> list[Action]:
-        return self._after(self.book.cleared(name, job_id))
-
-    def checked(self, name: str, job_id: str, *, why_leaving: str) -> list[Action]:
-        return self._after(self.book.checked(name, job_id, why_leaving=why_leaving))
+    def check(self, name: str) -> list[Action]:
+        return self._after(self.book.check(name))
 
     def release(self, name: str) -> list[Action]:
         return self._after(self.book.release(name))
@@ -121,9 +122,9 @@ def sighting(
 def running(spec: Allocation = ELASTIC, job_id: str = "7") -> Jobs:
     """An extra job that runs, with its nodes granted."""
     jobs = book_of(spec)
+    jobs.answers[spec.name] = job_id
     jobs.seen([], 0.0)
-    assert jobs.tick(0.0) == [AskForJob(spec.name)]
-    jobs.submitted(spec.name, job_id, 0.0)
+    assert without_news(jobs.tick(0.0)) == [AskForJob(spec.name)]
     assert NodesEvent(spec.name, "granted") in jobs.seen([sighting(spec, job_id, "RUNNING")], 1.0)
     return jobs
 
@@ -136,23 +137,22 @@ def test_nothing_is_asked_for_before_slurm_has_said_what_a_predecessor_asked_for
     jobs = book_of(ELASTIC)
     assert jobs.tick(0.0) == []
     jobs.seen([], 1.0)
-    assert jobs.tick(1.0) == [AskForJob(ELASTIC.name)]
+    assert without_news(jobs.tick(1.0)) == [AskForJob(ELASTIC.name)]
     assert jobs.tick(2.0) == []
 
 
 def test_the_largest_is_asked_for_first() -> None:
     jobs = book_of(ELASTIC, SERVERS, TRAINER)
     jobs.seen([], 0.0)
-    assert jobs.tick(0.0) == [AskForJob(spec.name) for spec in (TRAINER, SERVERS, ELASTIC)]
+    assert without_news(jobs.tick(0.0)) == [AskForJob(spec.name) for spec in (TRAINER, SERVERS, ELASTIC)]
 
 
 def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_nodes_are_granted() -> None:
     jobs = book_of(ELASTIC)
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
-    assert actions == [ClearJob(ELASTIC.name, "7")] and jobs.book.nodes_of(ELASTIC.name) is None
-    assert jobs.tick(1.0) == []
-    assert jobs.cleared(ELASTIC.name, "7") == [NodesEvent(ELASTIC.name, "granted")]
-    assert jobs.book.nodes_of(ELASTIC.name) == ("7", ("n0",))
+    assert actions == [EndSteps("7"), NodesEvent(ELASTIC.name, "granted")] and jobs.tick(1.0) == []
+    nodes = RunningAllocation(job_id="7", het_group=None, hosts=("n0",))
+    assert jobs.book.nodes_of(ELASTIC.name) == nodes
 
 
 def test_of_two_jobs_for_one_extra_job_the_one_that_runs_is_kept() -> None:
@@ -166,7 +166,7 @@ def test_jobs_of_an_earlier_attempt_are_cancelled_once() -> None:
     old = sighting(ELASTIC, "3", "RUNNING", attempt=0)
     assert without_news(jobs.seen([old], 0.0)) == [CancelJob("3")]
     assert without_news(jobs.seen([old], 1.0)) == []
-    assert jobs.tick(1.0) == [AskForJob(ELASTIC.name)]
+    assert without_news(jobs.tick(1.0)) == [AskForJob(ELASTIC.name)]
 
 
 @pytest.mark.parametrize("word", ["CANCELLED by 0", "TIMEOUT", "FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED"])
@@ -178,8 +178,8 @@ def test_an_extra_job_that_ended_is_asked_for_again_after_growing_pauses(word: s
         assert gone.fields["pause_s"] == pause_s
         assert jobs.tick(now + pause_s - 0.1) == []
         now += pause_s
-        assert jobs.tick(now) == [AskForJob(ELASTIC.name)]
-        jobs.submitted(ELASTIC.name, str(int(job_id) + 1), now)
+        jobs.answers[ELASTIC.name] = str(int(job_id) + 1)
+        assert without_news(jobs.tick(now)) == [AskForJob(ELASTIC.name)]
 
 
 def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_job() -> None:
@@ -203,9 +203,8 @@ def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> Non
 
 def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", why_leaving="its job is being preempted") == [
-        NodesEvent(ELASTIC.name, "lost", "its job is being preempted")
-    ]
+    jobs.leaving = "its job is being preempted"
+    assert jobs.check(ELASTIC.name) == [NodesEvent(ELASTIC.name, "lost", "its job is being preempted")]
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 2.0)) == []
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "PENDING")], 4.0)) == []
     assert without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 9.0)) == [
@@ -215,15 +214,18 @@ def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
 
 def test_nodes_that_stay_are_said_to_stay() -> None:
     jobs = running()
-    assert jobs.checked(ELASTIC.name, "7", why_leaving="") == [NodesEvent(ELASTIC.name, "stay")]
-    assert jobs.checked(ELASTIC.name, "6", why_leaving="") == []
+    assert jobs.check(ELASTIC.name) == [NodesEvent(ELASTIC.name, "stay")]
+    jobs.leaving = None  # SLURM does not say
+    assert jobs.check(ELASTIC.name) == []
+    jobs.seen([], 1.0)
+    jobs.leaving = "its job has ended"  # which is known
+    assert jobs.check(ELASTIC.name) == []
 
 
 def test_a_job_that_can_never_start_is_reported_once_and_left_alone() -> None:
     jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
     jobs.tick(0.0)
-    jobs.submitted(ELASTIC.name, "7", 0.0)
     blocked = sighting(ELASTIC, "7", "PENDING", reason="PartitionNodeLimit")
     (news,) = jobs.seen([blocked], 1.0)
     assert isinstance(news, News) and news.event == "extra_job_blocked"
@@ -237,17 +239,17 @@ def test_a_word_that_nobody_knows_changes_nothing() -> None:
 def test_a_refused_submission_is_tried_again() -> None:
     jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
-    jobs.tick(0.0)
-    (news,) = jobs.refused(ELASTIC.name, "sbatch failed with exit 1", 0.0)
+    jobs.answers[ELASTIC.name] = ClusterError("sbatch failed with exit 1")
+    _, news = jobs.tick(0.0)
     assert isinstance(news, News) and news.fields["cause"] == "sbatch failed with exit 1"
-    assert jobs.tick(4.9) == [] and jobs.tick(5.0) == [AskForJob(ELASTIC.name)]
+    assert jobs.tick(4.9) == [] and without_news(jobs.tick(5.0)) == [AskForJob(ELASTIC.name)]
 
 
 def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
     jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
+    jobs.answers[ELASTIC.name] = ClusterUnreachableError("sbatch did not answer within 20 s")
     jobs.tick(0.0)
-    jobs.refused(ELASTIC.name, "sbatch did not answer within 20 s", 0.0)
     jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
     assert jobs.tick(5.0) == [] and jobs.book.jobs() == ["7"]
 
@@ -273,10 +275,9 @@ def test_an_extra_job_that_was_given_up_is_cancelled_and_never_asked_for_again()
 
 def test_a_gang_gets_its_nodes_together() -> None:
     jobs = book_of(TRAINER, SERVERS)
+    jobs.answers |= {TRAINER.name: "1", SERVERS.name: "2"}
     jobs.seen([], 0.0)
     jobs.tick(0.0)
-    jobs.submitted(TRAINER.name, "1", 0.0)
-    jobs.submitted(SERVERS.name, "2", 0.0)
     half = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "PENDING")]
     assert without_news(jobs.seen(half, 1.0)) == []
     whole = [sighting(TRAINER, "1", "RUNNING"), sighting(SERVERS, "2", "RUNNING")]
@@ -288,10 +289,9 @@ def test_a_gang_gets_its_nodes_together() -> None:
 
 def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause() -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
+    jobs.answers |= {TRAINER.name: "1", SERVERS.name: "2", ELASTIC.name: "3"}
     jobs.seen([], 0.0)
     jobs.tick(0.0)
-    for spec, job_id in ((TRAINER, "1"), (SERVERS, "2"), (ELASTIC, "3")):
-        jobs.submitted(spec.name, job_id, 0.0)
     half = [
         sighting(TRAINER, "1", "RUNNING"),
         sighting(SERVERS, "2", "PENDING", reason="Resources"),
@@ -304,15 +304,14 @@ def test_half_a_gang_is_given_back_with_the_reason_and_asked_for_after_a_pause()
     ending = [sighting(TRAINER, "1", "COMPLETING"), sighting(ELASTIC, "3", "RUNNING")]
     assert without_news(jobs.seen(ending, 62.0)) == []  # the elastic one stays, those that end are not adopted
     assert jobs.tick(63.0) == []
-    assert jobs.tick(71.0) == [AskForJob(TRAINER.name), AskForJob(SERVERS.name)]
+    assert without_news(jobs.tick(71.0)) == [AskForJob(TRAINER.name), AskForJob(SERVERS.name)]
 
 
 def test_a_job_of_the_gang_that_the_trial_itself_holds_back_is_given_up_after_the_gangs_time() -> None:
     jobs = book_of(TRAINER, SERVERS, timeout_s=60.0)
+    jobs.answers |= {TRAINER.name: "1", SERVERS.name: "2"}
     jobs.seen([], 0.0)
     jobs.tick(0.0)
-    for spec, job_id in ((TRAINER, "1"), (SERVERS, "2")):
-        jobs.submitted(spec.name, job_id, 0.0)
     waits = replace(sighting(SERVERS, "2", "PENDING", reason="QOSMaxJobsPerUserLimit"), never="allows 2 jobs")
     others = replace(waits, never="")
     for start, trainer in ((0.0, "PENDING"), (100.0, "RUNNING")):
@@ -333,10 +332,9 @@ def test_a_job_of_the_gang_that_the_trial_itself_holds_back_is_given_up_after_th
 
 def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back() -> None:
     jobs = book_of(SERVERS, ELASTIC)
+    jobs.answers |= {SERVERS.name: "1", ELASTIC.name: "2"}
     jobs.seen([], 0.0)
     jobs.tick(0.0)
-    for spec, job_id in ((SERVERS, "1"), (ELASTIC, "2")):
-        jobs.submitted(spec.name, job_id, 0.0)
     waits = sighting(SERVERS, "1", "PENDING", reason="QOSMaxJobsPerUserLimit")
     jobs.seen([waits, sighting(ELASTIC, "2", "RUNNING")], 1.0)
     actions = jobs.seen([replace(waits, is_crowded_out=True), sighting(ELASTIC, "2", "RUNNING")], 2.0)
@@ -346,23 +344,20 @@ def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back(
     ]
     both = [sighting(SERVERS, "1", "RUNNING"), sighting(ELASTIC, "2", "COMPLETING")]
     assert without_news(jobs.seen(both, 3.0)) == [NodesEvent(SERVERS.name, "granted")]
-    assert jobs.tick(7.0) == [AskForJob(ELASTIC.name)]
+    assert without_news(jobs.tick(7.0)) == [AskForJob(ELASTIC.name)]
 
 
 @pytest.mark.parametrize(("is_word", "is_given_up"), [(True, True), (False, False)])
 def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
+    refusal = (ClusterError if is_word else ClusterUnreachableError)("job submit limit")
+    jobs.answers |= {TRAINER.name: "1", SERVERS.name: refusal, ELASTIC.name: refusal}
     jobs.seen([], 0.0)
     ends: list[NodesEvent] = []
     for now in range(100):
         for action in jobs.tick(float(now)):
-            match action:
-                case AskForJob(TRAINER.name):
-                    jobs.submitted(TRAINER.name, "1", float(now))
-                case AskForJob(name):
-                    jobs.refused(name, "job submit limit", float(now), is_word=is_word)
-                case NodesEvent(news="never come") as end:
-                    ends.append(end)
+            if isinstance(action, NodesEvent) and action.news == "never come":
+                ends.append(action)
     assert bool(ends) is is_given_up
     assert all(end.name == SERVERS.name for end in ends)
 
@@ -407,17 +402,15 @@ class World:
         self.machine = book_of(*specs, timeout_s=30.0)
         self.jobs: dict[str, Job] = {}
         self.granted: set[str] = set()
-        self.next_id = 1
+        self.next_id = 0
 
-    def apply(self, actions: list[Action], now: float) -> None:
+    def apply(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case AskForJob(name):
+                case News("extra_job_submitted", {"allocation": name, "job_id": job_id}):
                     alive = [job for job in self.jobs.values() if job.spec.name == name and job.word != "CANCELLED"]
                     assert not alive, f"{name} was asked for while it has a job"
-                    job_id, self.next_id = str(self.next_id), self.next_id + 1
                     self.jobs[job_id] = Job(self.specs[name])
-                    self.apply(self.machine.submitted(name, job_id, now), now)
                 case CancelJob(job_id):
                     self.jobs[job_id].word = "CANCELLED"
                 case NodesEvent(name, "granted"):
@@ -426,9 +419,14 @@ class World:
                 case NodesEvent(name, "lost"):
                     self.granted.remove(name)
 
+    def tick(self, now: float) -> None:
+        self.machine.answers |= {name: str(self.next_id + place) for place, name in enumerate(self.specs)}
+        self.next_id += len(self.specs)
+        self.apply(self.machine.tick(now))
+
     def look(self, now: float) -> None:
         seen = [sighting(job.spec, job_id, job.word, start=str(job.start)) for job_id, job in self.jobs.items()]
-        self.apply(self.machine.seen(seen, now), now)
+        self.apply(self.machine.seen(seen, now))
         for name in self.granted:
             assert any(job.spec.name == name and job.word == "RUNNING" for job in self.jobs.values())
         granted = self.granted & {TRAINER.name, SERVERS.name}
@@ -459,12 +457,12 @@ def test_whatever_slurm_does_no_extra_job_is_there_twice_and_no_nodes_outlive_th
         elif kind == "look":
             world.look(now)
         elif kind == "tick":
-            world.apply(world.machine.tick(now), now)
+            world.tick(now)
         elif kind == "pass":
             now += 20.0 * number
     for _ in range(40):  # SLURM starts whatever is asked for: all are granted in the end
         now += 30.0
-        world.apply(world.machine.tick(now), now)
+        world.tick(now)
         for job in world.jobs.values():
             if job.word == "PENDING":
                 job.word, job.start = "RUNNING", job.start + 1
