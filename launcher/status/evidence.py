@@ -13,6 +13,7 @@ from typing import Any
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
+from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
 from corral.launcher.trial.find import TrialFacts
@@ -28,6 +29,13 @@ class ExtraJob:
     is_elastic: bool
     job: Job | None
     """None while it is in no queue."""
+    workers: tuple[str, ...] = ()
+    """That run in it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has its nodes."""
+        return self.job is not None and self.job.phase is JobPhase.RUNNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +57,10 @@ class Evidence:
     job: Job | None = None
     """The head's job: that of the last attempt, or of the one that is to follow it."""
     job_id: str
-    cluster_error: str = ""
-    """Why the cluster does not answer now."""
+    submitted_at: float = 0.0
+    """When its last job was submitted: what the cluster said before does not count."""
+    queue: QueueAnswer = QueueAnswer()
+    """What the cluster said about all jobs."""
     records: Mapping[str, WorkerRecord] | None = None
     """Worker records by worker; None if Redis cannot be asked."""
     last_seen: Mapping[str, WorkerRecord] = field(default_factory=dict)
@@ -63,12 +73,7 @@ class Evidence:
     """Whether the job has run before: the cluster, or the supervisor, has put the trial back into the queue."""
     accounted: Job | None = None
     """What is on record of a job that the cluster has forgotten."""
-    unreachable_since: float | None = None
-    jobs_known_at: float | None = None
-    """When the cluster last told about the jobs."""
     extra_jobs: tuple[ExtraJob, ...] = ()
-    allocation_by_worker: Mapping[str, str] = field(default_factory=dict)
-    """Of the workers that run in an extra job."""
     groups_kept_down: frozenset[str] = frozenset()
     """Kinds of worker that rl-stop keeps down."""
     given_up: Mapping[str, str] = field(default_factory=dict)
@@ -88,10 +93,14 @@ class Evidence:
         """The moment by the clock of the trial's own processes, where that is known: supervisor and Redis share it."""
         return self.now if self.redis_now is None else self.redis_now
 
+    @property
+    def attempt_number(self) -> int:
+        """Of the last attempt; 0 before the first."""
+        return self.attempt.attempt if self.attempt else 0
+
     def extra_job_of(self, worker: str) -> ExtraJob | None:
         """The extra job that a worker runs in."""
-        name = self.allocation_by_worker.get(worker)
-        return next((extra_job for extra_job in self.extra_jobs if extra_job.allocation == name), None)
+        return next((extra_job for extra_job in self.extra_jobs if worker in extra_job.workers), None)
 
 
 _HEADS = (None, "", HEAD)

@@ -175,14 +175,14 @@ def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState
 def _judge_on_cluster(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     if evidence.job is not None:
         state, note = _judge_by_job(evidence, rows)
-    elif evidence.cluster_error and evidence.jobs_known_at is None:
+    elif evidence.queue.error and evidence.queue.asked_at is None:
         if not _has_fresh_beat(rows):
-            return TrialState.UNKNOWN, f"the cluster cannot be asked: {evidence.cluster_error}"
+            return TrialState.UNKNOWN, f"the cluster cannot be asked: {evidence.queue.error}"
         state, note = _judge_running(evidence, rows)
     else:
         state, note = _judge_without_job(evidence, rows)
-    if evidence.cluster_error and evidence.unreachable_since is not None:
-        since = format_moment(evidence.unreachable_since)
+    if evidence.queue.error and evidence.queue.unreachable_since is not None:
+        since = format_moment(evidence.queue.unreachable_since)
         note = _join(note, f"cluster unreachable since {since}, this is the last that is known")
     return state, note
 
@@ -280,8 +280,7 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tri
     if ready < len(needed):
         text = f"{ready} of {len(needed)} workers are ready"
         away = [row.worker for row in needed if row.state is WorkerState.AWAY]
-        held_up = {evidence.allocation_by_worker.get(worker) for worker in away}
-        waiting = next((extra_job for extra_job in evidence.extra_jobs if extra_job.allocation in held_up), None)
+        waiting = next((one for one in evidence.extra_jobs if not set(away).isdisjoint(one.workers)), None)
         if waiting is not None:
             text = f"{text}; {waiting.allocation} waits: {describe_extra_job(waiting)}"
         # A worker that has run in this attempt, and whose nodes are gone.

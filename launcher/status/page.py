@@ -38,12 +38,12 @@ from corral.launcher.trial.find import TrialFacts, find_trial
 _INDENT = "  "
 
 
-def explain(evidence: Evidence, status: TrialStatus, answer: QueueAnswer) -> str:
+def explain(evidence: Evidence, status: TrialStatus) -> str:
     """Several lines: the word, then what the trial recorded, what the cluster said, and what Redis holds."""
     lines = [f"why {status.state}" + (f": {status.note}" if status.note else "")]
     lines += [f"{_INDENT}{line}" for line in _own_records(evidence)]
     if has_jobs(evidence.facts.mode):
-        lines += [f"{_INDENT}{line}" for line in _cluster(evidence, answer)]
+        lines += [f"{_INDENT}{line}" for line in _cluster(evidence)]
     lines += [f"{_INDENT}{line}" for line in _redis(evidence, status)]
     return "\n".join(printable(line) for line in lines)
 
@@ -67,7 +67,8 @@ def _own_records(evidence: Evidence) -> Iterator[str]:
         yield f"the supervisor's lock is {'held: it runs' if evidence.is_supervised else 'free: it does not run'}"
 
 
-def _cluster(evidence: Evidence, answer: QueueAnswer) -> Iterator[str]:
+def _cluster(evidence: Evidence) -> Iterator[str]:
+    answer = evidence.queue
     if answer.question:
         yield f"$ {answer.question}"
     if answer.error:
@@ -144,13 +145,11 @@ class StatusPage:
         facts = self._lookout.look_once(self._fileroot / name, partial(find_trial, name, self._fileroot))
         if isinstance(facts, Unanswered):
             raise TimeoutError(facts.about(self._fileroot / name))
-        (read,), answer = self._reader.read_with_answer([facts])
+        ((status, evidence),), _ = self._reader.read_with_answer([facts])
         if self._output in ("json", "name"):
-            return self._render([read.status], num_hidden=0)
-        page = render_trial(read.status, wide=self._output == "wide", colour=self._colour, width=self._width)
-        if not self._explain or read.evidence is None:
-            return page
-        return f"{page}\n\n{explain(read.evidence, read.status, answer)}"
+            return self._render([status], num_hidden=0)
+        page = render_trial(status, wide=self._output == "wide", colour=self._colour, width=self._width)
+        return f"{page}\n\n{explain(evidence, status)}" if self._explain and evidence is not None else page
 
     def _render(self, statuses: Sequence[TrialStatus], *, num_hidden: int) -> str:
         if self._output == "json":
@@ -174,8 +173,8 @@ class StatusPage:
                 write_finished(memory_path, kept)
         statuses = {path: one.status for path, one in finished.items()}
         statuses |= {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
-        statuses |= {read.facts.directory.path: read.status for read in reads}
-        texts = [explain(read.evidence, read.status, answer) for read in reads if read.evidence is not None]
+        statuses |= {Path(status.directory): status for status, _ in reads}
+        texts = [explain(evidence, status) for status, evidence in reads if evidence is not None]
         return [*(statuses[path] for path in trials), *self._orphans(answer, trials)], texts
 
     def _orphans(self, answer: QueueAnswer, trials: Mapping[Path, Found]) -> list[TrialStatus]:

@@ -64,13 +64,13 @@ def list_trials(fileroot: Path, memory: Mapping[str, FinishedTrial], lookout: Lo
 def to_remember(reads: Iterable[TrialRead]) -> dict[str, FinishedTrial]:
     """The trials whose end was read, by directory; not those that something still lives of."""
     return {
-        read.status.directory: FinishedTrial(
-            fingerprint=_fingerprint(Path(read.status.directory)),
-            uuid=read.facts.uuid,
-            status=replace(read.status, metrics={}, workers=(), groups=(), waits=(), history=()),
+        status.directory: FinishedTrial(
+            fingerprint=_fingerprint(Path(status.directory)),
+            uuid=evidence.facts.uuid,
+            status=replace(status, metrics={}, workers=(), groups=(), waits=(), history=()),
         )
-        for read in reads
-        if read.evidence is not None and read.evidence.ended is not None and not read.evidence.zombies
+        for status, evidence in reads
+        if evidence is not None and evidence.ended is not None and not evidence.zombies
     }
 
 

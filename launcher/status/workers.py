@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
-from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
@@ -193,8 +192,7 @@ def _is_ending(evidence: Evidence) -> bool:
 def _are_nodes_gone(evidence: Evidence, worker: str) -> bool:
     """Whether the worker's nodes are those of a job that does not run now."""
     extra_job = evidence.extra_job_of(worker)
-    is_there = extra_job is not None and extra_job.job is not None and extra_job.job.phase is JobPhase.RUNNING
-    return worker in evidence.allocation_by_worker and not is_there
+    return extra_job is not None and not extra_job.is_running
 
 
 def _group_row(evidence: Evidence, kind: str, rows: Sequence[WorkerRow]) -> GroupRow:
@@ -251,8 +249,7 @@ def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:
     for extra_job in evidence.extra_jobs:
         name, _, index = extra_job.allocation.partition("/")
         if name == kind:
-            is_running = extra_job.job is not None and extra_job.job.phase is JobPhase.RUNNING
-            text = "" if is_running and index else describe_extra_job(extra_job)
+            text = "" if extra_job.is_running and index else describe_extra_job(extra_job)
             indices_by_text.setdefault(text, []).append(index)
     return [
         (f"{','.join(indices)}: {text}" if indices[0] else text) for text, indices in indices_by_text.items() if text

@@ -73,7 +73,6 @@ HEALTHY = Evidence(
     is_supervised=True,
     job=None,
     job_id="",
-    cluster_error="",
     records={worker: record() for worker in WORKERS},
 )
 
@@ -104,7 +103,9 @@ def job(state: str, reason: str = "None", *, has_run: bool = False, exit_code: s
     return SlurmQueue(Slurm()).look_closer(job_of("7", state, reason=reason), has_run=has_run)
 
 
-DOWN: dict[str, Any] = {"cluster_error": "squeue timed out", "unreachable_since": NOW - 30.0}
+DOWN = QueueAnswer(error="squeue timed out", unreachable_since=NOW - 30.0)
+AWAY = dataclasses.replace(DOWN, asked_at=NOW - 60.0)
+ANSWERED = QueueAnswer(asked_at=NOW)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ DOWN: dict[str, Any] = {"cluster_error": "squeue timed out", "unreachable_since"
         ({"records": with_record("master_worker/0", None)}, "UNRESPONSIVE", "no record"),
         ({"now": NOW + 8.0, "redis_now": NOW}, "RUNNING", ""),  # our clock is ahead of the trial's
         ({"now": NOW, "redis_now": NOW + 52}, "UNRESPONSIVE", "master_worker/0 silent 53s"),
-        ({"facts": ON_SLURM, "records": None, **DOWN}, "UNKNOWN", "squeue timed out"),
-        ({"facts": ON_SLURM, **DOWN}, "RUNNING", "unreachable since"),
-        ({"facts": ON_SLURM, "job": job("PENDING", "Priority"), "jobs_known_at": NOW, **DOWN}, "QUEUED", "unreach"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW}, "LOST", "the cluster does not know"),
-        ({"facts": ON_SLURM, "job": None, "jobs_known_at": NOW}, "RUNNING", "its workers speak"),
+        ({"facts": ON_SLURM, "records": None, "queue": DOWN}, "UNKNOWN", "squeue timed out"),
+        ({"facts": ON_SLURM, "queue": DOWN}, "RUNNING", "unreachable since"),
+        ({"facts": ON_SLURM, "job": job("PENDING", "Priority"), "queue": AWAY}, "QUEUED", "unreach"),
+        ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED}, "LOST", "the cluster does not know"),
+        ({"facts": ON_SLURM, "job": None, "queue": ANSWERED}, "RUNNING", "its workers speak"),
         ({"facts": ON_SLURM, "job": job("RUNNING")}, "RUNNING", ""),
         ({"facts": ON_SLURM, "job": job("PENDING", "Priority")}, "QUEUED", "Priority"),
         ({"facts": ON_SLURM, "job": job("TIMEOUT")}, "TIMED_OUT", "--resume"),
@@ -308,11 +309,9 @@ def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(
     assert {row.state.split()[0] for row in status.workers} == {"ENDED"}
 
 
-EXTRA_JOB_OF = {"rollout_worker/1": "rollout_worker/1"}
-
-
 def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> ExtraJob:
-    return ExtraJob(allocation="rollout_worker/1", is_elastic=is_elastic, job=job(state, reason))
+    worker = "rollout_worker/1"
+    return ExtraJob(allocation=worker, is_elastic=is_elastic, job=job(state, reason), workers=(worker,))
 
 
 @pytest.mark.parametrize(
@@ -336,11 +335,11 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
          "DEGRADED", "rollout_worker/1 restarting"),
         ({"records": with_record("master_worker/0", record(attempt=7))}, "UNRESPONSIVE", "no record"),
         # An elastic worker holds nobody up; a group's job does.
-        ({"records": with_record("rollout_worker/1", None), "extra_jobs": (extra_job("PENDING", "Resources"),),
-          "allocation_by_worker": EXTRA_JOB_OF}, "RUNNING", ""),
-        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": EXTRA_JOB_OF,
+        ({"records": with_record("rollout_worker/1", None), "extra_jobs": (extra_job("PENDING", "Resources"),)},
+         "RUNNING", ""),
+        ({"records": with_record("rollout_worker/1", None),
           "extra_jobs": (extra_job("PENDING", "Resources", is_elastic=False),)}, "STARTING", "job 7 QUEUED: Resources"),
-        ({"records": with_record("rollout_worker/1", None), "allocation_by_worker": EXTRA_JOB_OF,
+        ({"records": with_record("rollout_worker/1", None),
           "lives": lives("rollout_worker/1", dataclasses.replace(JUST_STARTED, exit="signal 9", ended_at=NOW - 3)),
           "extra_jobs": (extra_job("PENDING", "Resources", is_elastic=False),)}, "DEGRADED", "job 7 QUEUED: Resources"),
         ({"records": with_record("rollout_worker/1", None), "groups_kept_down": frozenset({"rollout_worker"})},
@@ -354,10 +353,10 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
          "REQUEUED", "without a word"),
         ({"facts": ON_SLURM, "job": job("RUNNING"), "attempt_ended": {"attempt": 0, "state": "PREEMPTED"}},
          "STARTING", "attempt 1 starts in job 7"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
+        ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED,
           "attempt_ended": {"attempt": 0, "state": "NODE_FAILED", "cause": "n2"}},
          "NODE_FAILED", "ended NODE_FAILED (n2)"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW,
+        ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED,
           "attempt_ended": {"attempt": 0, "state": "CONTINUES"}}, "LOST", "no job is there to go on"),
         # What only SLURM knows.
         ({"facts": ON_SLURM, "job": job("FAILED", "JobLaunchFailure", exit_code="0:53")}, "FAILED", "folder"),
@@ -366,7 +365,7 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
          "FAILED", "rollout_worker/1 exit 3 on n4"),
         ({"facts": ON_SLURM, "job": dataclasses.replace(job("NODE_FAIL", "NodeDown"), nodes="n[3-4]")},
          "NODE_FAILED", "n[3-4]: a node failed"),
-        ({"facts": ON_SLURM, "job": None, "records": None, "jobs_known_at": NOW, "accounted": job("TIMEOUT")},
+        ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED, "accounted": job("TIMEOUT")},
          "TIMED_OUT", "time limit"),
         ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_request": ASKED},
          "STOPPED", ""),
@@ -403,7 +402,6 @@ def test_groups_say_what_their_jobs_wait_for_and_what_holds_them() -> None:
         HEALTHY,
         records=with_record("rollout_worker/1", None),
         extra_jobs=(extra_job("PENDING", "Resources"),),
-        allocation_by_worker=EXTRA_JOB_OF,
     )
     (group,) = [group for group in describe(waiting).groups if group.group == "rollout_worker"]
     assert (group.ready, group.note) == (1, "1: job 7 QUEUED: Resources: waits for resources")
@@ -483,7 +481,9 @@ def test_attempts_before_this_one_are_told_with_their_nodes() -> None:
 
 
 def test_the_facts_behind_a_word_are_shown_with_the_command() -> None:
-    evidence = dataclasses.replace(HEALTHY, facts=ON_SLURM, job=dataclasses.replace(job("RUNNING"), line="7|RUNNING"))
-    text = explain(evidence, describe(evidence), QueueAnswer(asked_at=NOW, jobs=(), question=SlurmQueue().question))
+    answer = QueueAnswer(asked_at=NOW, question=SlurmQueue().question)
+    shown = dataclasses.replace(job("RUNNING"), line="7|RUNNING")
+    evidence = dataclasses.replace(HEALTHY, facts=ON_SLURM, job=shown, queue=answer)
+    text = explain(evidence, describe(evidence))
     assert text.startswith("why RUNNING") and "$ squeue -h -t all" in text and "7|RUNNING" in text
     assert "3 of 3 workers hold a lease" in text
