@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -71,6 +72,8 @@ def complaint_of(said: str) -> Complaint:
 
 
 T = TypeVar("T")
+
+_END_STEPS_PAUSE_S = 0.2
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 """What trials cannot do without; sacct and sacctmgr are asked only where there is accounting."""
@@ -192,6 +195,16 @@ class SlurmClient:
     def cancel_steps(self, steps: Sequence[str], *, signal_name: str) -> None:
         """Sends a signal to many steps at once; those that have ended already are no error."""
         self._cancel([f"--signal={signal_name}", *steps])
+
+    def end_steps(self, *job_ids: str, timeout_s: float) -> list[str]:
+        """Ends what runs in jobs, and not the jobs; steps that are there all the same after so long."""
+        deadline = time.monotonic() + timeout_s
+        while steps := [step for ids in self.steps(*job_ids).values() for step in ids]:
+            if time.monotonic() > deadline:
+                break
+            self.cancel_steps(steps, signal_name="KILL")
+            time.sleep(_END_STEPS_PAUSE_S)
+        return steps
 
     def nodes(self, partitions: str | None = None) -> list[Node]:
         """The nodes of these partitions, separated by commas, or all; once for each partition they are in."""

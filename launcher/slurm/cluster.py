@@ -6,7 +6,6 @@ squeue, scontrol, sacct --job_queue--> Job              scontrol, slurmd's line 
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from corral.experiments.plan import RunPlan
@@ -29,7 +28,6 @@ from corral.launcher.slurm.srun import SrunRunner
 from corral.launcher.slurm.step import own_job
 
 _OUTPUT_TAIL_BYTES = 65536
-_END_STEPS_PAUSE_S = 0.2
 
 
 class SlurmCluster(SlurmQueue):
@@ -74,10 +72,7 @@ class SlurmCluster(SlurmQueue):
         return why_leaving(self._client.job(job_id))
 
     def end_steps(self, job_id: str, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while (steps := self._client.steps(job_id)) and time.monotonic() < deadline:
-            self._client.cancel_steps([step for ids in steps.values() for step in ids], signal_name="KILL")
-            time.sleep(_END_STEPS_PAUSE_S)
+        self._client.end_steps(job_id, timeout_s=timeout_s)
 
     def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
         return own_job(environment)

@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
@@ -35,6 +36,8 @@ from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.scheduling.worker_information import parse_worker_id
 
+T = TypeVar("T")
+
 _CLEAN_UP_TIMEOUT_S = 15.0
 EXIT_OF_SRUN = 250
 """What srun ends with if it is SLURM that failed, by SLURM_EXIT_ERROR; SLURM's own 253 means out of memory."""
@@ -50,33 +53,34 @@ class StepSignals:
 
     def send(self, tasks: Collection["SrunTask"], signal_name: str) -> bool:
         """Sends a signal to the steps of tasks; False if SLURM does not do it."""
-        if time.monotonic() < self._silent_until:
-            return False
         try:
-            found = self._client.steps(*sorted({task.job_id for task in tasks}))
-            steps = [step for task in tasks for step in found.get(task.name, ())]
-            if steps:
-                self._client.cancel_steps(steps, signal_name=signal_name)
-        except SlurmUnreachableError:
-            self._silent_until = time.monotonic() + _SILENCE_S
-            return False
+            found = self._ask(partial(self._client.steps, *sorted({task.job_id for task in tasks})))
+            if steps := [step for task in tasks for step in found.get(task.name, ())]:
+                self._ask(partial(self._client.cancel_steps, steps, signal_name=signal_name))
         except SlurmError:
             return False
         return True
 
     def why_not_started(self, job_id: str) -> ExitKind:
         """Whose fault it is that a step could not be made."""
-        if time.monotonic() < self._silent_until:
-            return ExitKind.SLURM_AWAY
         try:
-            job = self._client.job(job_id)
+            job = self._ask(partial(self._client.job, job_id))
         except SlurmUnreachableError:
-            self._silent_until = time.monotonic() + _SILENCE_S
             return ExitKind.SLURM_AWAY
         except SlurmError:
             return ExitKind.OWN
         phase = phase_of(job.get("JobState", "")) if job is not None else JobPhase.ENDED
         return ExitKind.OWN if phase in (JobPhase.RUNNING, JobPhase.LEAVING) else ExitKind.JOB_GONE
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What SLURM answers; SlurmUnreachableError at once for a while after it has not."""
+        if time.monotonic() < self._silent_until:
+            raise SlurmUnreachableError("SLURM did not answer a moment ago")
+        try:
+            return question()
+        except SlurmUnreachableError:
+            self._silent_until = time.monotonic() + _SILENCE_S
+            raise
 
 
 @dataclass(slots=True, eq=False)
@@ -221,17 +225,11 @@ class SrunRunner:
 
     def clean_up(self) -> None:
         jobs = sorted({running.steps_job_id for running in self.allocations().values()})
-        deadline = time.monotonic() + _CLEAN_UP_TIMEOUT_S
-        while steps := patiently(lambda: self._steps_of(jobs), "what an earlier supervisor has left"):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
-                )
-            patiently(partial(self.client.cancel_steps, steps, signal_name="KILL"), f"the end of steps {steps}")
-            time.sleep(0.2)
-
-    def _steps_of(self, jobs: Sequence[str]) -> list[str]:
-        return [step for ids in self.client.steps(*jobs).values() for step in ids]
+        end = partial(self.client.end_steps, *jobs, timeout_s=_CLEAN_UP_TIMEOUT_S)
+        if steps := patiently(end, "the end of what an earlier supervisor has left"):
+            raise TimeoutError(
+                f"steps {steps} of an earlier supervisor did not end within {_CLEAN_UP_TIMEOUT_S:.0f} s of scancel"
+            )
 
     def _check_component(self, worker: str, running: RunningAllocation) -> None:
         """Before a restart: a component of a heterogeneous job can be cancelled alone, and then stays away."""
