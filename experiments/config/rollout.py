@@ -73,6 +73,8 @@ class RolloutConfig(GenerationConfig):
     """Tokens asked for in one request; the most that a lost generation server costs an answer."""
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
     """How the manager spreads requests over generation servers."""
+    max_updating_share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the generation servers, at least one of them, that may stand still at the same time to take over new weights; the others generate on with those before, where the staleness bound allows it. 1.0: all at once."""  # noqa: E501
     agent: ImportPath = SINGLE_TURN
     """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
     agent_timeout_s: float = Field(default=300.0, gt=0.0)

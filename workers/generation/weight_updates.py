@@ -47,8 +47,8 @@ class WeightUpdates:
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
         self._is_doubted = False
         """Whether the server does not hold what it says it holds."""
-        self._staged_before: tuple[str, StagedVersion] | None = None
-        """What `stage` has brought, and of which version, until an update to it."""
+        self._staged: tuple[tuple[str, Path, str | None], StagedVersion] | None = None
+        """What `stage` has brought and verified, and what it was asked for, until the next update."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
 
@@ -80,7 +80,7 @@ class WeightUpdates:
         """
         async with self._lock:
             staged = await self._stage(version, weights, digest, timeout_s, sources)
-            self._staged_before = (version, staged)
+            self._staged = ((version, weights, digest), staged)
             return staged
 
     async def bring_to(
@@ -110,9 +110,11 @@ class WeightUpdates:
             backend, url, proof = self._serving
             if not self._is_doubted and await self._client.version(url) == version:
                 return
-            staged = await self._stage(version, weights, digest, timeout_s, sources)
-            if self._staged_before is not None and self._staged_before[0] == version:
-                staged = staged.after(self._staged_before[1])
+            before, self._staged = self._staged, None
+            if before is not None and before[0] == (version, weights, digest):
+                staged = before[1]
+            else:
+                staged = await self._stage(version, weights, digest, timeout_s, sources)
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
             await proof.expect(staged.path)
@@ -122,7 +124,6 @@ class WeightUpdates:
             if (held := await self._client.version(url)) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
             await asyncio.to_thread(self._staging.taken_over)
-            self._staged_before = None
             self.last = update = WeightUpdate(
                 version=version,
                 bytes_read=staged.bytes_read,

@@ -40,7 +40,7 @@ from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
-from corral.workers.manager.routing import Server, ServerTable
+from corral.workers.manager.routing import Server, ServerState, ServerTable
 from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
     Admitted,
@@ -222,6 +222,9 @@ class GserverManager(Worker):
         self._refusals: Counter[tuple[str, str]] = Counter()
         """Of directories of weights, by name of the server."""
         self._refused: Refusal | None = None
+        num_servers = len(context.workers("generation_server"))
+        self._standing_still = asyncio.Semaphore(max(1, int(rollout.max_updating_share * num_servers)))
+        """Has room for the servers that may take over weights at the same time, of those that generate."""
         self._admission_news = asyncio.Event()
         """Set once, when something has happened that may let a prompt in; then there is a new one."""
 
@@ -307,18 +310,26 @@ class GserverManager(Worker):
     def _route(self, request: Schedule) -> Route:
         if self._version is None:
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
-        version = str(self._version)
         if request.failed_url:
             self._suspect_url(request.failed_url)
-        avoided = request.failed_url or request.busy_url
-        server = self._table.route(request.uid, tokens=request.tokens, version=version, avoided_url=avoided)
+        if request.oldest_version:
+            least_step = PolicyVersion.parse(request.oldest_version).step
+        else:  # the step after which it is trained on, if none that was admitted later overtakes it, less eta
+            least_step = request.order // self._spec.train_batch_size - self._spec.rollout.max_head_offpolicyness
+        server = self._table.route(
+            request.uid,
+            tokens=request.tokens,
+            version=self._version,
+            least_step=least_step,
+            avoided_url=request.failed_url or request.busy_url,
+        )
         if server is None:
-            reason = f"no generation server is ready at version {version}"
+            reason = f"no generation server is ready at version {self._version}"
             return Route(url=None, reason=reason, waits_for=list(self.context.workers("generation_server")))
         return Route(url=server.url)
 
     def _suspect_url(self, url: str) -> None:
-        for server in self._table.serving(str(self._version)):
+        for server in self._table.ready():
             if server.url == url:
                 server.suspect()
 
@@ -348,11 +359,11 @@ class GserverManager(Worker):
             self._note_admission()
             self.context.presence.beat(version=str(version))
         self._start_updates(published)
-        if self._table.serving(str(version)):
+        if self._table.serving(version):
             self.context.presence.enter("route")
         else:
             servers = self.context.workers("generation_server")
-            reason = "no server is ready"
+            reason = f"no server holds version {version} yet" if self._table.ready() else "no server is ready"
             if self._refused is not None and self._refused.weights == published.weights:
                 reason, servers = f"{reason}: {self._refused.reason}", (MASTER,)
             self.context.presence.enter("route", waiting_for=reason, waits_for=servers)
@@ -362,13 +373,13 @@ class GserverManager(Worker):
         self._updates = {key: task for key, task in self._updates.items() if not task.done()}
         needing = [
             server
-            for server in self._table.needing(published.version)
+            for server in self._table.needing(published.policy_version)
             if (server.name, server.incarnation) not in self._updates
             and self._refusals[server.name, published.weights] < _MOST_REFUSALS
         ]
         for start in self._plan(needing, published):
             server = start.server
-            server.loading(arrives_from=start.arrives_from)
+            server.arrives_from = start.arrives_from
             task = self._tasks.create_task(self._update(start, published))
             self._updates[server.name, server.incarnation] = task
 
@@ -380,22 +391,28 @@ class GserverManager(Worker):
 
     async def _update(self, start: Start, published: PublishedWeights) -> None:
         server, version = start.server, published.version
+        is_serving = server.state is ServerState.READY
         try:
             async with self._in_use.reading(published.directory):
-                if server.place and published.digest is not None:
+                if published.digest is not None and (server.place or is_serving):
                     await self._stage(start, published)
-                await self._client.bring_to(server.control, published, sources=start.sources)
+                async with self._standing_still if is_serving else contextlib.nullcontext():
+                    server.loading()
+                    await self._client.bring_to(server.control, published, sources=start.sources)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
             if isinstance(error, WeightsTornError):
                 await self._note_refusal(server, published, str(error))
             await asyncio.sleep(_RETRY_PAUSE_S)
-            server.suspect()
+            if server.state is ServerState.READY:  # nothing has touched it: it generates on with what it holds
+                server.arrives_from = None
+            else:
+                server.suspect()
             return
-        if not server.version:
+        if server.version is None:
             logger.info("%s joins at version %s", server.name, version)
-        server.ready(version)
+        server.ready(published.policy_version)
 
     async def _note_refusal(self, server: Server, published: PublishedWeights, reason: str) -> None:
         """A server that finds the same directory damaged again is not sent there any more, and the trainer hears of it.
@@ -405,7 +422,7 @@ class GserverManager(Worker):
         self._refusals[server.name, published.weights] += 1
         if self._refusals[server.name, published.weights] < _MOST_REFUSALS:
             return
-        is_served = bool(self._table.serving(published.version))
+        is_served = bool(self._table.serving(published.policy_version))
         self._refused = Refusal(weights=published.weights, server=server.name, reason=reason, is_served=is_served)
         await self._in_use.refuse(self._refused)
 
@@ -437,13 +454,11 @@ class GserverManager(Worker):
             logger.warning("%s is gone", server)
 
     async def _probe_servers(self) -> None:
-        if self._version is None:
-            return
-        for server in self._table.serving(str(self._version)):
+        for server in self._table.ready():
             try:
                 await self._client.probe(server.url)
             except ServerError as error:
-                if server.version == str(self._version):  # not paused by an update of ours in the meantime
+                if server.state is ServerState.READY:  # not paused by an update of ours in the meantime
                     logger.warning("%s does not answer its probe: %s", server.name, error)
                     server.suspect()
 

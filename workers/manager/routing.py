@@ -6,14 +6,25 @@
                           │ new incarnation          │   ▼                                   │ │ request or probe failed
                           │                          └─ SUSPECT ◄────────────────────────────┼─┘
                         DEAD ◄── record gone ──────────────────────────────────────────────── (from any state)
-                                                     newer weights: READY ──► LOADING
+                                    newer weights are there: READY ──► LOADING
 
-Only READY servers at the present version get requests. Pure: probes, HTTP and name-resolve are in gserver_manager.py.
+READY servers get requests, also while newer weights are brought to their host: LOADING begins when all is there. So a
+server may be behind the trainer, and then it gets
+
+    a group that has tokens    if its version is not older than the oldest of them
+    a group that has none      if a sample of its version can still be trained on when its turn comes
+
+which adds nothing that is older than what the gate lets run: of the first the oldest token stays the oldest; of the
+second the version is at least the one at which its batch may be trained, less eta. Versions of another epoch are never
+compared: after a failure only weights that were published since serve. Pure: probes, HTTP and name-resolve are in
+gserver_manager.py.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
+
+from corral.scheduling.policy_version import PolicyVersion
 
 SchedulePolicy = Literal["round_robin", "least_requests", "least_token_usage"]
 
@@ -41,8 +52,8 @@ class Server:
     arrives_from: str | None = None
     """The place that a version comes from now, empty for the shared file system; None where none is on its way."""
     state: ServerState = ServerState.STARTING
-    version: str = ""
-    """Tag of the weights that it was verified to hold."""
+    version: PolicyVersion | None = None
+    """Of the weights that it was verified to hold."""
     requests: dict[str, int] = field(default_factory=dict)
     """Tokens that may still come, by uid of the group."""
 
@@ -50,11 +61,11 @@ class Server:
     def tokens(self) -> int:
         return sum(self.requests.values())
 
-    def loading(self, *, arrives_from: str | None = None) -> None:
-        """A weight update was sent."""
-        self.state, self.arrives_from = ServerState.LOADING, arrives_from
+    def loading(self) -> None:
+        """It was told to take over other weights."""
+        self.state = ServerState.LOADING
 
-    def ready(self, version: str) -> None:
+    def ready(self, version: PolicyVersion) -> None:
         """It was verified to hold `version`."""
         self.state, self.version, self.arrives_from = ServerState.READY, version, None
 
@@ -71,8 +82,8 @@ class ServerTable:
     Example:
         table = ServerTable(policy="least_requests")
         table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
-        table.servers["generation_server/0"].loading(); table.servers["generation_server/0"].ready("0.0")
-        table.route("0:problem-1", tokens=256, version="0.0", avoided_url="")   # -> that server
+        table.servers["generation_server/0"].ready(PolicyVersion(0, 0))
+        table.route("0:problem-1", tokens=256, version=PolicyVersion(0, 0), least_step=0)   # -> that server
     """
 
     policy: SchedulePolicy
@@ -92,7 +103,7 @@ class ServerTable:
             del self.servers[name]
         return dead
 
-    def needing(self, version: str) -> list[Server]:
+    def needing(self, version: PolicyVersion) -> list[Server]:
         """Servers that have to be brought to `version`."""
         return [
             server
@@ -118,21 +129,31 @@ class ServerTable:
             if server.control == control and server.staged == version:
                 server.staged = ""
 
-    def serving(self, version: str) -> list[Server]:
-        """Servers that may get requests at `version`."""
+    def ready(self) -> list[Server]:
+        """Servers that answer, at whatever version."""
+        return [server for server in self.servers.values() if server.state is ServerState.READY]
+
+    def serving(self, version: PolicyVersion, *, least_step: int | None = None) -> list[Server]:
+        """Servers that may get requests while the trainer is at `version`: those that hold it, or one of its epoch from
+        `least_step` on."""
+        least = version.step if least_step is None else min(least_step, version.step)
         return [
             server
-            for server in self.servers.values()
-            if server.state is ServerState.READY and server.version == version
+            for server in self.ready()
+            if server.version is not None
+            and server.version.epoch == version.epoch
+            and least <= server.version.step <= version.step
         ]
 
-    def route(self, uid: str, *, tokens: int, version: str, avoided_url: str) -> Server | None:
-        """Choose the server for the next chunk of a group; None while none serves.
+    def route(
+        self, uid: str, *, tokens: int, version: PolicyVersion, least_step: int, avoided_url: str = ""
+    ) -> Server | None:
+        """Choose the server for the next chunk of a group, see `serving`; None while none serves it.
 
         A group stays where its last chunk was (its prefix is cached there), unless that server failed it or had no
         room for it; then only if there is no other.
         """
-        candidates = self.serving(version)
+        candidates = self.serving(version, least_step=least_step)
         elsewhere = [server for server in candidates if server.url != avoided_url]
         candidates = elsewhere or candidates
         if not candidates:

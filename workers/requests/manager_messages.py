@@ -35,6 +35,10 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     uid: str
     tokens: int
     """That may come of all its answers."""
+    order: int
+    """Its admission number, from which follows when it is trained on at the latest."""
+    oldest_version: str = ""
+    """Of the tokens that it has; empty if it has none."""
     failed_url: str = ""
     """Server that has just failed this prompt; empty if none has."""
     busy_url: str = ""

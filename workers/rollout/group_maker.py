@@ -34,6 +34,7 @@ from corral.experiments.config.rollout import RolloutConfig, SamplingConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
 from corral.experiments.worker_specs import RoutedExpertsSpec
+from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import UserCodeError
@@ -66,8 +67,9 @@ class Setback:
     """How the connection to it ended, if it did."""
 
 
-RouteFunction = Callable[[str, int, Setback | None], Awaitable[str | None]]
-"""(uid, tokens that may come, what happened to the last chunk) -> a server's URL, or None while none is ready."""
+RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
+"""(uid, tokens that may come, oldest version of those that have come or "", what happened to the last chunk) -> a
+server's URL, or None while none is ready."""
 
 
 class GenerationFailedError(RuntimeError):
@@ -119,7 +121,9 @@ class GenerationClient:
                     f"no generation server took prompt {uid} further for {self.request_timeout_s:.0f} s "
                     f"(last tried: {last_tried})"
                 )
-            url = await self.route(uid, self.new_tokens_per_chunk * len(unfinished), setback)
+            versions = {span.version for answer in answers for span in answer.spans}
+            oldest = min(versions, key=PolicyVersion.parse, default="")
+            url = await self.route(uid, self.new_tokens_per_chunk * len(unfinished), oldest, setback)
             setback = None  # told once: told again, it would bench a server that has come back in the meantime
             if url is None:
                 await asyncio.sleep(_RETRY_PAUSE_S)

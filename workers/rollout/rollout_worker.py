@@ -292,10 +292,15 @@ class RolloutWorker(Worker):
     async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
         await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, delivered=delivered))
 
-    async def _route(self, uid: str, tokens: int, setback: Setback | None) -> str | None:
+    async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         failed = setback.url if setback and not setback.is_busy else ""
         busy = setback.url if setback and setback.is_busy else ""
-        route = await self._ask_manager(Schedule(uid=uid, tokens=tokens, failed_url=failed, busy_url=busy))
+        order = self._running[uid]
+        route = await self._ask_manager(
+            Schedule(
+                uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, failed_url=failed, busy_url=busy
+            )
+        )
         assert isinstance(route, Route)
         if route.url is None:
             self._show("generate", route.reason, waits_for=route.waits_for)

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -61,15 +61,6 @@ class StagedVersion(Arrived):
     """Where the server reads them; they stay there until it has taken over another version."""
     seconds: float
     """How long that took, waits for other workers included."""
-
-    def after(self, earlier: "StagedVersion") -> "StagedVersion":
-        """The same, with what an earlier staging of this version has cost as well."""
-        return replace(
-            self,
-            bytes_read=earlier.bytes_read + self.bytes_read,
-            bytes_received=earlier.bytes_received + self.bytes_received,
-            seconds=earlier.seconds + self.seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,7 +486,7 @@ def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
 ) -> None:
     num_chunks = 0
 
-    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         nonlocal num_chunks
         assert setback is None
         num_chunks += 1
@@ -516,7 +516,7 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
         return
     tried = list[Setback | None]()
 
-    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         tried.append(setback)
         return served.client.url
 

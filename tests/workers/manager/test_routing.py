@@ -1,12 +1,16 @@
-"""Who gets the next request: only servers that hold the present weights."""
+"""Who gets the next request: servers whose weights are young enough for it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.staleness import is_trainable
 from corral.workers.manager.routing import ServerState, ServerTable
 
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
-def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -> ServerTable:
+
+def table_of(count: int, policy: str = "least_requests", version: PolicyVersion = V1) -> ServerTable:
     table = ServerTable(policy=policy)  # type: ignore[arg-type]
     for index in range(count):
         name = f"generation_server/{index}"
@@ -16,23 +20,49 @@ def table_of(count: int, policy: str = "least_requests", version: str = "1.1") -
     return table
 
 
-def test_a_server_serves_only_at_the_present_version() -> None:
+def test_a_server_that_is_behind_serves_what_may_still_be_made_by_its_version_until_it_takes_over() -> None:
     table = table_of(1)
-    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is None
-    assert [server.name for server in table.needing("1.2")] == ["generation_server/0"]
-    table.servers["generation_server/0"].loading()
-    assert table.route("0:1", tokens=8, version="1.1", avoided_url="") is None
-    table.servers["generation_server/0"].ready("1.2")
-    assert table.route("0:1", tokens=8, version="1.2", avoided_url="") is not None
+    server = table.servers["generation_server/0"]
+    assert table.needing(V2) == [server]
+    assert table.route("0:new", tokens=8, version=V2, least_step=2) is None
+    assert table.route("0:old", tokens=8, version=V2, least_step=1) is server
+    server.loading()
+    assert table.route("0:old", tokens=8, version=V2, least_step=1) is None
+    server.ready(V2)
+    assert table.route("0:new", tokens=8, version=V2, least_step=2) is server
+
+
+def test_no_server_at_the_present_version_is_too_old_whatever_is_asked_for() -> None:
+    """Admission numbers of prompts that were given up are not used again, so they may run ahead of what is trained."""
+    assert table_of(1).route("0:1", tokens=8, version=V1, least_step=7) is not None
+
+
+def test_versions_of_another_epoch_and_those_that_training_went_back_from_serve_nothing() -> None:
+    assert table_of(1, version=PolicyVersion(1, 1)).serving(PolicyVersion(3, 2), least_step=0) == []
+    assert table_of(1, version=PolicyVersion(1, 4)).serving(PolicyVersion(1, 2), least_step=0) == []
+
+
+@given(eta=st.integers(0, 3), batch_size=st.integers(1, 4), order=st.integers(0, 60), step=st.integers(0, 20))
+def test_what_the_least_step_allows_is_not_too_old_when_its_turn_comes(
+    eta: int, batch_size: int, order: int, step: int
+) -> None:
+    table = table_of(1, version=PolicyVersion(1, step))
+    trained_at = order // batch_size
+    for present in range(step, step + eta + 2):
+        if (
+            table.serving(PolicyVersion(1, present), least_step=trained_at - eta)
+            and present <= trained_at <= present + eta
+        ):
+            assert is_trainable(step, trained_at, eta)
 
 
 def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
     table = table_of(2)
-    first = table.route("0:1", tokens=8, version="1.1", avoided_url="")
+    first = table.route("0:1", tokens=8, version=V1, least_step=1)
     assert first is not None
-    again = table.route("0:1", tokens=8, version="1.1", avoided_url="")
+    again = table.route("0:1", tokens=8, version=V1, least_step=1)
     assert again is first
-    other = table.route("0:1", tokens=8, version="1.1", avoided_url=first.url)
+    other = table.route("0:1", tokens=8, version=V1, least_step=1, avoided_url=first.url)
     assert other is not None and other is not first
     assert "0:1" not in first.requests
 
@@ -40,20 +70,20 @@ def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
 def test_least_requests_spreads_groups_evenly() -> None:
     table = table_of(3)
     for number in range(9):
-        table.route(f"0:{number}", tokens=8, version="1.1", avoided_url="")
+        table.route(f"0:{number}", tokens=8, version=V1, least_step=1)
     assert [len(server.requests) for server in table.servers.values()] == [3, 3, 3]
 
 
 def test_least_token_usage_prefers_the_server_with_short_work() -> None:
     table = table_of(2, policy="least_token_usage")
-    table.route("0:long", tokens=1000, version="1.1", avoided_url="")
-    names = [table.route(f"0:{number}", tokens=10, version="1.1", avoided_url="") for number in range(3)]
+    table.route("0:long", tokens=1000, version=V1, least_step=1)
+    names = [table.route(f"0:{number}", tokens=10, version=V1, least_step=1) for number in range(3)]
     assert {server.name for server in names if server} == {"generation_server/1"}
 
 
 def test_round_robin_takes_turns() -> None:
     table = table_of(2, policy="round_robin")
-    chosen = [table.route(f"0:{number}", tokens=1, version="1.1", avoided_url="") for number in range(4)]
+    chosen = [table.route(f"0:{number}", tokens=1, version=V1, least_step=1) for number in range(4)]
     assert len({server.name for server in chosen[:2] if server}) == 2
 
 
@@ -61,7 +91,7 @@ def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_
     table = table_of(1)
     old = table.servers["generation_server/0"]
     table.appeared("generation_server/0", url="http://new", control="", incarnation="b")
-    old.ready("1.1")
+    old.ready(V1)
     table.staged(old, version="1.1")
     new = table.servers["generation_server/0"]
     assert new.state is ServerState.STARTING and new.staged == ""
@@ -81,7 +111,7 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
     open_groups: set[str] = set()
     for number, event in events:
         uid, name = f"0:{number}", f"generation_server/{number % 2}"
-        if event == "route" and table.route(uid, tokens=1, version="1.1", avoided_url="") is not None:
+        if event == "route" and table.route(uid, tokens=1, version=V1, least_step=1) is not None:
             open_groups.add(uid)
         elif event == "finish":
             table.finished(uid)
@@ -89,6 +119,6 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
         elif event == "suspect":
             table.servers[name].suspect()
         elif event == "ready":
-            table.servers[name].ready("1.1")
+            table.servers[name].ready(V1)
     counted = [uid for server in table.servers.values() for uid in server.requests]
     assert set(counted) <= open_groups and len(counted) == len(set(counted))

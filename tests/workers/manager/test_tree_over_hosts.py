@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,14 +17,17 @@ from corral.experiments.trial.secrets import Secret, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve.keys import TrialKeys
+from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
 from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.manager.routing import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
+from corral.workers.requests.manager_messages import Schedule
+from corral.workers.weight_transport.filling import Encoded, Filling, whole
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
-from tests.workers.generation.servers import ADMIN_KEY, API_KEY, wait_until
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, wait_until
 from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import content_of, flip_a_byte
 from tests.workers.worker_context import worker_context
@@ -98,7 +102,7 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 
 def wait_for(manager: GserverManager, hosts: list[Host], version: str) -> None:
     wait_until(lambda: all(host.server.version == version for host in hosts), f"{len(hosts)} hosts at {version}")
-    ready = (ServerState.READY, version)
+    ready = (ServerState.READY, PolicyVersion.parse(version))
     wait_until(
         lambda: [(server.state, server.version) for server in servers_of(manager)].count(ready) >= len(hosts),
         "the manager to know",
@@ -137,6 +141,32 @@ def test_hosts_that_go_between_two_versions_hold_up_nobody(trial: Trial) -> None
         wait_for(manager, [*hosts[3:], late], "0.2")
         assert sum(host.num_read for host in trial.hosts.all) <= 2 * MAX_READERS
         assert late.content() == content_of(published.directory)
+
+
+def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_is_on_its_way(trial: Trial) -> None:
+    hosts = [trial.add_host() for _ in range(2)]
+    may_go_on = threading.Event()
+
+    def slow(version: Filling) -> Encoded:
+        assert may_go_on.wait(DEADLINE_S)
+        return whole(version)
+
+    def url_for(*, order: int, oldest_version: str = "") -> str | None:
+        return manager._route(Schedule(uid="0:a", tokens=8, order=order, oldest_version=oldest_version)).url
+
+    trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_for(manager, hosts, "0.1")
+        for host in hosts:
+            host.encode = slow
+        trial.publish(2)
+        wait_until(lambda: str(manager._version) == "0.2" and len(manager._updates) == 2, "the updates to begin")
+        assert url_for(order=8 * 2 + 7) is not None, "trained on after step 2, by then one version old, as eta 1 allows"
+        assert url_for(order=8 * 3) is None, "it would be two versions old"
+        assert url_for(order=8 * 3, oldest_version="0.1") is not None, "it has a token as old as that already"
+        may_go_on.set()
+        wait_for(manager, hosts, "0.2")
+        assert url_for(order=8 * 3) is not None
 
 
 def test_a_manager_that_starts_again_has_no_host_read_what_it_holds(trial: Trial) -> None:

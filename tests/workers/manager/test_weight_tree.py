@@ -6,6 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.manager.routing import Server, ServerState, ServerTable
 from corral.workers.manager.weight_tree import (
     MAX_READERS,
@@ -15,7 +16,8 @@ from corral.workers.manager.weight_tree import (
     plan_updates,
 )
 
-VERSION = "0.7"
+PRESENT = PolicyVersion(0, 7)
+VERSION = str(PRESENT)
 
 
 class Cluster:
@@ -39,10 +41,11 @@ class Cluster:
     def start(self) -> list[Start]:
         """What may start, started; whatever was planned before holds on."""
         under_way = {start.server.name for start in self.under_way}
-        needing = [server for server in self.table.needing(VERSION) if server.name not in under_way]
+        needing = [server for server in self.table.needing(PRESENT) if server.name not in under_way]
         starts = plan_updates(self.table.servers.values(), needing, version=VERSION)
         for start in starts:
-            start.server.loading(arrives_from=start.arrives_from)
+            start.server.arrives_from = start.arrives_from
+            start.server.loading()
             if start.arrives_from == SHARED_FILE_SYSTEM:
                 self.num_read[start.server.place] += 1
         self.under_way += starts
@@ -57,7 +60,7 @@ class Cluster:
             start.server.suspect()
         else:
             self.table.staged(start.server, version=VERSION)
-            start.server.ready(VERSION)
+            start.server.ready(PRESENT)
 
     def die(self, name: str) -> None:
         self.table.gone(set(self.table.servers) - {name})
@@ -97,7 +100,7 @@ def test_every_server_gets_a_version_in_rounds_that_grow_with_the_logarithm_of_t
     expected = 1 + math.ceil(math.log(num_hosts / first, MAX_RECEIVERS + 1) - 1e-9) + (servers_per_host > 1)
     assert cluster.finish() <= expected
     assert sum(cluster.num_read.values()) == first
-    assert {server.version for server in cluster.table.servers.values()} == {VERSION}
+    assert {server.version for server in cluster.table.servers.values()} == {PRESENT}
 
 
 @given(num_hosts=st.integers(1, 30), data=st.data())
@@ -155,7 +158,7 @@ def test_a_host_without_room_is_left_out_and_holds_up_nobody() -> None:
         if not server.place and server.name != first.server.name
     )
     assert starts[beside].arrives_from is None and starts[beside].sources == ()
-    first.server.ready(VERSION)
+    first.server.ready(PRESENT)
     cluster.finish()
 
 

@@ -38,7 +38,7 @@ async def sample_in_turns(
         headers = {"Authorization": "Bearer key"}
         session = await stack.enter_async_context(open_session(trust().client(), headers=headers))
 
-        async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
             assert setback is None
             urls.append(urls.pop(0))
             return urls[-1]

@@ -25,7 +25,7 @@ async def _ask(*, is_ending: bool) -> None:
     async def notice(*event: object) -> None:
         lost.set()
 
-    async def route(uid: str, tokens: int, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         if setback is not None:
             told.set()
             await asyncio.Event().wait()
