@@ -65,17 +65,11 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(
-    directory: Path, *, seed: int, hidden_size: int = 128, num_layers: int = 3, num_experts: int = 0
-) -> None:
-    """Write an untrained Qwen2 of about half a million parameters with a tokenizer of one token a character.
-
-    Args:
-        num_experts: above 0, a Qwen3-MoE with so many in each layer, of which a token takes two, and an untied output.
-    """
+def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layers: int = 3) -> None:
+    """Write an untrained Qwen2 of about half a million parameters with a tokenizer of one token a character."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -87,27 +81,19 @@ def write_model(
         tokenizer_object=tokenizer, pad_token=PADDING, eos_token=END_OF_ANSWER, unk_token=PADDING
     ).save_pretrained(directory)
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 11 // 4,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": num_experts == 0,
-        "pad_token_id": vocabulary[PADDING],
-        "bos_token_id": None,
-        "eos_token_id": vocabulary[END_OF_ANSWER],
-    }
-    mixture: dict[str, Any] = {
-        "head_dim": hidden_size // 4,
-        "num_experts": num_experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": hidden_size * 11 // 8,
-        "norm_topk_prob": True,
-    }
-    config = Qwen3MoeConfig(**sizes, **mixture) if num_experts else Qwen2Config(**sizes)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 11 // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=vocabulary[PADDING],
+        bos_token_id=None,
+        eos_token_id=vocabulary[END_OF_ANSWER],
+    )
     auto_class: Any = AutoModelForCausalLM  # transformers leaves these methods untyped
     auto_class.from_config(config).save_pretrained(directory, safe_serialization=True)
 

@@ -79,14 +79,11 @@ def key_spec(key: str, specs: KeySpecs = KEY_LAYOUTS) -> KeySpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSample:
-    """Some samples and some of their keys, packed. See the module's docstring for the picture.
-
-    `data` may lack keys of `seqlens`: a sample without data is what the master worker plans with.
-    """
+    """Some samples and some of their keys, packed. See the module's docstring for the picture."""
 
     uids: list[str]
     seqlens: dict[str, list[list[int]]]
-    data: dict[str, Array] = field(default_factory=dict)
+    data: dict[str, Array]
     specs: KeySpecs = field(default_factory=lambda: KEY_LAYOUTS)
     """Every key that is declared where this sample is, whether it has it or not; what is made of a sample knows the
     same ones."""
@@ -95,18 +92,16 @@ class SequenceSample:
         if len(set(self.uids)) != len(self.uids):
             repeated = next(uid for uid in self.uids if self.uids.count(uid) > 1)
             raise ValueError(f"sample uid {repeated!r} occurs more than once; every uid must be unique")
+        if self.data.keys() != self.seqlens.keys():
+            raise ValueError(
+                f"data has keys {sorted(self.data)}, and seqlens say of {sorted(self.seqlens)} how it is cut"
+            )
         for key, lengths in self.seqlens.items():
             if len(lengths) != len(self.uids):
                 raise ValueError(f"seqlens of {key!r} cover {len(lengths)} samples, but there are {len(self.uids)}")
-        for key, array in self.data.items():
-            self._check_array(key, array)
-
-    def _check_array(self, key: str, array: Array) -> None:
-        if key not in self.seqlens:
-            raise ValueError(f"data has key {key!r}, but seqlens do not say how it is cut into answers")
-        expected = self.total_length(key)
-        if array.ndim != 1 or array.shape[0] != expected:
-            raise ValueError(f"data of {key!r} has shape {tuple(array.shape)}; its seqlens add up to [{expected}]")
+            if self.data[key].shape != (expected := self.total_length(key),):
+                shape = tuple(self.data[key].shape)
+                raise ValueError(f"data of {key!r} has shape {shape}; its seqlens add up to [{expected}]")
 
     # --- building ---------------------------------------------------------------------------------------------------
 
@@ -141,18 +136,14 @@ class SequenceSample:
         keys: Iterable[str] | None = None,
         specs: KeySpecs | None = None,
     ) -> "SequenceSample":
-        """The samples one after the other; all must hold the same keys, or at least those asked for.
+        """The samples one after the other; all must hold the same keys, or at least those asked for. One stays a view.
 
         Args:
-            specs: the keys that are declared; None for those that the samples know.
+            specs: the keys that are declared; None for those that the first sample knows.
         """
         if specs is None:
-            specs = _all_specs([sample.specs for sample in samples])
+            specs = samples[0].specs if samples else KEY_LAYOUTS
         chosen = list(keys) if keys is not None else list(samples[0].seqlens) if samples else []
-        if not samples:
-            return cls(
-                [], {key: [] for key in chosen}, {key: np.empty(0, key_spec(key, specs).dtype) for key in chosen}, specs
-            )
         for sample in samples:
             missing = [key for key in chosen if key not in sample.seqlens]
             if missing or (keys is None and len(sample.seqlens) != len(chosen)):
@@ -160,11 +151,11 @@ class SequenceSample:
                     f"cannot gather different keys: {samples[0].uids[:1]} has {sorted(samples[0].seqlens)}, "
                     f"{sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
                 )
-        stored = [key for key in chosen if all(key in sample.data for sample in samples)]
+        arrays = {key: [s.data[key] for s in samples] or [np.empty(0, key_spec(key, specs).dtype)] for key in chosen}
         return cls(
             [uid for sample in samples for uid in sample.uids],
             {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in chosen},
-            {key: _concatenate([sample.data[key] for sample in samples]) for key in stored},
+            {key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in arrays.items()},
             specs,
         )
 
@@ -182,18 +173,6 @@ class SequenceSample:
             )
             for index, uid in enumerate(self.uids)
         ]
-
-    def select(self, uids: Sequence[str]) -> "SequenceSample":
-        """The samples with these uids, in the order asked for."""
-        index_by_uid = {uid: index for index, uid in enumerate(self.uids)}
-        missing = [uid for uid in uids if uid not in index_by_uid]
-        if missing:
-            raise ValueError(f"cannot select {missing[:3]}: not among the {len(self.uids)} samples held here")
-        if not uids:
-            nothing: dict[str, Array] = {key: array[:0] for key, array in self.data.items()}
-            return SequenceSample([], {key: [] for key in self.seqlens}, nothing, self.specs)
-        parts = self.unpack()
-        return SequenceSample.gather([parts[index_by_uid[uid]] for uid in uids])
 
     def select_answers(self, answers: Iterable[int]) -> "SequenceSample":
         """These answers in their present order, still grouped by prompt; samples without any of them are left out.
@@ -229,7 +208,7 @@ class SequenceSample:
         missing = [key for key in chosen if key not in self.seqlens]
         if missing:
             raise ValueError(f"samples have no keys {missing}; they have {sorted(self.seqlens)}")
-        data = {key: self.data[key] for key in chosen if key in self.data}
+        data = {key: self.data[key] for key in chosen}
         return SequenceSample(self.uids, {key: self.seqlens[key] for key in chosen}, data, self.specs)
 
     def remap_keys(self, new_name_by_key: Mapping[str, str]) -> "SequenceSample":
@@ -295,11 +274,6 @@ class SequenceSample:
         """Number of values of `key` over all samples."""
         return sum(map(sum, self.seqlens[key]))
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(int(array.nbytes) for array in self.data.values())
-
 
 def _answer_arrays(
     uid: str, key: str, spec: KeySpec, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
@@ -321,18 +295,6 @@ def _answer_arrays(
 
 def _offsets(lengths: Iterable[int]) -> list[int]:
     return list(accumulate(lengths, initial=0))
-
-
-def _all_specs(tables: Sequence[KeySpecs]) -> KeySpecs:
-    if not tables:
-        return KEY_LAYOUTS
-    if all(table is tables[0] for table in tables):
-        return tables[0]  # nearly always: samples of one store share their table
-    return MappingProxyType({name: spec for table in tables for name, spec in table.items()})
-
-
-def _concatenate(arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # one array stays a view
 
 
 def answer_slices(lengths: Sequence[int]) -> list[slice]:

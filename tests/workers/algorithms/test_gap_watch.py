@@ -34,6 +34,7 @@ from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.trajectories import make_sample
 from tests.workers.backends.training_helpers import optimizer_config
 from tests.workers.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.some_samples import some_of
 
 TEMPERATURE = 0.8
 SAMPLED = BehaviourSpec(sampling=SamplingConfig(temperature=TEMPERATURE))
@@ -227,7 +228,7 @@ def test_a_trial_without_tokens_of_older_weights_scores_answers_again_once(weigh
 def test_what_updates_moved_is_that_of_all_of_them(weights: Path) -> None:
     """All answers are scored again where there are four."""
     training = Training(weights, n_minibatches=1, sample_reuse=3)
-    sample = Maker.of(weights).answers(version=0).select(["0:p0"])
+    sample = some_of(Maker.of(weights).answers(version=0), ["0:p0"])
     before = training.actor.inference(training.engine, sample)["logprobs"]
     stats, _ = training.train(sample, version=0)
     after = training.actor.inference(training.engine, sample)["logprobs"]
@@ -287,9 +288,9 @@ def test_an_alarm_ends_when_as_many_tokens_agree_as_raised_it(weights: Path) -> 
     _, (notice,) = training.train(foreign(maker.answers(version=0)), version=0)
     assert notice.is_alarm
     for version in range(1, 4):
-        stats, notices = training.train(maker.answers(version=version).select(["0:p0"]), version=version)
+        stats, notices = training.train(some_of(maker.answers(version=version), ["0:p0"]), version=version)
         assert stats["gap/max"] < EXACT and stats["gap/alarm"] == 1.0 and notices == []
-    stats, (notice,) = training.train(maker.answers(version=4).select(["0:p0"]), version=4)
+    stats, (notice,) = training.train(some_of(maker.answers(version=4), ["0:p0"]), version=4)
     assert stats["gap/alarm"] == 0.0 and not notice.is_alarm
     assert notice.text.startswith("generator and trainer agree at version 4")
 

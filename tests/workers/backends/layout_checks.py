@@ -35,6 +35,7 @@ from tests.workers.backends.layout_scene import (
     train_variant,
 )
 from tests.workers.backends.training_helpers import read_weights
+from tests.workers.some_samples import some_of
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -111,7 +112,7 @@ def assert_trained_alike(scene: Scene, kind: str, layout: str) -> None:
 def _logprobs_of_share(model: Any, layout: str, dp_rank: int) -> list[float]:
     """Of the answers of one data-parallel rank, in their order; 0 on prompts."""
     sample = batch(NUM_STEPS)
-    own = sample.select([uid for i, uid in enumerate(sample.uids) if i % mesh_of(layout).dims.dp == dp_rank])
+    own = some_of(sample, [uid for i, uid in enumerate(sample.uids) if i % mesh_of(layout).dims.dp == dp_rank])
     numbers: list[float] = []
     with torch.no_grad():
         for tokens, prompt_length in answers_of(own):

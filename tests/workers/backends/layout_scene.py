@@ -27,6 +27,7 @@ from corral.workers.backends.parallel_context import ParallelContext, mesh_conte
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config, score_loss, value_loss
+from tests.workers.some_samples import some_of
 
 NUM_STEPS = 4
 SAVED_AFTER = 2
@@ -97,7 +98,9 @@ def batch(step: int) -> SequenceSample:
 
 def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:
     """What one data-parallel rank has of a batch: unequal shares."""
-    return sample.select([uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank])
+    return some_of(
+        sample, [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
+    )
 
 
 def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDPEngine:

@@ -24,6 +24,7 @@ from corral.workers.backends.parallel_context import ParallelContext, mesh_conte
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config
+from tests.workers.some_samples import some_of
 
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]
 NUM_STEPS = 3
@@ -150,7 +151,9 @@ def make_engine(directory: Path, context: ParallelContext, **settings: Any) -> F
 
 def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:
     """What one data-parallel rank has of a batch."""
-    return sample.select([uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank])
+    return some_of(
+        sample, [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
+    )
 
 
 def train(engine: FSDPEngine, directory: Path) -> list[float]:

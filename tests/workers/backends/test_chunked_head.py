@@ -43,6 +43,7 @@ from tests.workers.backends.training_helpers import (
     read_weights,
     save_tiny_model,
 )
+from tests.workers.some_samples import some_of
 
 Array = npt.NDArray[np.float64]
 FEW_TOKENS = 5  # of a chunk, where an engine is to compute several
@@ -340,7 +341,7 @@ def play_rank(context: ParallelContext, directory: Path) -> None:
 
 def train(engine: FSDPEngine, uids: list[str], directory: Path) -> None:
     for step in range(NUM_STEPS):
-        engine.train_batch(sample_of(step).select(uids), loss_fn=negative_logprobs, temperature=TEMPERATURE)
+        engine.train_batch(some_of(sample_of(step), uids), loss_fn=negative_logprobs, temperature=TEMPERATURE)
     engine.save_weights(directory)
 
 

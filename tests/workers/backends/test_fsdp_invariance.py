@@ -39,6 +39,7 @@ from tests.workers.backends.training_helpers import (
 from tests.workers.shared_prompts.scene import LAYOUTS as SHARING_LAYOUTS
 from tests.workers.shared_prompts.scene import NUM_STEPS_OF_LAYOUTS, train_actor, train_in_layouts
 from tests.workers.shared_prompts.scene import make_engine as make_shared_engine
+from tests.workers.some_samples import some_of
 
 NUM_STEPS = 3
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [40, 8, 21, 6]]
@@ -84,10 +85,10 @@ def batch(step: int) -> SequenceSample:
 def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any]:
     """NUM_STEPS steps; the state after the first (its first moment is a tenth of the gradient) and after the last."""
     actor = PPOActorInterface(PPO)
-    first_logprobs = compute_logprobs(engine, batch(0).select(uids))
+    first_logprobs = compute_logprobs(engine, some_of(batch(0), uids))
     stats = []
     for step in range(NUM_STEPS):
-        stats.append(actor.train_step(engine, batch(step).select(uids), version=step))
+        stats.append(actor.train_step(engine, some_of(batch(step), uids), version=step))
         if step == 0:
             engine.state_shard().write(directory / "first")
     engine.state_shard().write(directory / "last")
@@ -129,7 +130,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     for gradient_sums in ("each_micro_batch", "last_micro_batch"):
         summing = make_engine(model_directory, context, max_tokens=48, gradient_sums=gradient_sums)
         with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sums:
-            PPOActorInterface(PPO).train_step(summing, batch(0).select(UIDS_BY_RANK[rank]), version=0)
+            PPOActorInterface(PPO).train_step(summing, some_of(batch(0), UIDS_BY_RANK[rank]), version=0)
         seen["sums"].append(sums.call_count)
     summing.state_shard().write(directory / "summed once" / "first")
 
@@ -138,7 +139,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     resumed.load_state(directory / "trained" / "first")
     actor = PPOActorInterface(PPO)
     for step in range(1, NUM_STEPS):
-        actor.train_step(resumed, batch(step).select(UIDS_BY_RANK[rank]), version=step)
+        actor.train_step(resumed, some_of(batch(step), UIDS_BY_RANK[rank]), version=step)
     resumed.save_weights(directory / "resumed")
 
     # The state of one rank, loaded by two.
@@ -148,38 +149,38 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     # One rank has nothing at all.
     everything = [uid for uids in UIDS_BY_RANK for uid in uids]
     lonely = make_engine(model_directory, context, max_tokens=48)
-    seen["lonely"] = actor.train_step(lonely, batch(0).select(everything if rank == 0 else []), version=0)
+    seen["lonely"] = actor.train_step(lonely, some_of(batch(0), everything if rank == 0 else []), version=0)
 
     # More mini-batches than rank 1 has answers.
     seen["mini_batches"] = PPOActorInterface(PPO.model_copy(update={"n_minibatches": 4})).train_step(
-        lonely, batch(0).select(UIDS_BY_RANK[rank]), version=0
+        lonely, some_of(batch(0), UIDS_BY_RANK[rank]), version=0
     )
     seen["mini_batch_steps"] = lonely.step
 
     # One rank's numbers are not finite, after all memory of the model was given back.
     seen["bytes"] = offload_and_count(resumed)
-    poisoned = batch(0).select(UIDS_BY_RANK[rank])
+    poisoned = some_of(batch(0), UIDS_BY_RANK[rank])
     if rank == 1:
         poisoned.data["ref_logprobs"] = np.full_like(np.asarray(poisoned.data["ref_logprobs"]), np.nan)
     seen["poisoned"] = actor.train_step(resumed, poisoned, version=0)
     resumed.save_weights(directory / "after_poison")
 
     # A forward pass leaves the outermost module whole, and then weights are moved and saved.
-    compute_logprobs(resumed, batch(0).select(UIDS_BY_RANK[rank]))
+    compute_logprobs(resumed, some_of(batch(0), UIDS_BY_RANK[rank]))
     resumed.state_shard().write(directory / "after_forward")
     lonely.save_weights(directory / "before_blend")
-    compute_logprobs(lonely, batch(0).select(UIDS_BY_RANK[rank]))
+    compute_logprobs(lonely, some_of(batch(0), UIDS_BY_RANK[rank]))
     seen["bytes"] += offload_and_count(lonely) + offload_and_count(resumed)
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
 
     # Products in bfloat16, of weights that are whole for a moment only.
     low = make_engine(model_directory, context, max_tokens=48, compute_dtype=torch.bfloat16)
-    seen["bfloat16"] = actor.train_step(low, batch(0).select(UIDS_BY_RANK[rank]), version=0)
+    seen["bfloat16"] = actor.train_step(low, some_of(batch(0), UIDS_BY_RANK[rank]), version=0)
 
     # A critic and a reward model.
     for head in ("value", "scalar"):
-        seen[head] = train_classifier(head, context, batch(0).select(UIDS_BY_RANK[rank]), model_directory, directory)
+        seen[head] = train_classifier(head, context, some_of(batch(0), UIDS_BY_RANK[rank]), model_directory, directory)
 
     # Answers of a prompt that is computed once for them.
     seen["shared prompts"] = train_in_layouts(context, model_directory, directory / "shared prompts")
@@ -224,7 +225,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(other: str, scen
 
 def test_gradients_are_added_up_after_each_micro_batch_or_once(scene: dict[str, Any]) -> None:
     spec = MicroBatchSpec(max_tokens_per_micro_batch=48)
-    num_micro_batches = max(len(plan_micro_batches(batch(0).select(uids), spec)) for uids in UIDS_BY_RANK)
+    num_micro_batches = max(len(plan_micro_batches(some_of(batch(0), uids), spec)) for uids in UIDS_BY_RANK)
     num_sums = 4  # two layers, the output, and what is around them
     for seen in scene["pair"]:
         assert seen["sums"] == [num_micro_batches * num_sums, num_sums]
@@ -349,7 +350,7 @@ def test_critics_and_reward_models_train_alike_on_one_rank_and_on_two(head: str,
     everything = [uid for uids in UIDS_BY_RANK for uid in uids]
     directory = scene["directory"]
     expected = train_classifier(
-        head, ParallelContext(), batch(0).select(everything), directory / "model", directory / "single"
+        head, ParallelContext(), some_of(batch(0), everything), directory / "model", directory / "single"
     )
     assert max(map(abs, expected)) > 1e-3
     np.testing.assert_allclose(scene["pair"][0][head] + scene["pair"][1][head], expected, atol=1e-5)

@@ -44,6 +44,7 @@ from tests.workers.backends.training_helpers import (
     value_loss,
 )
 from tests.workers.checkpoint.test_low_rank import by_a_loop
+from tests.workers.some_samples import some_of
 
 NUM_STEPS = 4
 NUM_EXPORTS = 50
@@ -155,7 +156,7 @@ def batch(step: int) -> SequenceSample:
 
 
 def train(engine: FSDPEngine, step: int, uids: Sequence[str] | None = None) -> dict[str, float]:
-    sample = batch(step) if uids is None else batch(step).select(list(uids))
+    sample = batch(step) if uids is None else some_of(batch(step), list(uids))
     return engine.train_batch(sample, loss_fn=negative_logprobs)
 
 

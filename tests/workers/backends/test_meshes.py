@@ -19,6 +19,7 @@ from corral.workers.backends.parallel_context import ParallelContext, mesh_conte
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
+from tests.workers.some_samples import some_of
 
 MESHES = {
     "alone": Mesh(ranks=(0,), dims=ParallelDims()),
@@ -36,7 +37,9 @@ LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [20, 8, 21, 6]]
 def sample_of(context: ParallelContext, step: int) -> SequenceSample:
     """This data-parallel rank's share of a batch that is the same in every mesh."""
     sample = make_sample(LENGTHS, seed=step)
-    return sample.select([uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank])
+    return some_of(
+        sample, [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
+    )
 
 
 def train(model: Path, context: ParallelContext, directory: Path) -> list[dict[str, float]]:

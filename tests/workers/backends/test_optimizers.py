@@ -33,6 +33,7 @@ from tests.workers.backends.training_helpers import (
     read_weights,
     save_tiny_model,
 )
+from tests.workers.some_samples import some_of
 
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]
 NUM_STEPS = 3
@@ -54,7 +55,7 @@ def sample_of(step: int, context: ParallelContext | None = None) -> SequenceSamp
     sample = make_sample(LENGTHS, seed=step)
     if context is not None:
         mine = [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
-        sample = sample.select(mine)
+        sample = some_of(sample, mine)
     return sample.with_key("loss_mask", response_mask(sample))
 
 

@@ -92,7 +92,7 @@ def train_actor(engine: FSDPEngine, *, num_steps: int = NUM_STEPS) -> list[dict[
     """Statistics of the steps of a PPO actor, on this rank's share of the prompts."""
     actor, context = PPOActorInterface(PPO), engine.context
     batches = [grouped_batch(step) for step in range(num_steps)]
-    own = [batch.select(batch.uids[context.dp_rank :: context.dp_size]) for batch in batches]
+    own = [SequenceSample.gather(batch.unpack()[context.dp_rank :: context.dp_size]) for batch in batches]
     return [actor.train_step(engine, batch, version=step) for step, batch in enumerate(own)]
 
 
