@@ -50,7 +50,7 @@ from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops
 from corral.scheduling.redistribution import Demand, Locations, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
-from corral.workers.model.data_plane import DataPlane, IncomingParcel, Membership, keys_in_order
+from corral.workers.model.data_plane import DataPlane, IncomingParcel, keys_in_order
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
 
@@ -144,15 +144,15 @@ class Rank:
         self.stores, self.planes = {}, {}
         for way, host in (("parcels", f"host {rank}"), ("shared", "one host")):
             self.stores[way] = DataStore()
-            member = Membership(
+            plane = DataPlane(
+                self.stores[way],
+                PrefixStore(way, rendezvous),
                 rank=rank,
                 world_size=self.num_ranks,
-                rendezvous=PrefixStore(way, rendezvous),
                 address="127.0.0.1",
                 host=host,
                 timeout_s=DEADLINE_S,
             )
-            plane = DataPlane(self.stores[way], member)
             self.planes[way] = stack.enter_context(closing(plane))
             plane.begin(1)
             for uid, owner in batch.owner.items():

@@ -13,33 +13,22 @@ a processor's vector units hash several pieces of it at once, and weights are la
 Digests that others define stay what they are: of datasets (`sha256sum` shows them), Redis's users, SGLang's tensors.
 """
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from blake3 import blake3
 
 DIGEST_NAME: Final = "BLAKE3"
 
 
-class ContentDigest:
-    """Of bytes that come in pieces; a large piece is hashed without the interpreter's lock.
+ContentDigest: TypeAlias = blake3
+"""Of bytes that come in pieces; a large piece is hashed without the interpreter's lock.
 
-    Example:
-        digest = ContentDigest()
-        digest.update(b"ab")
-        digest.update(b"c")
-        digest.hexdigest()  # == digest_of(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
-    """
-
-    def __init__(self) -> None:
-        self._state = blake3()
-
-    def update(self, piece: bytes | memoryview) -> None:
-        """The next bytes."""
-        self._state.update(piece)
-
-    def hexdigest(self) -> str:
-        """Of all bytes so far."""
-        return self._state.hexdigest()
+Example:
+    digest = ContentDigest()
+    digest.update(b"ab")
+    digest.update(b"c")
+    digest.hexdigest()  # == digest_of(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+"""
 
 
 def digest_of(data: bytes) -> str:

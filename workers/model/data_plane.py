@@ -17,10 +17,9 @@ and with the declared layout and type of each key all lengths.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -48,10 +47,8 @@ class IncomingParcel:
     parcel: Parcel
     seqlens: dict[str, list[list[int]]]
     """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
-    array_lengths: list[int]
-    """The number of values of each array, in the order in which they travel."""
-    dtypes: list[np.dtype[Any]]
-    """Of each array."""
+    kinds: list[tuple[np.dtype[Any], int]]
+    """The type and the number of values of each array, in the order in which they travel."""
     specs: KeySpecs
     """Of all keys that are declared."""
 
@@ -67,27 +64,19 @@ class IncomingParcel:
         # Once for each way to count: there are few, and many samples.
         counting = {(spec.layout, spec.shape): spec for spec in specs.values()}
         lengths = {way: [spec.lengths(num_tokens[uid]) for uid in parcel.uids] for way, spec in counting.items()}
-        totals = {way: [sum(of_uid) for of_uid in counted] for way, counted in lengths.items()}
-        return cls(
-            parcel,
-            {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()},
-            [total for spec in specs.values() for total in totals[spec.layout, spec.shape]],
-            [spec.dtype for spec in specs.values() for _ in parcel.uids],
-            declared,
-        )
+        seqlens = {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()}
+        kinds = [(specs[key].dtype, sum(of_uid)) for key, of_key in seqlens.items() for of_uid in of_key]
+        return cls(parcel, seqlens, kinds, declared)
 
     @property
     def size_bytes(self) -> int:
         """Of all values."""
-        return sum(map(mul, self.array_lengths, self._itemsizes()))
+        return sum(self._sizes_bytes())
 
     def cut(self, packed: Bytes) -> list[Array]:
         """Each array, as a view."""
-        starts = accumulate(map(mul, self.array_lengths, self._itemsizes()), initial=0)
-        return [
-            np.ndarray((length,), dtype, packed, start)
-            for length, dtype, start in zip(self.array_lengths, self.dtypes, starts, strict=False)
-        ]
+        starts = accumulate(self._sizes_bytes(), initial=0)
+        return [np.ndarray((n,), dtype, packed, start) for (dtype, n), start in zip(self.kinds, starts, strict=False)]
 
     def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
         """The samples, given the arrays in the order in which they travel."""
@@ -102,26 +91,11 @@ class IncomingParcel:
             for index, uid in enumerate(self.parcel.uids)
         ]
 
-    def _itemsizes(self) -> list[int]:
-        return [dtype.itemsize for dtype in self.dtypes]
+    def _sizes_bytes(self) -> list[int]:
+        return [dtype.itemsize * length for dtype, length in self.kinds]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """Which rank of a gang this is, and how it reaches the others."""
-
-    rank: int
-    world_size: int
-    rendezvous: Store | None
-    """All ranks meet here; None for a gang of one."""
-    address: str
-    """IP address of the interface to listen on."""
-    host: str
-    """Equal for ranks that may be able to share memory; see `host_identity`."""
-    timeout_s: float
-    """How long a peer is waited for."""
-
-
+@dataclass(slots=True)
 class DataPlane:
     """Moves samples between the stores of the ranks of a gang; sees to it that a store keeps them where it has to.
 
@@ -131,13 +105,22 @@ class DataPlane:
         plane.take(parcels, num_tokens)        # the main thread of a rank that needs it
     """
 
-    def __init__(self, store: DataStore, member: Membership) -> None:
-        self._store = store
-        self._memory = HostMemory()
-        self._member = member
-        self._network: Network | None = None
-        self._pid_by_neighbour: Mapping[int, int] = {}
-        """Of the ranks that share memory with this one."""
+    store: DataStore
+    rendezvous: Store | None
+    """All ranks meet here; None for a gang of one."""
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    address: str
+    """IP address of the interface to listen on."""
+    host: str
+    """Equal for ranks that may be able to share memory; see `host_identity`."""
+    timeout_s: float
+    """How long a peer is waited for."""
+    _memory: HostMemory = field(default_factory=HostMemory, init=False)
+    _network: Network | None = field(default=None, init=False)
+    _pid_by_neighbour: Mapping[int, int] = field(default_factory=dict, init=False)
+    """Of the ranks that share memory with this one."""
 
     def begin(self, epoch: int) -> None:
         """Meet the other ranks for a new epoch of the master; what was under way in an earlier one is given up.
@@ -148,21 +131,20 @@ class DataPlane:
             TransferError: if another rank does not come in time.
         """
         self.close()
-        member = self._member
-        if member.rendezvous is None:
+        if self.rendezvous is None:
             return
-        store = PrefixStore(f"data plane {epoch}", member.rendezvous)
+        store = PrefixStore(f"data plane {epoch}", self.rendezvous)
         self._network = Network(
             PrefixStore("network", store),
-            rank=member.rank,
-            world_size=member.world_size,
-            address=member.address,
-            timeout_s=member.timeout_s,
+            rank=self.rank,
+            world_size=self.world_size,
+            address=self.address,
+            timeout_s=self.timeout_s,
         )
         self._pid_by_neighbour = meet_neighbours(
-            store, self._memory, rank=member.rank, host=member.host, barrier=self._network.barrier
+            store, self._memory, rank=self.rank, host=self.host, barrier=self._network.barrier
         )
-        self._store.memory = self._memory if self._pid_by_neighbour else None
+        self.store.memory = self._memory if self._pid_by_neighbour else None
 
     def give(self, parcels: Sequence[Parcel]) -> None:
         """Send what this rank holds, as it is now, or to ranks of this host where it lies; returns at once.
@@ -171,7 +153,7 @@ class DataPlane:
             ValueError: if something of it is not here; then nothing is sent.
         """
         network, neighbours = self._begun(), self._pid_by_neighbour
-        values = [self._store.arrays(parcel.uids, keys_in_order(parcel, self._store.specs)) for parcel in parcels]
+        values = [self.store.arrays(parcel.uids, keys_in_order(parcel, self.store.specs)) for parcel in parcels]
         for parcel, arrays in zip(parcels, values, strict=True):
             is_shown = any(rank in neighbours for rank in parcel.destinations)
             places = [self._memory.places_of(arrays)] if is_shown else []
@@ -191,16 +173,16 @@ class DataPlane:
             TransferError: if a peer does not play its part before the deadline.
             ValueError: if the length of a sample is not stated.
         """
-        network, rank = self._begun(), self._member.rank
-        deadline = time.monotonic() + self._member.timeout_s
+        network, rank = self._begun(), self.rank
+        deadline = time.monotonic() + self.timeout_s
         own = sorted((p for p in parcels if rank in p.destinations), key=lambda parcel: parcel.is_passed_on)
-        coming = [IncomingParcel.expected(parcel, num_tokens, self._store.specs) for parcel in own]
+        coming = [IncomingParcel.expected(parcel, num_tokens, self.store.specs) for parcel in own]
         for parcel in own:
             network.ask(parcel.source, tag=parcel.tag)
         for is_passed_on in (False, True):
             for incoming in coming:
                 if incoming.parcel.is_passed_on is is_passed_on:
-                    self._store.adopt(incoming.samples(self._receive(incoming, deadline=deadline)))
+                    self.store.adopt(incoming.samples(self._receive(incoming, deadline=deadline)))
             if not is_passed_on:
                 self.give([parcel for parcel in parcels if parcel.source == rank])
 
@@ -212,7 +194,7 @@ class DataPlane:
 
     def _begun(self) -> Network:
         if self._network is None:
-            raise RuntimeError(f"rank {self._member.rank} is asked to move samples before an epoch has begun")
+            raise RuntimeError(f"rank {self.rank} is asked to move samples before an epoch has begun")
         return self._network
 
     def _receive(self, incoming: IncomingParcel, *, deadline: float) -> list[Array]:
@@ -221,10 +203,10 @@ class DataPlane:
         what = f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples"
         receive = partial(self._begun().receive, peer=parcel.source, tag=parcel.tag, what=what, deadline=deadline)
         if pid is not None:
-            places = np.empty((len(incoming.array_lengths), 3), np.int64)
+            places = np.empty((len(incoming.kinds), 3), np.int64)
             receive(places)
             try:
-                return self._memory.open(pid, places, incoming.dtypes, incoming.array_lengths)
+                return self._memory.open(pid, places, incoming.kinds)
             except NotSharedError as error:
                 raise TransferError(
                     f"rank {parcel.source} has dropped samples before they were taken: {error}"

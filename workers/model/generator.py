@@ -45,24 +45,28 @@ REWARD_ERROR = "reward_error"
 class Generated:
     """What became of one prompt."""
 
-    uid: str
-    order: int
+    described: SampleMetadata
+    """For the master."""
     sample: SequenceSample | None
     """None if it was dropped."""
-    dropped_because: str = ""
     cause: str = ""
     """What the reward said, where it failed."""
 
-    def described(self, version: str) -> SampleMetadata:
-        """For the master; `version` is the tag of the weights that answered."""
-        return SampleMetadata(
-            uid=self.uid,
-            keys=() if self.sample is None else tuple(self.sample.seqlens),
-            num_tokens=[] if self.sample is None else self.sample.answer_lengths(),
-            versions=(version,),
-            order=self.order,
-            dropped_because=self.dropped_because,
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    uid: str
+    order: int
+    row: DatasetRow
+    token_ids: list[int]
+
+    def dropped(self, because: str, *, version: str, cause: str = "") -> Generated:
+        described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
+        return Generated(described, None, cause)
+
+    def answered(self, sample: SequenceSample, *, version: str) -> Generated:
+        keys, lengths = tuple(sample.seqlens), sample.answer_lengths()
+        return Generated(SampleMetadata(self.uid, keys, lengths, (version,), self.order), sample)
 
 
 class Generator:
@@ -94,22 +98,25 @@ class Generator:
             version: tag of the model's weights.
         """
         rows = [self._rows[split_uid(uid)[1]] for uid in uids]
-        prompts = [encode_prompt(self._tokenizer, row.prompt) for row in rows]
+        prompts = [
+            _Prompt(uid, order, row, encode_prompt(self._tokenizer, row.prompt))
+            for uid, order, row in zip(uids, orders, rows, strict=True)
+        ]
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
                 decoder = Decoder(model)
-            groups = self._answers(decoder, prompts, orders, version=version) if uids else []
+            groups = self._answers(decoder, prompts, version=version) if prompts else []
         finally:
             model.train(was_training)
-        made = asyncio.run(self._judge_all(uids, orders, rows, prompts, groups))
+        made = asyncio.run(self._judge_all(prompts, groups, version=version))
         self._require_a_reward(made, version=version)
         return made
 
     def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
         """UserCodeError if the reward has failed on everything since the trial began."""
-        failures = [one.cause for one in made if one.dropped_because == REWARD_ERROR]
+        failures = [one.cause for one in made if one.described.dropped_because == REWARD_ERROR]
         self._num_failed += len(failures)
         self._has_judged |= any(one.sample is not None for one in made)
         is_first = PolicyVersion.parse(version).step == 0
@@ -120,10 +127,10 @@ class Generator:
             )
 
     def _answers(
-        self, decoder: Decoder, prompts: Sequence[list[int]], orders: Sequence[int], *, version: str
+        self, decoder: Decoder, prompts: Sequence[_Prompt], *, version: str
     ) -> list[list[PartialAnswer | None]]:
         generation = self._generation
-        longest = max(map(len, prompts)) + generation.sampling.max_new_tokens
+        longest = max(len(prompt.token_ids) for prompt in prompts) + generation.sampling.max_new_tokens
         running = min(generation.max_running_requests, len(prompts) * generation.group_size)
         batch = ContinuousBatch(
             decoder,
@@ -136,12 +143,12 @@ class Generator:
         outputs = batch.generate(
             GenerationRequest(
                 request_id=f"{number}/{answer}",
-                prompt=tuple(prompt),
+                prompt=tuple(prompt.token_ids),
                 sampling=self._sampling(seed),
                 experts_from=None if generation.experts is None else 0,
             )
-            for number, (prompt, order) in enumerate(zip(prompts, orders, strict=True))
-            for answer, seed in enumerate(group_seeds(self._seed, order=order, group_size=generation.group_size))
+            for number, prompt in enumerate(prompts)
+            for answer, seed in enumerate(group_seeds(self._seed, order=prompt.order, group_size=generation.group_size))
         )
         size = generation.group_size
         return [
@@ -177,12 +184,7 @@ class Generator:
         )
 
     async def _judge_all(
-        self,
-        uids: Sequence[str],
-        orders: Sequence[int],
-        rows: Sequence[DatasetRow],
-        prompts: Sequence[list[int]],
-        groups: Sequence[list[PartialAnswer | None]],
+        self, prompts: Sequence[_Prompt], groups: Sequence[list[PartialAnswer | None]], *, version: str
     ) -> list[Generated]:
         judge = RewardJudge(
             load_callable(self._reward.function),
@@ -192,24 +194,19 @@ class Generator:
             retries=self._reward.retries,
         )
         with closing(judge):
-            judged = [self._judge(judge, *prompt) for prompt in zip(uids, orders, rows, prompts, groups, strict=True)]
+            judged = [self._judge(judge, *one, version=version) for one in zip(prompts, groups, strict=True)]
             return list(await asyncio.gather(*judged))
 
     async def _judge(
-        self,
-        judge: RewardJudge,
-        uid: str,
-        order: int,
-        row: DatasetRow,
-        prompt: list[int],
-        group: list[PartialAnswer | None],
+        self, judge: RewardJudge, prompt: _Prompt, group: list[PartialAnswer | None], *, version: str
     ) -> Generated:
         answers = [answer for answer in group if answer is not None]
         if len(answers) < len(group):
-            return Generated(uid, order, None, dropped_because=NOT_FINITE)
+            return prompt.dropped(NOT_FINITE, version=version)
         try:
-            rewards: list[Any] = await asyncio.gather(*(judge(row.fields, answer) for answer in answers))
+            rewards: list[Any] = await asyncio.gather(*(judge(prompt.row.fields, answer) for answer in answers))
         except RewardFailedError as error:
-            return Generated(uid, order, None, dropped_because=REWARD_ERROR, cause=str(error))
-        judged = JudgedGroup(prompt, answers, rewards)
-        return Generated(uid, order, make_sample(uid, judged, experts=self._generation.experts))
+            return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
+        judged = JudgedGroup(prompt.token_ids, answers, rewards)
+        sample = make_sample(prompt.uid, judged, experts=self._generation.experts)
+        return prompt.answered(sample, version=version)

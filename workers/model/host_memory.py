@@ -1,7 +1,7 @@
 """Arrays that the processes of one host share: written once, mapped by whoever needs them, never copied between them.
 
     owner    HostMemory.store(arrays) ──► arrays in a segment ──places_of──► fd, inode, offset ──message──┐
-    reader   HostMemory.open(pid, places, dtypes, lengths) ◄────────── /proc/PID/fd/FD ◄──────────────────┘
+    reader   HostMemory.open(pid, places, kinds) ◄──────────────────── /proc/PID/fd/FD ◄──────────────────┘
 
 A segment is a memfd. It has no name in any file system and lives as long as one process has it open or mapped, so that
 nothing is left behind by processes that were killed. Only processes of the same user can open it. Its size is sealed: a
@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
+
+logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -90,7 +92,7 @@ class HostMemory:
     def store(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The same arrays where other processes can open them; those that are there already are not copied."""
         moving = {name: array for name, array in arrays.items() if not self.holds(array)}
-        starts = np.cumsum([0, *(_aligned(array.nbytes) for array in moving.values())]).tolist()
+        starts = np.cumsum([0, *(_rounded_up(array.nbytes, _ALIGNMENT) for array in moving.values())]).tolist()
         if not moving:
             return dict(arrays)
         extent = self.allocate(starts[-1])
@@ -112,7 +114,7 @@ class HostMemory:
                 self._filling, self._used_bytes = self._make_segment(segment_bytes), 0
             piece = slice(self._used_bytes, self._used_bytes + size_bytes)
             # Page by page: a page that somebody wrote to in his private mapping no longer shows what comes later.
-            self._used_bytes += _in_pages(size_bytes)
+            self._used_bytes += _rounded_up(size_bytes, mmap.PAGESIZE)
             return Extent(self._filling.target[piece], self._filling.values[piece])
 
     def holds(self, array: Array) -> bool:
@@ -134,8 +136,8 @@ class HostMemory:
                 places += _NOWHERE
         return np.array(places, np.int64).reshape(-1, 3)
 
-    def open(self, pid: int, places: Places, dtypes: Sequence[np.dtype[Any]], lengths: Sequence[int]) -> list[Array]:
-        """Arrays of another process: their places, types and numbers of values.
+    def open(self, pid: int, places: Places, kinds: Sequence[tuple[np.dtype[Any], int]]) -> list[Array]:
+        """Arrays of another process: their places, and the type and number of values of each.
 
         Raises:
             NotSharedError: if one is gone, or not for this process.
@@ -143,7 +145,7 @@ class HostMemory:
         values_by_inode = {_NOWHERE[1]: np.empty(0, np.uint8)}
         opened: list[Array] = []
         with self._lock:
-            for (fd, inode, offset), dtype, length in zip(places.tolist(), dtypes, lengths, strict=True):
+            for (fd, inode, offset), (dtype, length) in zip(places.tolist(), kinds, strict=True):
                 values = values_by_inode.get(inode)
                 if values is None:
                     values = values_by_inode[inode] = self._segment_at(pid, fd, inode)
@@ -169,7 +171,7 @@ class HostMemory:
 
     def _make_segment(self, size_bytes: int) -> Extent:
         fd = os.memfd_create("corral-samples", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _in_pages(size_bytes))
+        os.ftruncate(fd, _rounded_up(size_bytes, mmap.PAGESIZE))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         target = np.frombuffer(mmap.mmap(fd, 0, flags=mmap.MAP_SHARED), np.uint8)
         return Extent(target, self._register(fd, os.fstat(fd).st_ino))
@@ -201,15 +203,8 @@ def host_identity() -> str:
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _in_pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-logger = logging.getLogger(__name__)
+def _rounded_up(size_bytes: int, unit: int) -> int:
+    return -(-size_bytes // unit) * unit
 
 
 def meet_neighbours(
@@ -230,27 +225,18 @@ def meet_neighbours(
     barrier()  # all have written down what they show
     pid_by_rank: dict[int, int] = {}
     members = store.multi_get([f"{number} on {host}" for number in range(1, store.add(count_key, 0) + 1)])
-    for other, pid, its_places in map(_member, members):
-        if other != rank:
-            pid_by_rank[other] = pid
-            if (refusal := _refusal(memory, other, pid, its_places)) is not None:
-                logger.warning("rank %d shares no memory with others of its host: %s", rank, refusal)
-                store.set(refusal_key, refusal)
+    for other, pid, *place in (map(int, member.split()) for member in members):
+        if other == rank:
+            continue
+        pid_by_rank[other] = pid
+        try:
+            ((seen,),) = memory.open(pid, np.array([place], np.int64), [(np.dtype(np.int64), 1)])
+            refusal = "" if seen == other else f"process {pid} shows the memory of rank {seen}, and not of rank {other}"
+        except NotSharedError as error:
+            refusal = str(error)
+        if refusal:
+            logger.warning("rank %d shares no memory with others of its host: %s", rank, refusal)
+            store.set(refusal_key, refusal)
     barrier()  # all have looked; only now may `shown` go
     del shown
     return {} if store.check([refusal_key]) else pid_by_rank
-
-
-def _member(text: bytes) -> tuple[int, int, Places]:
-    """Rank, process id, and what it shows."""
-    rank, pid, *place = map(int, text.split())
-    return rank, pid, np.array([place], np.int64)
-
-
-def _refusal(memory: HostMemory, rank: int, pid: int, places: Places) -> str | None:
-    """Why another rank's memory cannot be seen; None if it can."""
-    try:
-        seen = int(memory.open(pid, places, [np.dtype(np.int64)], [1])[0][0])
-    except NotSharedError as error:
-        return str(error)
-    return None if seen == rank else f"process {pid} shows the memory of rank {seen}, and not of rank {rank}"

@@ -44,9 +44,9 @@ from corral.scheduling.dataflow import build_dataflow
 from corral.workers.backends.parallel_context import mesh_contexts
 from corral.workers.data.sequence_sample import key_specs
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
-from corral.workers.model.data_plane import DataPlane, Membership
+from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.gang import JoinedGang, joined_gang
+from corral.workers.model.gang import joined_gang
 from corral.workers.model.host_memory import host_identity
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
@@ -206,22 +206,21 @@ class ModelWorker(Worker):
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
         gang = stack.enter_context(joined_gang(context, spec))
-        self._plane = stack.enter_context(closing(DataPlane(self._store, self._membership(gang))))
+        plane = DataPlane(
+            self._store,
+            gang.rendezvous,
+            rank=spec.index,
+            world_size=spec.world_size,
+            address=context.address,
+            host=host_identity(),
+            timeout_s=context.plan.supervision.step_timeout_s,
+        )
+        self._plane = stack.enter_context(closing(plane))
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls)
         contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))
         self._models = Models(spec, self._store, contexts, seed=context.plan.seed)
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
-
-    def _membership(self, gang: JoinedGang) -> Membership:
-        return Membership(
-            rank=self._spec.index,
-            world_size=self._spec.world_size,
-            rendezvous=gang.rendezvous,
-            address=self.context.address,
-            host=host_identity(),
-            timeout_s=self.context.plan.supervision.step_timeout_s,
-        )
 
     # Requests that are answered at once, in the stream's thread
 

@@ -312,7 +312,7 @@ class Models:
         for generated in made:
             if generated.sample is not None:
                 self._store.put(generated.sample)
-        return [generated.described(request.version) for generated in made]
+        return [generated.described for generated in made]
 
     def inference(self, request: Inference) -> None:
         """Compute a call's output keys and keep them beside its inputs."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Buffer = npt.NDArray[Any]
 
 HELLO = struct.Struct("<16sq")
-"""What a peer says first: the courier's secret, and its own rank."""
+"""What a peer says first: this rank's secret, and its own rank."""
 QUESTION = struct.Struct("<q")
 """The tag of what it wants."""
 HEADER = struct.Struct("<qq")
@@ -47,128 +47,11 @@ class TransferError(RuntimeError):
     """A peer did not send or take its part of the plan; the gang cannot go on together."""
 
 
-class Courier:
-    """What a rank gives away, kept until a peer asks for it; a thread for each of them sends, whatever others do."""
-
-    def __init__(self, *, rank: int, address: str) -> None:
-        """
-        Args:
-            address: IP address of the interface to listen on.
-        """
-        self._rank = rank
-        self.secret = os.urandom(16)
-        """Whoever does not say it first is not answered."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-        self.port: int = self._listener.getsockname()[1]
-        self._held: defaultdict[tuple[int, int], deque[Sequence[memoryview]]] = defaultdict(deque)  # by peer and tag
-        self._changed = threading.Condition()
-        self._connections: set[socket.socket] | None = set()
-        """None once this is closed."""
-        self._start(self._accept)
-
-    def give(self, buffers: Sequence[memoryview], peer: int, tag: int) -> None:
-        """Send these bytes to the peer once it asks for them; they must not change any more. Any thread may call it."""
-        with self._changed:
-            self._held[peer, tag].append(buffers)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End all connections; what nobody has asked for is not sent any more. May be repeated."""
-        with self._changed:
-            ending, self._connections = self._connections or set(), None
-            self._held.clear()
-            self._changed.notify_all()
-        for connection in (self._listener, *ending):
-            _end(connection)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # it is closed
-            with self._changed:
-                if self._connections is None:
-                    connection.close()
-                    return
-                self._connections.add(connection)
-            self._start(self._serve, connection)
-
-    def _serve(self, connection: socket.socket) -> None:
-        """All that one peer asks for."""
-        rank: int | None = None
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            secret, rank = HELLO.unpack(_received(connection, HELLO.size))
-            while hmac.compare_digest(secret, self.secret):
-                (tag,) = QUESTION.unpack(_received(connection, QUESTION.size))
-                if (buffers := self._taken(rank, tag)) is None:
-                    return
-                _send(connection, [memoryview(HEADER.pack(tag, sum(map(len, buffers)))), *buffers])
-                del buffers
-        except ConnectionAbortedError:
-            return  # it has all that it asked for
-        except OSError as error:
-            if self._connections is not None:
-                logger.warning("rank %d could not send all to rank %s: %s", self._rank, rank, error)
-        finally:
-            _end(connection)
-
-    def _taken(self, peer: int, tag: int) -> Sequence[memoryview] | None:
-        """Wait until something is given; None once this is closed."""
-        key = (peer, tag)
-        with self._changed:
-            self._changed.wait_for(lambda: self._connections is None or self._held.get(key))
-            if self._connections is None:
-                return None
-            given = self._held[key].popleft()
-            if not self._held[key]:
-                del self._held[key]
-            return given
-
-    def _start(self, work: Any, *arguments: socket.socket) -> None:
-        threading.Thread(target=work, args=arguments, name=f"courier of rank {self._rank}", daemon=True).start()
-
-
-def _end(connection: socket.socket) -> None:
-    """Close a socket, also under whoever waits for it."""
-    with suppress(OSError):  # the other end has left
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _send(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
-    leaving = deque(buffers)
-    while leaving:
-        num_bytes = connection.sendmsg(islice(leaving, _MOST_BUFFERS))
-        while leaving and num_bytes >= len(leaving[0]):
-            num_bytes -= len(leaving.popleft())
-        if num_bytes:
-            leaving[0] = leaving[0][num_bytes:]
-
-
-def _received(connection: socket.socket, size: int) -> bytearray:
-    received = bytearray(size)
-    _receive_into(connection, memoryview(received))
-    return received
-
-
-def _receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Until it is full.
-
-    Raises:
-        ConnectionAbortedError: if the peer has left.
-    """
-    while target:
-        num_bytes = connection.recv_into(target)
-        if not num_bytes:
-            raise ConnectionAbortedError("the connection has ended")
-        target = target[num_bytes:]
-
-
 class Network:
-    """The connections of one rank to all others. Any thread may send; one at a time may receive."""
+    """The connections of one rank to all others. Any thread may send; one at a time may receive.
+
+    What it gives away is kept until a peer asks for it; a thread for each of them sends, whatever others do.
+    """
 
     def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         """Meet the other ranks, which do the same; connections are made when they are needed.
@@ -184,13 +67,23 @@ class Network:
         """
         self.rank = rank
         self.timeout_s = timeout_s
+        self.secret = os.urandom(16)
+        """Whoever does not say it first is not answered."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        self.port: int = self._listener.getsockname()[1]
         self._store = store
         self._world_size = world_size
         self._num_barriers = 0
         self._connections: dict[int, socket.socket] = {}
-        self._courier = Courier(rank=rank, address=address)
+        """To peers that were asked for something."""
+        self._held: defaultdict[tuple[int, int], deque[Sequence[memoryview]]] = defaultdict(deque)  # by peer and tag
+        self._changed = threading.Condition()
+        self._serving: set[socket.socket] | None = set()
+        """From peers that ask; None once this is closed."""
+        self._start(self._accept)
         try:
-            store.set(f"courier {rank}", json.dumps([address, self._courier.port, self._courier.secret.hex()]))
+            store.set(f"courier {rank}", json.dumps([address, self.port, self.secret.hex()]))
             self.barrier()
         except BaseException:
             self.close()
@@ -199,7 +92,9 @@ class Network:
     def send(self, buffers: Sequence[Buffer], peer: int, *, tag: int) -> None:
         """Send these, one behind the other, once the peer asks for them; they must not change any more."""
         views = [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers if buffer.size]
-        self._courier.give(views, peer, tag)
+        with self._changed:
+            self._held[peer, tag].append(views)
+            self._changed.notify_all()
 
     def ask(self, peer: int, *, tag: int) -> None:
         """Have a peer send something, which is to be received then.
@@ -258,10 +153,13 @@ class Network:
             ) from error
 
     def close(self) -> None:
-        """Break all connections, also under sends that nobody has taken."""
-        self._courier.close()
-        for connection in self._connections.values():
-            connection.close()
+        """Break all connections, also under sends that nobody has taken. May be repeated."""
+        with self._changed:
+            ending, self._serving = self._serving or set(), None
+            self._held.clear()
+            self._changed.notify_all()
+        for connection in (self._listener, *ending, *self._connections.values()):
+            _end(connection)
 
     def _connection(self, peer: int) -> socket.socket:
         if peer not in self._connections:
@@ -270,3 +168,87 @@ class Network:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(HELLO.pack(bytes.fromhex(secret), self.rank))
         return self._connections[peer]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # it is closed
+            with self._changed:
+                if self._serving is None:
+                    connection.close()
+                    return
+                self._serving.add(connection)
+            self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """All that one peer asks for."""
+        rank: int | None = None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secret, rank = HELLO.unpack(_received(connection, HELLO.size))
+            while hmac.compare_digest(secret, self.secret):
+                (tag,) = QUESTION.unpack(_received(connection, QUESTION.size))
+                if (buffers := self._taken(rank, tag)) is None:
+                    return
+                _send(connection, [memoryview(HEADER.pack(tag, sum(map(len, buffers)))), *buffers])
+                del buffers
+        except ConnectionAbortedError:
+            return  # it has all that it asked for
+        except OSError as error:
+            if self._serving is not None:
+                logger.warning("rank %d could not send all to rank %s: %s", self.rank, rank, error)
+        finally:
+            _end(connection)
+
+    def _taken(self, peer: int, tag: int) -> Sequence[memoryview] | None:
+        """Wait until something is given; None once this is closed."""
+        key = (peer, tag)
+        with self._changed:
+            self._changed.wait_for(lambda: self._serving is None or self._held.get(key))
+            if self._serving is None:
+                return None
+            given = self._held[key].popleft()
+            if not self._held[key]:
+                del self._held[key]
+            return given
+
+    def _start(self, work: Any, *arguments: socket.socket) -> None:
+        threading.Thread(target=work, args=arguments, name=f"courier of rank {self.rank}", daemon=True).start()
+
+
+def _end(connection: socket.socket) -> None:
+    """Close a socket, also under whoever waits for it."""
+    with suppress(OSError):  # the other end has left
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _send(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
+    leaving = deque(buffers)
+    while leaving:
+        num_bytes = connection.sendmsg(islice(leaving, _MOST_BUFFERS))
+        while leaving and num_bytes >= len(leaving[0]):
+            num_bytes -= len(leaving.popleft())
+        if num_bytes:
+            leaving[0] = leaving[0][num_bytes:]
+
+
+def _received(connection: socket.socket, size: int) -> bytearray:
+    received = bytearray(size)
+    _receive_into(connection, memoryview(received))
+    return received
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    """Until it is full.
+
+    Raises:
+        ConnectionAbortedError: if the peer has left.
+    """
+    while target:
+        num_bytes = connection.recv_into(target)
+        if not num_bytes:
+            raise ConnectionAbortedError("the connection has ended")
+        target = target[num_bytes:]

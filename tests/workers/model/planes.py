@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
-from corral.workers.model.data_plane import DataPlane, Membership
+from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.network import Network
 
@@ -37,15 +37,16 @@ def connected_ranks(
     ranks = []
     for number, host in enumerate(hosts):
         store = DataStore(specs)
-        member = Membership(
+        plane = DataPlane(
+            store,
+            rendezvous,
             rank=number,
             world_size=len(hosts),
-            rendezvous=rendezvous,
             address="127.0.0.1",
             host=host,
             timeout_s=timeout_s,
         )
-        ranks.append(Rank(store, DataPlane(store, member)))
+        ranks.append(Rank(store, plane))
     try:
         on_all(ranks, lambda _, rank: rank.plane.begin(epoch))
         yield ranks

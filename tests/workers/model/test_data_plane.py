@@ -19,7 +19,7 @@ from corral.scheduling.keys import KeyLayout
 from corral.scheduling.redistribution import Demand, Parcel
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpec, SequenceSample
-from corral.workers.model.data_plane import DataPlane, Membership
+from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.network import TransferError
 from tests.workers.model.planes import (
@@ -215,10 +215,9 @@ def test_a_new_epoch_forgets_what_nobody_took() -> None:
 def join_and_wait(address: str, ready: Connection) -> None:
     """Rank 1: there, until it is killed."""
     rendezvous = connect_store(address, timeout_s=DEADLINE_S)
-    member = Membership(
-        rank=1, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="B", timeout_s=DEADLINE_S
+    plane = DataPlane(
+        DataStore(), rendezvous, rank=1, world_size=2, address="127.0.0.1", host="B", timeout_s=DEADLINE_S
     )
-    plane = DataPlane(DataStore(), member)
     plane.begin(1)
     ready.send_bytes(b"begun")
     ready.recv_bytes()
@@ -230,10 +229,10 @@ def test_a_peer_that_dies_is_named_at_once() -> None:
     ours, its = spawn.Pipe()
     peer = spawn.Process(target=join_and_wait, args=(address, its))
     peer.start()
-    member = Membership(
-        rank=0, world_size=2, rendezvous=rendezvous, address="127.0.0.1", host="A", timeout_s=DEADLINE_S
+    plane = DataPlane(
+        DataStore(), rendezvous, rank=0, world_size=2, address="127.0.0.1", host="A", timeout_s=DEADLINE_S
     )
-    with closing(DataPlane(DataStore(), member)) as plane:
+    with closing(plane):
         plane.begin(1)
         assert ours.poll(DEADLINE_S)
         parcel = Parcel(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))

@@ -28,7 +28,7 @@ def place_of(memory: HostMemory, array: npt.NDArray[Any]) -> list[int]:
 
 
 def open_one(memory: HostMemory, pid: int, place: list[int], dtype: npt.DTypeLike, length: int) -> npt.NDArray[Any]:
-    (array,) = memory.open(pid, np.array([place]), [np.dtype(dtype)], [length])
+    (array,) = memory.open(pid, np.array([place]), [(np.dtype(dtype), length)])
     return array
 
 

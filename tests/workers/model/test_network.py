@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from corral.workers.model.network import HEADER, HELLO, QUESTION, Courier, Network, TransferError
+from corral.workers.model.network import HEADER, HELLO, QUESTION, Network, TransferError
 from tests.workers.model.planes import DEADLINE_S
 
 
@@ -127,14 +127,14 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
 
 
 def test_a_stranger_is_turned_away_without_a_word_and_others_are_served() -> None:
-    with closing(Courier(rank=0, address="127.0.0.1")) as courier:
-        courier.give([memoryview(b"values")], 1, 5)
-        answers = [hear(courier, secret) for secret in (bytes(16), courier.secret)]
+    with networks(1) as (one,):
+        one.send([np.frombuffer(b"values", np.uint8)], 1, tag=5)
+        answers = [hear(one, secret) for secret in (bytes(16), one.secret)]
     assert answers == [b"", HEADER.pack(5, 6) + b"values"]
 
 
-def hear(courier: Courier, secret: bytes) -> bytes:
-    """What the courier answers to rank 1 that asks for message 5; nothing if it ends the connection."""
-    with socket.create_connection(("127.0.0.1", courier.port), DEADLINE_S) as connection:
+def hear(network: Network, secret: bytes) -> bytes:
+    """What a rank answers to rank 1 that asks for message 5; nothing if it ends the connection."""
+    with socket.create_connection(("127.0.0.1", network.port), DEADLINE_S) as connection:
         connection.sendall(HELLO.pack(secret, 1) + QUESTION.pack(5))
         return connection.recv(HEADER.size + 6, socket.MSG_WAITALL)
