@@ -35,7 +35,6 @@ from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     Fetch,
-    FilesReply,
     Initialize,
     InitializedReply,
     LoadedModel,
@@ -206,10 +205,11 @@ class TrainerGang:
         """Free the tensors of samples that were trained on, where they are, with the next message to each rank."""
         self.attach({rank: ClearDataCache(uids=uids) for rank, uids in uids_by_rank.items()})
 
-    async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> dict[str, FileEntry]:
+    async def save_weights(self, role: str, directory: Path, *, base: Path | None = None) -> Mapping[str, FileEntry]:
         """Write a role's weights in Hugging Face format, with deltas from `base`; the files, which are on disk then."""
         request = SaveWeights(role=role, directory=str(directory), base="" if base is None else str(base))
-        return _files(await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request)))
+        replies = await self.start(dict.fromkeys(self._spec.mesh(ModelName(role)).ranks, request))
+        return _joined({self.workers[rank]: reply for rank, reply in replies.items()}).weights
 
     async def begin_save(self, role: str, state: Path, weights: Path | None, *, copies: bool) -> None:
         """Let every rank copy what a commit has of the role, and begin to write it; steps may follow then.
@@ -232,15 +232,9 @@ class TrainerGang:
         )
         self._unwritten.append(pending)
         try:
-            replies = await self._guard(pending.results())
+            return _joined(await self._guard(pending.results()))
         finally:
             self._unwritten.remove(pending)
-        told = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
-        return WrittenFiles(
-            state={name: entry for reply in told.values() for name, entry in reply.state.items()},
-            weights={name: entry for reply in told.values() for name, entry in reply.weights.items()},
-            problems={worker: reply.failed_because for worker, reply in told.items() if reply.failed_because},
-        )
 
     def still_writing(self) -> list[str]:
         """The workers whose copies are not on disk yet."""
@@ -297,11 +291,11 @@ def _samples(replies: Mapping[int, ReplyPayload]) -> list[BufferedSample]:
     ]
 
 
-def _files(replies: Mapping[int, ReplyPayload]) -> dict[str, FileEntry]:
-    """What all ranks have written together; each file is one rank's."""
-    return {
-        name: entry
-        for reply in replies.values()
-        if isinstance(reply, FilesReply)
-        for name, entry in reply.files.items()
-    }
+def _joined(replies: Mapping[str, ReplyPayload]) -> WrittenFiles:
+    """What all ranks have written together, given their replies by worker; each file is one rank's."""
+    told = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
+    return WrittenFiles(
+        state={name: entry for reply in told.values() for name, entry in reply.state.items()},
+        weights={name: entry for reply in told.values() for name, entry in reply.weights.items()},
+        problems={worker: reply.failed_because for worker, reply in told.items() if reply.failed_because},
+    )

@@ -18,6 +18,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 from corral.workers.requests.messages import (
     FromWorker,
@@ -37,7 +38,6 @@ from corral.workers.streams.errors import (
     PeerDeadError,
     StaleEpochError,
     StreamClosedError,
-    StreamError,
     StreamTimeoutError,
 )
 from corral.workers.streams.router import Peer, RouterEndpoint
@@ -125,11 +125,6 @@ class RequestClient(Closing):
         )
 
     @property
-    def num_malformed(self) -> int:
-        """Messages that were counted and dropped."""
-        return self._router.num_malformed
-
-    @property
     def endpoint(self) -> str:
         """Where workers connect: "tcp://host:port"."""
         return self._router.endpoint
@@ -174,7 +169,13 @@ class RequestClient(Closing):
         """
         request_id = str(RequestId(self._epoch, next(self._sequence)))
         what = "/".join(sorted({type(request).__name__ for request in requests.values()}))
-        replies = PendingReplies(requests, request_id=request_id, asked=f"{what} {request_id}")
+        replies = PendingReplies(
+            requests,
+            request_id=request_id,
+            asked=f"{what} {request_id}",
+            deadline_s=deadline_s,
+            on_complete=partial(self._pending.pop, request_id, None),
+        )
         if requests:
             self._pending[request_id] = replies
         # A step posts to a thousand workers some times: what they have in common is made once.
@@ -183,7 +184,8 @@ class RequestClient(Closing):
         for worker_id, request in requests.items():
             worker, asked = self._worker_by_id.get(worker_id), replies.asked
             if worker is None or worker.is_dead:
-                self._end(replies, worker_id, worker.death(asked) if worker else _not_here(worker_id, asked))
+                unknown = PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")
+                replies.end(worker_id, worker.death(asked) if worker else unknown)
                 continue
             riders, worker.riders = worker.riders, ()
             if encoded is None or encoded.request is not request or encoded.riders is not riders:
@@ -191,7 +193,6 @@ class RequestClient(Closing):
                 frames = self._codec.encode(encoded, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
             replies.await_reply(worker_id, frames)
             self._send(worker, frames)
-        replies.expire_by(self._loop.call_later(deadline_s, self._expire, replies, deadline_s))
         return replies
 
     def attach(self, requests: Mapping[str, Rider]) -> None:
@@ -212,15 +213,10 @@ class RequestClient(Closing):
             worker.end_grace()
         for replies in list(self._pending.values()):
             for worker_id in replies.missing:
-                self._end(replies, worker_id, StreamClosedError("the master's request stream was closed"))
+                replies.end(worker_id, StreamClosedError("the master's request stream was closed"))
         self._router.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
-
-    def _expire(self, replies: PendingReplies, deadline_s: float) -> None:
-        for worker_id in replies.missing:
-            error = StreamTimeoutError(f"{worker_id} did not answer {replies.asked} within {deadline_s:.1f} s")
-            self._end(replies, worker_id, error)
 
     def _send(self, worker: _KnownWorker, frames: list[Buffer]) -> None:
         if worker.identity is None:
@@ -268,21 +264,12 @@ class RequestClient(Closing):
         if (replies := self._pending.get(request_id)) is None:
             return  # nobody waits for it any more
         worker_id = worker.hello.worker
-        if isinstance(reply, ErrorReply | StaleReply):
-            self._end(replies, worker_id, self._refusal(worker_id, reply, replies.asked))
-        else:
-            self._end(replies, worker_id, reply)
-
-    def _end(self, replies: PendingReplies, worker_id: str, end: ReplyPayload | StreamError) -> None:
-        """A request to a worker ends once, whatever comes first."""
-        replies.end(worker_id, end)
-        if replies.is_complete:
-            self._pending.pop(replies.request_id, None)
-
-    def _refusal(self, worker_id: str, reply: ErrorReply | StaleReply, asked: str) -> StreamError:
         if isinstance(reply, StaleReply):
-            return StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch)
-        return remote_error(f"{worker_id} ({asked})", reply)
+            replies.end(worker_id, StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch))
+        elif isinstance(reply, ErrorReply):
+            replies.end(worker_id, remote_error(f"{worker_id} ({replies.asked})", reply))
+        else:
+            replies.end(worker_id, reply)
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
@@ -301,11 +288,7 @@ class RequestClient(Closing):
             return
         worker.is_dead, worker.riders = True, ()  # it hears nothing more
         for replies in list(self._pending.values()):
-            self._end(replies, worker.hello.worker, worker.death(replies.asked))
+            replies.end(worker.hello.worker, worker.death(replies.asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
         if self._on_worker_dead is not None:
             self._on_worker_dead(worker.hello.worker)
-
-
-def _not_here(worker_id: str, asked: str) -> PeerDeadError:
-    return PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")

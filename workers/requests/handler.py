@@ -23,7 +23,7 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.workers.requests.messages import (
@@ -32,7 +32,6 @@ from corral.workers.requests.messages import (
     Initialize,
     NonBlockingRequest,
     ReplyPayload,
-    Rider,
     StaleReply,
     ToWorker,
     WorkerRequest,
@@ -77,10 +76,6 @@ class Envelope:
 
     request_id: RequestId
     request: BlockingRequest
-
-    @property
-    def epoch(self) -> int:
-        return self.request_id.epoch
 
 
 class WorkerRequestStream(Closing):
@@ -158,7 +153,7 @@ class WorkerRequestStream(Closing):
                 envelope = self._released.get(timeout=remaining_s)
             except queue.Empty:
                 return None
-            if envelope is not None and envelope.epoch >= self.max_epoch:
+            if envelope is not None and envelope.request_id.epoch >= self.max_epoch:
                 return envelope
         return None
 
@@ -207,7 +202,9 @@ class WorkerRequestStream(Closing):
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
-        if (failed := self._do_riders(message.body.riders)) is not None:
+        answers = map(self._ask_handler, message.body.riders)
+        # The first error of what came with it, which the master must hear in place of an answer.
+        if (failed := next((answer for answer in answers if isinstance(answer, ErrorReply)), None)) is not None:
             self._finish(request_id, failed)
         elif isinstance(request, NonBlockingRequest):
             self._answer_now(request_id, request)
@@ -223,14 +220,6 @@ class WorkerRequestStream(Closing):
             self._raise_epoch(request_id.epoch)
             self._newest = request_id
             self._released.put(Envelope(request_id, request))
-
-    def _do_riders(self, riders: Sequence[Rider]) -> ErrorReply | None:
-        """The first error, which the master must hear in place of an answer to what the riders came with."""
-        for rider in riders:
-            answer = self._ask_handler(rider)
-            if isinstance(answer, ErrorReply):
-                return answer
-        return None
 
     def _raise_epoch(self, epoch: int) -> None:
         if epoch > self.max_epoch:

@@ -34,8 +34,8 @@ Rejection = Literal["stale", "consumed", "duplicate"]
 class Fetch(MessageBody, frozen=True, tag="fetch"):
     """Trajectories that have arrived -> MetadataReply"""
 
-    max_samples: int | None = None
-    wait_s: float = 0.0
+    max_samples: int
+    wait_s: float
     """Answer as soon as something has arrived, and with nothing only after so long."""
 
 
@@ -144,7 +144,7 @@ class Reallocate(MessageBody, frozen=True, tag="reallocate"):
 
 
 class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
-    """Write the role's weights in Hugging Face format, each rank some of the files -> FilesReply"""
+    """Write the role's weights in Hugging Face format, each rank some of the files -> WrittenReply"""
 
     role: str
     directory: str
@@ -316,18 +316,14 @@ class TrainReply(MessageBody, frozen=True, tag="train"):
         return self.num_updates == 0 and self.num_nonfinite > 0
 
 
-class FilesReply(MessageBody, frozen=True, tag="files"):
-    """Files that this rank has written, and forced to disk; nobody has to read them again to know what they hold."""
-
-    files: dict[str, FileEntry]
-    """By path relative to the directory of the request."""
-
-
 class WrittenReply(MessageBody, frozen=True, tag="written"):
-    """Files of a SaveCheckpoint, forced to disk, by path relative to the directory of each kind."""
+    """Files that this rank has written, and forced to disk, by path relative to the directory of each kind.
 
-    state: dict[str, FileEntry]
-    weights: dict[str, FileEntry]
+    Nobody has to read them again to know what they hold.
+    """
+
+    state: dict[str, FileEntry] = {}
+    weights: dict[str, FileEntry] = {}
     failed_because: str = ""
     """What the file system answered instead; the files are of no use then."""
 
@@ -339,15 +335,7 @@ class StaleReply(MessageBody, frozen=True, tag="stale"):
 
 
 ReplyPayload = (
-    OkReply
-    | InitializedReply
-    | MetadataReply
-    | StatsReply
-    | TrainReply
-    | FilesReply
-    | WrittenReply
-    | ErrorReply
-    | StaleReply
+    OkReply | InitializedReply | MetadataReply | StatsReply | TrainReply | WrittenReply | ErrorReply | StaleReply
 )
 
 

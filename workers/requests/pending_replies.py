@@ -1,9 +1,9 @@
 """PendingReplies: what has come, and what is still to come, of one request to some workers.
 
 RequestClient.post() ──what each worker was told──► await_reply() ──► frames_for(): to tell it again
-RequestClient, on a reply, a death, a deadline ──payload or error, once for each worker──► end()
-                                                                                             │
-results(): all payloads, or the first error ◄── one future ──────────────────────────────────┘
+RequestClient, on a reply or a death; the deadline ──payload or error, once for each worker──► end()
+                                                                                                │
+results(): all payloads, or the first error ◄── one future ─────────────────────────────────────┘
 """
 
 import asyncio
@@ -11,28 +11,40 @@ from collections.abc import Callable, Iterable
 
 from corral.workers.requests.messages import ReplyPayload
 from corral.workers.streams.codec import Buffer
-from corral.workers.streams.errors import StreamError
+from corral.workers.streams.errors import StreamError, StreamTimeoutError
 
 
 class PendingReplies:
     """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
 
-    def __init__(self, workers: Iterable[str], *, request_id: str, asked: str) -> None:
+    def __init__(
+        self,
+        workers: Iterable[str],
+        *,
+        request_id: str,
+        asked: str,
+        deadline_s: float,
+        on_complete: Callable[[], object],
+    ) -> None:
         """
         Args:
             asked: the request, for messages: "TrainStep 3:17".
+            deadline_s: from now; what is missing then ends with a `StreamTimeoutError`.
+            on_complete: called once nothing is missing.
         """
         self.request_id = request_id
         self.asked = asked
+        self._on_complete = on_complete
         self._missing: dict[str, list[Buffer]] = {worker: [] for worker in workers}
         self._workers = tuple(self._missing)
         self._payloads: dict[str, ReplyPayload] = {}
-        self._deadline: asyncio.TimerHandle | None = None
         # One future for all of them: a future and a deadline per worker would cost more than the messages.
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = loop.create_future()
         self._done.add_done_callback(_mark_seen)
+        self._deadline = loop.call_later(deadline_s, self._expire, deadline_s)
         if not self._missing:
-            self._done.set_result(None)
+            self._complete()
 
     @property
     def is_complete(self) -> bool:
@@ -68,25 +80,26 @@ class PendingReplies:
         """Call this once `results` has something to say."""
         self._done.add_done_callback(lambda _: callback())
 
-    def expire_by(self, deadline: asyncio.TimerHandle) -> None:
-        """This timer ends what is missing by then; once nothing is, it is cancelled."""
-        self._deadline = deadline
-        if not self._missing:
-            deadline.cancel()
-
     def end(self, worker: str, end: ReplyPayload | StreamError) -> None:
         """What has come of a worker; what comes of it after that is late, and nobody waits for it."""
         if self._missing.pop(worker, None) is None:
             return
         if not isinstance(end, StreamError):
             self._payloads[worker] = end
+        elif not self._done.done():
+            self._done.set_exception(end)
+        if not self._missing:
+            self._complete()
+
+    def _complete(self) -> None:
+        self._deadline.cancel()
+        self._on_complete()
         if not self._done.done():
-            if isinstance(end, StreamError):
-                self._done.set_exception(end)
-            elif not self._missing:
-                self._done.set_result(None)
-        if not self._missing and self._deadline is not None:
-            self._deadline.cancel()
+            self._done.set_result(None)
+
+    def _expire(self, deadline_s: float) -> None:
+        for worker in self.missing:
+            self.end(worker, StreamTimeoutError(f"{worker} did not answer {self.asked} within {deadline_s:.1f} s"))
 
 
 def _mark_seen(future: "asyncio.Future[None]") -> None:

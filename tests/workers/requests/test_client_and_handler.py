@@ -147,7 +147,7 @@ def test_each_worker_gets_its_own_share_and_nothing_of_the_others(as_role: AsRol
             client.post(shares, deadline_s=10)
             for stream in (first, second):
                 envelope = await take(stream)
-                assert (envelope.epoch, envelope.request) == (1, shares[stream.worker_id])
+                assert (envelope.request_id.epoch, envelope.request) == (1, shares[stream.worker_id])
 
     with_master(run, as_role("master_worker"))
 
@@ -197,7 +197,7 @@ def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
-                await ask(client, stream.worker_id, Fetch(), deadline_s=10)
+                await ask(client, stream.worker_id, Fetch(max_samples=1, wait_s=0.0), deadline_s=10)
             assert 'raise LookupError("the dataset is gone")' in str(raised.value)
             assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
@@ -312,7 +312,7 @@ def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_
             security = as_role("model_worker")
             with worker(security, lambda: client.endpoint) as member:
                 with worker(security, lambda: client.endpoint, index=7):
-                    await until(lambda: client.num_malformed > 0, waiting_for="the stranger's hello")
+                    await until(lambda: client._router.num_malformed > 0, waiting_for="the stranger's hello")
                 await initialize(client, member)
                 assert client.hello_of("model_worker/7") is None
             await until(lambda: dead != [], waiting_for="the member's end")

@@ -46,7 +46,7 @@ def announced(*uids: str) -> MetadataReply:
     return MetadataReply.of([SampleMetadata(uid=uid, keys=("input_ids",), num_tokens=[3]) for uid in uids])
 
 
-WAITS = Fetch(wait_s=100.0)
+WAITS = Fetch(max_samples=9, wait_s=100.0)
 
 
 def test_a_waiting_request_is_answered_when_something_arrives_while_others_are_answered_at_once(
@@ -78,7 +78,7 @@ def test_a_waiting_request_without_news_is_answered_when_its_time_is_over(as_rol
         inbox = Inbox()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
             await initialize(client, stream)
-            assert await ask(client, stream.worker_id, Fetch(wait_s=0.01), deadline_s=100) == NOTHING
+            assert await ask(client, stream.worker_id, Fetch(max_samples=9, wait_s=0.01), deadline_s=100) == NOTHING
             inbox.arrived = ["0:a"]
             stream.look_again()
             assert await ask(client, stream.worker_id, WAITS, deadline_s=100) == announced("0:a")

@@ -24,7 +24,9 @@ def test_who_waits_for_replies_and_knows_them_does_not_keep_them() -> None:
     told: list[tuple[str, ...]] = []
 
     async def ask() -> weakref.ref[PendingReplies]:
-        pending = PendingReplies(["a", "b"], request_id="1:1", asked="Spec 1:1")
+        pending = PendingReplies(
+            ["a", "b"], request_id="1:1", asked="Fetch 1:1", deadline_s=60, on_complete=lambda: None
+        )
         pending.when_settled(lambda: told.append(pending.missing))
         for worker in ("a", "b"):
             pending.end(worker, OkReply())

@@ -235,7 +235,7 @@ def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
             for _ in range(100):
                 frames = [rng.randbytes(rng.randint(1, 50)) for _ in range(rng.randint(1, 3))]
                 await asyncio.to_thread(connection.socket.send_multipart, frames)
-            await until(lambda: client.num_malformed == 100, waiting_for="100 malformed messages to be counted")
+            await until(lambda: client._router.num_malformed == 100, waiting_for="100 malformed messages to be counted")
             connection.close()
 
     asyncio.run(run())
