@@ -97,7 +97,7 @@ def test_what_a_commit_holds_is_restored_exactly(before: str, after: str, four_r
         == ledgers[1].trained
         == {group.uid: step for step, batch in enumerate(batches[:2], 1) for group in batch}
     )
-    assert ledgers[1].dropped_count == NUM_ROWS - 2 * BATCH_SIZE
+    assert len(ledgers[1].dropped) == NUM_ROWS - 2 * BATCH_SIZE
 
 
 def read_state(directory: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:

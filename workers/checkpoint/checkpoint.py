@@ -31,16 +31,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
     Ledger,
     LedgerDelta,
-    read_whole,
-    write_whole,
+    read_ledger,
 )
 from corral.workers.checkpoint.manifest import (
     CorruptCheckpointError,
@@ -106,7 +107,7 @@ def committed_ledger(trial_directory: TrialDirectory, commit: Commit) -> Ledger:
     if entry is None:
         raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
     try:
-        return read_whole(directory, digest=entry.digest)
+        return Ledger.of(read_ledger(directory / LEDGER_NAME, digest=entry.digest))
     except CorruptLedgerError as error:
         raise CorruptCheckpointError(str(error)) from error
 
@@ -154,19 +155,11 @@ class CheckpointWriter:
 
     def add_ledger(self, ledger: LedgerDelta) -> None:
         """Writes the whole ledger."""
-        self._files[LEDGER_NAME] = write_whole(self.path, ledger)
+        self._files[LEDGER_NAME] = write_durable(self.path / LEDGER_NAME, [msgspec.json.encode(ledger)])
 
     def write_manifest(self, extra: Mapping[str, Any]) -> str:
         """Seals the checkpoint; returns the digest that the commit entry names."""
         return write_manifest(self.path, self._files, {"epoch": self.epoch, "step": self.step, **extra}).digest
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedCommit:
-    """A commit that cannot be loaded, and why."""
-
-    logged: LoggedCommit
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +171,8 @@ class RecoveryPoint:
 
     The samples of rejected commits are not consumed: they will be trained again, from the state before.
     """
-    rejected: tuple[RejectedCommit, ...]
-    """Newer commits that were passed over, newest first."""
+    rejected: Mapping[int, str]
+    """Why newer commits were passed over, by step, newest first."""
 
     @property
     def slot(self) -> int:
@@ -203,27 +196,24 @@ def last_valid_commit(
         NoValidCheckpointError: there are commits, and none of them can be loaded.
     """
     lineage = log_state.lineage()
-    rejected: list[RejectedCommit] = []
+    rejected: dict[int, str] = {}
     for logged in reversed(lineage):
         try:
             verify_checkpoint(trial_directory, logged.commit, on_progress=on_progress)
             break
         except CorruptCheckpointError as error:
-            rejected.append(RejectedCommit(logged, str(error)))
+            rejected[logged.commit.step] = str(error)
+            logger.error("commit of step %d (slot %08d) is rejected: %s", logged.commit.step, logged.slot, error)
     honoured = lineage[: len(lineage) - len(rejected)]
-    for bad in rejected:
-        logger.error(
-            "commit of step %d (slot %08d) is rejected: %s", bad.logged.commit.step, bad.logged.slot, bad.reason
-        )
     if lineage and not honoured:
-        reasons = "".join(f"\n  step {bad.logged.commit.step}: {bad.reason}" for bad in rejected)
+        reasons = "".join(f"\n  step {step}: {reason}" for step, reason in rejected.items())
         raise NoValidCheckpointError(
             f"none of the {len(lineage)} commits of {trial_directory.path} can be loaded; restore one of these from a "
             f"backup, or start a new trial:{reasons}"
         )
     if rejected:
         logger.error("continuing from step %d instead", honoured[-1].commit.step)
-    return RecoveryPoint(honoured=honoured, rejected=tuple(rejected))
+    return RecoveryPoint(honoured=honoured, rejected=rejected)
 
 
 def collect_garbage(
@@ -243,7 +233,7 @@ def collect_garbage(
         protect: directories, relative to the trial directory, that stay as well (an evaluation reads them).
 
     Returns:
-        The removed directories, relative to the trial directory.
+        The names of the removed directories.
 
     Raises:
         ValueError: if `keep` is too small, or `epoch` has not committed or is superseded.
@@ -256,19 +246,16 @@ def collect_garbage(
             f"epoch {epoch} may not remove checkpoints before its own first commit, nor once it is superseded "
             f"(last commit: epoch {last.epoch if last else None}, current epoch: {log_state.epoch})"
         )
-    remover.sweep(trial_directory.checkpoints_path)
     kept = {logged.commit.directory for logged in log_state.lineage()[-keep:]} | set(protect)
     committed = {logged.commit.directory for logged in log_state.commits}
-    removed: list[str] = []
-    for path in sorted(trial_directory.checkpoints_path.iterdir()):
-        relative = trial_directory.relative(path)
-        match = _DIRECTORY_NAME.fullmatch(path.name)
+
+    def is_old(path: Path) -> bool:
+        relative, match = trial_directory.relative(path), _DIRECTORY_NAME.fullmatch(path.name)
         # An uncommitted directory of this epoch may be in use; an earlier epoch can never commit its own any more.
-        if match is None or relative in kept or (relative not in committed and int(match["epoch"]) >= epoch):
-            continue
-        if remover.remove(path):
-            removed.append(relative)
-    return removed
+        is_over = relative in committed or (match is not None and int(match["epoch"]) < epoch)
+        return match is not None and relative not in kept and is_over
+
+    return remover.remove_old(trial_directory.checkpoints_path, is_old=is_old)
 
 
 def _directory_of(trial_directory: TrialDirectory, commit: Commit) -> Path:

@@ -22,7 +22,7 @@ per sample, for good, in every process that follows the ledger.
 import secrets as random_tokens
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -32,12 +32,11 @@ import msgspec
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.content_digest import digest_of, mismatch
-from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 
 _ABSENT: Final = -1
 
 
-class UidTable(MutableMapping[str, int]):
+class UidTable(Mapping[str, int]):
     """A mapping from uids to numbers that are not negative.
 
     >>> table = UidTable()
@@ -71,13 +70,6 @@ class UidTable(MutableMapping[str, int]):
             values.extend([_ABSENT] * (number + 1 - len(values)))
         self._size += values[number] == _ABSENT
         values[number] = value
-
-    def __delitem__(self, uid: str) -> None:
-        if uid not in self:
-            raise KeyError(uid)
-        prefix, row = _split(uid)
-        self._values_by_pass[prefix][self._number_by_row[row]] = _ABSENT
-        self._size -= 1
 
     def __iter__(self) -> Iterator[str]:
         for prefix, values in self._values_by_pass.items():
@@ -152,8 +144,8 @@ class Ledger:
         return len(self.trained)
 
     @property
-    def dropped_count(self) -> int:
-        return len(self.dropped)
+    def consumed_count(self) -> int:
+        return len(self.trained) + len(self.dropped)
 
     @property
     def has_pending(self) -> bool:
@@ -168,7 +160,8 @@ class Ledger:
         uids = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
         self._require_new(uids, f"the commit of epoch {delta.epoch}, step {delta.step}")
         for step, group in delta.trained.items():
-            self.trained.update(dict.fromkeys(group, step))
+            for uid in group:
+                self.trained[uid] = step
         self.dropped.update(delta.dropped)
 
     def train(self, step: int, uids: Sequence[str]) -> None:
@@ -178,9 +171,8 @@ class Ledger:
             LedgerViolationError: one of them is consumed already; nothing is recorded.
         """
         self._require_new(uids, f"train step {step}")
-        new = dict.fromkeys(uids, step)
-        self.trained.update(new)
-        self._pending_trained.update(new)
+        for uid in uids:
+            self.trained[uid] = self._pending_trained[uid] = step
 
     def drop(self, uid: str, reason: str) -> None:
         """Records that `uid` will not be trained on.
@@ -245,7 +237,7 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
         path = trial_directory.inside(commit.ledger_file)
     except ValueError as error:
         raise CorruptLedgerError(f"ledger file {commit.ledger_file} cannot be read ({error})") from error
-    delta = _read(path, digest=commit.ledger_digest)
+    delta = read_ledger(path, digest=commit.ledger_digest)
     held = (delta.epoch, delta.step, delta.trained_count, len(delta.dropped))
     named = (commit.epoch, commit.step, commit.trained, commit.dropped)
     if held != named:
@@ -255,24 +247,12 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
     return delta
 
 
-def write_whole(checkpoint: Path, ledger: LedgerDelta) -> FileEntry:
-    """Puts the whole ledger into a checkpoint that is not sealed yet; its manifest will vouch for it."""
-    return write_durable(checkpoint / LEDGER_NAME, [msgspec.json.encode(ledger)])
-
-
-def read_whole(checkpoint: Path, *, digest: str) -> Ledger:
-    """The whole ledger that lies in a checkpoint.
-
-    Args:
-        digest: of the file, as the checkpoint's manifest has it.
+def read_ledger(path: Path, *, digest: str) -> LedgerDelta:
+    """What one commit adds, or all that it and its ancestors hold.
 
     Raises:
         CorruptLedgerError: the file is missing or another one.
     """
-    return Ledger.of(_read(checkpoint / LEDGER_NAME, digest=digest))
-
-
-def _read(path: Path, *, digest: str) -> LedgerDelta:
     try:
         data = path.read_bytes()
     except OSError as error:

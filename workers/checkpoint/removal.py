@@ -10,6 +10,7 @@ is seen half-empty under a name that means something.
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,11 @@ class Remover:
         """Try once more to take away what was put aside in a folder."""
         for path in folder.glob(f"{_REMOVING}*"):
             self._take_away(path)
+
+    def remove_old(self, folder: Path, *, is_old: Callable[[Path], bool]) -> list[str]:
+        """Sweep a folder, and remove what is old there; the names that are free now."""
+        self.sweep(folder)
+        return [path.name for path in sorted(folder.iterdir()) if is_old(path) and self.remove(path)]
 
     def _take_away(self, path: Path) -> None:
         if (failure := remove_tree(path)) is not None:

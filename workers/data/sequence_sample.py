@@ -16,7 +16,7 @@ Arrays are numpy: what an algorithm computes with torch on the way comes back as
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, compress
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -180,25 +180,18 @@ class SequenceSample:
         Args:
             answers: numbers, counted over all samples.
         """
-        chosen = set(answers)
-        ends = list(accumulate(self.num_answers_per_sample()))
-        members = [
-            [number - start for number in range(start, end) if number in chosen]
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
-        kept = [index for index, of_sample in enumerate(members) if of_sample]
-        slices = {key: answer_slices(self.answer_lengths(key)) for key in self.data}
-        data = {
-            key: np.concatenate([array[:0], *(array[slices[key][number]] for number in sorted(chosen))])
-            for key, array in self.data.items()
-        }
+        counts = self.num_answers_per_sample()
+        is_chosen = np.zeros(sum(counts), np.bool_)
+        is_chosen[list(answers)] = True
+        by_sample = np.split(is_chosen, np.cumsum(counts)[:-1])
+        kept = [index for index, of_sample in enumerate(by_sample) if of_sample.any()]
         return SequenceSample(
             [self.uids[index] for index in kept],
             {
-                key: [[lengths[index][member] for member in members[index]] for index in kept]
+                key: [list(compress(lengths[index], by_sample[index])) for index in kept]
                 for key, lengths in self.seqlens.items()
             },
-            data,
+            {key: array[np.repeat(is_chosen, self.answer_lengths(key))] for key, array in self.data.items()},
             self.specs,
         )
 

@@ -16,11 +16,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.data.prompts import held_out_uids
 from corral.workers.master.calls import MeshCalls
-from corral.workers.master.sample_source import SampleHolders, SequenceBuffer
+from corral.workers.master.sample_source import SampleHolders
 
 COUNT = "count"
 """The statistic that says over how many (pairs, tokens) the others of a go are means."""
@@ -31,10 +30,8 @@ _PERPLEXITY = "perplexity"  # the exponential of a mean: its logarithm is averag
 class HeldOut:
     """Runs the calls that evaluate, between train steps, when no other call runs."""
 
-    graph: DataflowGraph
     calls: MeshCalls
     holders: SampleHolders
-    buffer: SequenceBuffer
     row_ids: Sequence[str]
     """Of all held-out rows."""
 
@@ -48,12 +45,12 @@ class HeldOut:
 
     async def _go(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
         for sample in await self.holders.load_rows(uids):
-            self.buffer.put(sample)
-        for maker in self.graph.makers_of(call.name):
+            self.calls.buffer.put(sample)
+        for maker in self.calls.graph.makers_of(call.name):
             for part in _parts(uids, maker.n_seqs):
                 await self.calls.run_call(maker, part, version=version, is_last_go=part[-1] == uids[-1])
         stats = await self.calls.evaluate(call, uids, version=version)
-        self.holders.clear(self.buffer.release(uids))
+        self.holders.clear(self.calls.buffer.release(uids))
         return stats
 
 

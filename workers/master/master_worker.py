@@ -39,7 +39,7 @@ A whole asynchronous step:
      7 calls      samples that have the    output keys; weights    its own inputs,     other calls of the step; replies
                   call's input keys        in memory               its own ranks       of the call's ranks; the death of
                                                                                        any rank leads to 12
-     8 weights    the published role,      weights/vSTEP-eEPOCH,   its ranks, disk     FilesReply of its ranks
+     8 weights    the published role,      weights/vSTEP-eEPOCH,   its ranks, disk     WrittenReply of its ranks
                   once it has learned      under a manifest
      9 publish    the version, its path    a leased record; the    nobody              nothing; the manager looks for a
                                            updates of all servers                      version ten times a second
@@ -111,7 +111,6 @@ from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.data.prompts import load_planned_rows, uids_of_share
 from corral.workers.lifecycle.worker import (
-    BadConfigurationError,
     CannotContinueError,
     StopRequested,
     SupersededWorkerError,
@@ -217,9 +216,7 @@ class MasterWorker(Worker):
                 source=self._source(epoch, buffer, gang, commits.ledger),
                 gang=gang,
                 calls=calls,
-                held_out=HeldOut(
-                    graph=epoch.graph, calls=calls, holders=gang, buffer=buffer, row_ids=self._held_out_rows()
-                ),
+                held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
                 weights=weights,
                 commits=commits,
             ).run()
@@ -239,7 +236,7 @@ class MasterWorker(Worker):
                 last_valid_commit, writer.state, self.context.trial, on_progress=on_progress
             )
         if recovery.rejected:
-            reason = recovery.rejected[0].reason
+            reason = next(iter(recovery.rejected.values()))
             writer.fall_back_to(recovery.slot, reason=reason)
             step = recovery.honoured[-1].commit.step
             self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
@@ -248,7 +245,7 @@ class MasterWorker(Worker):
     def _source(self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger) -> SampleSource:
         spec = self._spec
         if spec.source != "trajectories":
-            next_order = ledger.trained_count + ledger.dropped_count if spec.source == "prompts" else None
+            next_order = ledger.consumed_count if spec.source == "prompts" else None
             return DatasetSource(
                 self._row_uids(), buffer, gang, batch_size=spec.train_batch_size, next_order=next_order
             )
@@ -271,14 +268,12 @@ class MasterWorker(Worker):
     def _trainer(self) -> ModelWorkerSpec:
         """What model workers are told; what is read here of it is equal for all."""
         trainer = self.context.plan.worker("model_worker", 0)
-        if not isinstance(trainer, ModelWorkerSpec):
-            raise BadConfigurationError("the plan has no model worker")
+        assert isinstance(trainer, ModelWorkerSpec), trainer
         return trainer
 
     def _row_uids(self) -> Iterator[str]:
         trainer = self._trainer
-        if trainer.dataset is None:
-            raise BadConfigurationError("the plan's samples come from a dataset, but its model workers have none")
+        assert trainer.dataset is not None, "the plan's samples come from a dataset, but its model workers have none"
         return uids_of_share(
             list(load_planned_rows(trainer.dataset)),
             seed=self.context.plan.seed,

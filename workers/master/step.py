@@ -19,6 +19,7 @@ is written beside the steps that follow it (`Commits`).
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -66,14 +67,13 @@ class TrainerEpoch:
 
     def __post_init__(self) -> None:
         epoch = self.epoch
-        self._buffer = self.held_out.buffer
+        self._buffer = self.calls.buffer
         self._ledger = self.commits.ledger
         self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=self.gang.news.set)
         self._step = epoch.first_step
         self._nonfinite_in_a_row = 0
-        self._skipped_updates = 0
-        self._committing_s = self._publishing_s = 0.0
-        self._waited_s: dict[str, float] = {}
+        self._waits = defaultdict[str, float](float)
+        """Since the last step's line: seconds, and updates that changed nothing, by metric."""
         now, control = self._moment(), epoch.spec.control
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
         begin = replace(now, step=now.step - 1, passes=now.passes if self._step else BEFORE_THE_RUN)
@@ -144,7 +144,7 @@ class TrainerEpoch:
             with suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), _LOOK_INTERVAL_S)
             for kind in {worker.partition("/")[0] for worker in producers} or {"dataset"}:
-                self._waited_s[kind] = self._waited_s.get(kind, 0.0) + time.monotonic() - started
+                self._waits[f"time/wait_s/{kind}"] += time.monotonic() - started
 
     async def _publish_again_if_damaged(self) -> None:
         """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
@@ -158,7 +158,7 @@ class TrainerEpoch:
         """Let the calls of the graph run on a batch; what they learned counts from here on, and is committed later."""
         if not batch:
             return
-        epoch, started, published_before_s = self.epoch, time.monotonic(), self._publishing_s
+        epoch, started = self.epoch, time.monotonic()
         with epoch.during("train step", self.gang.workers):
             outcome = await StepRunner(
                 epoch.graph, self.calls, batch, version=self._step, publish=self._publish, on_progress=self._show
@@ -180,13 +180,10 @@ class TrainerEpoch:
             return
         self._step += 1
         self._ledger.train(self._step, batch)
-        publishing_s = self._publishing_s - published_before_s
-        timing = {
-            "time/train_s": time.monotonic() - started - publishing_s,
-            "time/publish_s": publishing_s,
-            "data/transfer_bytes": float(self.calls.end_step()),
-        }
-        await epoch.disk.run(self._add_lines, outcome.metrics() | timing | self._take_waits(), batch)
+        spent = self._take_waits()
+        spent["time/train_s"] = time.monotonic() - started - spent["time/publish_s"]
+        spent["data/transfer_bytes"] = float(self.calls.end_step())
+        await epoch.disk.run(self._add_lines, outcome.metrics() | spent, batch)
         await self._commit_if_due()
         epoch.context.presence.beat(version=str(self.version))
         self._free(batch)
@@ -199,7 +196,7 @@ class TrainerEpoch:
         """The present step has made weights: they go to whoever generates before the step is over."""
         started = time.monotonic()
         await self.weights.publish(self.epoch.lineage.version(self._step + 1))
-        self._publishing_s += time.monotonic() - started
+        self._waits["time/publish_s"] += time.monotonic() - started
 
     def _free(self, uids: Sequence[str] | Mapping[str, str]) -> None:
         """Let the ranks forget samples that are trained on, or dropped."""
@@ -221,7 +218,7 @@ class TrainerEpoch:
     async def _note_nonfinite(self, outcome: StepOutcome, batch: Sequence[str]) -> None:
         """Bound how long nothing is learned; a step of which only some mini-batches were finite counts, too."""
         step = self._step + 1
-        self._skipped_updates += outcome.num_nonfinite
+        self._waits["train/skipped_nonfinite"] += outcome.num_nonfinite
         self._nonfinite_in_a_row += 1
         what = "left weights that are not finite" if outcome.is_damaged else "had a loss or gradient that is not finite"
         who = f" ({', '.join(outcome.skipping)} learned nothing, the others did)" if outcome.is_torn else ""
@@ -243,23 +240,18 @@ class TrainerEpoch:
 
         With them the updates that were tried meanwhile, and changed nothing.
         """
-        waited, skipped = self._waited_s, self._skipped_updates
-        self._waited_s, self._skipped_updates = {}, 0
-        return {
-            "time/commit_s": self._committing_s,
-            "time/save_s": self.commits.take_writing_s(),
-            "time/wait_s": sum(waited.values()),
-            **{f"time/wait_s/{kind}": seconds for kind, seconds in waited.items()},
-            "train/skipped_nonfinite": float(skipped),
-        }
+        waits, self._waits = self._waits, defaultdict[str, float](float)
+        always = dict.fromkeys(("time/commit_s", "time/publish_s", "train/skipped_nonfinite"), 0.0)
+        waited_s = sum(value for name, value in waits.items() if name.startswith("time/wait_s/"))
+        return {**always, **waits, "time/wait_s": waited_s, "time/save_s": self.commits.take_writing_s()}
 
     def _add_lines(self, stats: dict[str, float], batch: Sequence[str]) -> None:
         """A train step's line, and one for each of its samples."""
         self.epoch.writer.check()  # the files are the present epoch's
         samples = self._buffer.samples
-        stats["data/epoch"] = self._num_settled / self.epoch.spec.num_prompts
+        stats["data/epoch"] = self._ledger.consumed_count / self.epoch.spec.num_prompts
         stats["data/samples_trained"] = float(self._ledger.trained_count)
-        stats["data/samples_dropped"] = float(self._ledger.dropped_count)
+        stats["data/samples_dropped"] = float(len(self._ledger.dropped))
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
         self.commits.lines.add_metrics(self._step, stats)
@@ -284,7 +276,7 @@ class TrainerEpoch:
         if not self.commits.covers(self._step) and self._commits_due.is_due(self._moment()):
             await self.commits.begin(self._step, self.version)
             self._commits_due.note(self._moment())
-        self._committing_s = time.monotonic() - started
+        self._waits["time/commit_s"] += time.monotonic() - started
 
     async def _commit_all(self) -> None:
         """Commit whatever is not, and wait for it."""
@@ -308,17 +300,12 @@ class TrainerEpoch:
 
     # What is done, and what is left
 
-    @property
-    def _num_settled(self) -> int:
-        """Prompts that were trained on or dropped, over all passes."""
-        return self._ledger.trained_count + self._ledger.dropped_count
-
     def _moment(self) -> Moment:
-        passes = self._num_settled // self.epoch.spec.num_prompts
+        passes = self._ledger.consumed_count // self.epoch.spec.num_prompts
         return Moment(step=self._step, passes=passes, time_s=time.monotonic())
 
     def _remaining(self) -> int:
-        return self.epoch.spec.num_prompts * self.epoch.spec.control.total_train_epochs - self._num_settled
+        return self.epoch.spec.num_prompts * self.epoch.spec.control.total_train_epochs - self._ledger.consumed_count
 
     def _is_complete(self) -> bool:
         max_steps = self.epoch.spec.control.max_steps

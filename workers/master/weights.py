@@ -249,18 +249,15 @@ def remove_old_weights(
     Returns:
         The names that were removed.
     """
-    remover.sweep(directory)
     matches = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
     versions = {match[0]: PolicyVersion(int(match["epoch"]), int(match["step"])) for match in matches}
     living = sorted(
         {version for version in versions.values() if lineage.contains(version)}, key=lambda version: version.step
     )
     kept = {*living[-_KEPT:], present}
-    removed: list[str] = []
-    for name, version in sorted(versions.items(), key=lambda item: item[1]):
-        path = directory / name
-        if version in kept or version.epoch > present.epoch or path in in_use:
-            continue
-        if remover.remove(path):
-            removed.append(path.name)
-    return removed
+
+    def is_old(path: Path) -> bool:
+        version = versions.get(path.name, present)
+        return version not in kept and version.epoch <= present.epoch and path not in in_use
+
+    return remover.remove_old(directory, is_old=is_old)

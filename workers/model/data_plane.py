@@ -193,8 +193,7 @@ class DataPlane:
             self._network = None
 
     def _begun(self) -> Network:
-        if self._network is None:
-            raise RuntimeError(f"rank {self.rank} is asked to move samples before an epoch has begun")
+        assert self._network is not None, "no epoch has begun"
         return self._network
 
     def _receive(self, incoming: IncomingParcel, *, deadline: float) -> list[Array]:

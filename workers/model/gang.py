@@ -12,7 +12,6 @@ its way out, looks under another name.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
@@ -23,18 +22,11 @@ from corral.workers.backends.parallel_context import ParallelContext, connect_st
 from corral.workers.lifecycle.worker import WorkerContext
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedGang:
-    """This rank's place among the others, and where all of them meet."""
-
-    parallel: ParallelContext
-    rendezvous: Store | None
-    """None in a gang of one."""
-
-
 @contextmanager
-def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[JoinedGang]:
-    """This rank's place among the others, for as long as the block runs.
+def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[tuple[ParallelContext, Store | None]]:
+    """This rank's place among the others, and the store in which all of them meet, for as long as the block runs.
+
+    A gang of one has no store.
 
     Guarantee: once all have joined, a rank waits for another one as long as a phase may last, and no less: one that
     loads or writes slowly ends nothing before its own deadline does.
@@ -45,7 +37,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Joine
     """
     device = torch.device("cuda", 0) if context.check_gpus(torch.cuda.device_count()) else torch.device("cpu")
     if spec.world_size == 1:
-        yield JoinedGang(init_parallel(device=device), None)
+        yield init_parallel(device=device), None
         return
     timeout_s = context.plan.supervision.setup_timeout_s
     peers = [worker for worker in context.workers("model_worker") if worker != context.worker_id]
@@ -61,7 +53,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[Joine
         join_timeout_s=timeout_s,
     )
     try:
-        yield JoinedGang(parallel, store)
+        yield parallel, store
     finally:
         parallel.close()
 

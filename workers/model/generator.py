@@ -77,8 +77,7 @@ class Generator:
     """
 
     def __init__(self, spec: ModelWorkerSpec, generation: GenerationSpec, *, seed: int) -> None:
-        if spec.dataset is None:
-            raise ValueError("the plan has a call that generates, and no dataset to take prompts from")
+        assert spec.dataset is not None, "the plan has a call that generates, and no dataset to take prompts from"
         self._generation = generation
         self._seed = seed
         self._rows = load_planned_rows(spec.dataset)

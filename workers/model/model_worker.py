@@ -30,11 +30,11 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -58,7 +58,6 @@ from corral.workers.requests.messages import (
     ClearDataCache,
     Evaluate,
     Fetch,
-    FilesReply,
     Generate,
     Give,
     Inference,
@@ -71,7 +70,6 @@ from corral.workers.requests.messages import (
     Reallocate,
     Reject,
     ReplyPayload,
-    Request,
     SaveCheckpoint,
     SaveWeights,
     StatsReply,
@@ -84,7 +82,6 @@ from corral.workers.streams.closing import Closing
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_FETCH_AT_MOST = 1024  # of a master that names no number
 
 
 class Write(Protocol):
@@ -92,10 +89,6 @@ class Write(Protocol):
 
     def __call__(self, *, on_progress: Callable[[], None]) -> WrittenReply:
         """What it has written, which is on disk; `on_progress` is called every few megabytes, and may raise."""
-
-
-class _GivenUpError(Exception):
-    """Nobody wants what is being written any more."""
 
 
 class SavesBehind(Closing):
@@ -122,7 +115,7 @@ class SavesBehind(Closing):
 
         def on_progress() -> None:
             if given_up.is_set():
-                raise _GivenUpError
+                raise CancelledError("nobody wants what is being written any more")
 
         self._by_role[role] = self._executor.submit(_outcome, write, on_progress)
         self._by_role[role].add_done_callback(lambda _: self._on_written())
@@ -163,11 +156,7 @@ def _outcome(write: Write, on_progress: Callable[[], None]) -> WrittenReply:
         return write(on_progress=on_progress)
     except OSError as error:
         # A full disk ends this save and not the rank, whose weights are ahead of every commit.
-        return WrittenReply(state={}, weights={}, failed_because=f"{type(error).__name__}: {error}")
-
-
-class RequestNotServedError(ValueError):
-    """A model worker does not know this kind of request; it has done nothing for it."""
+        return WrittenReply(failed_because=f"{type(error).__name__}: {error}")
 
 
 class ModelWorker(Worker):
@@ -205,10 +194,10 @@ class ModelWorker(Worker):
     def _set_up(self, stack: ExitStack) -> None:
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
-        gang = stack.enter_context(joined_gang(context, spec))
+        parallel, rendezvous = stack.enter_context(joined_gang(context, spec))
         plane = DataPlane(
             self._store,
-            gang.rendezvous,
+            rendezvous,
             rank=spec.index,
             world_size=spec.world_size,
             address=context.address,
@@ -218,7 +207,7 @@ class ModelWorker(Worker):
         self._plane = stack.enter_context(closing(plane))
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls)
-        contexts = mesh_contexts(gang.parallel, meshes | reallocation_meshes(graph, meshes))
+        contexts = mesh_contexts(parallel, meshes | reallocation_meshes(graph, meshes))
         self._models = Models(spec, self._store, contexts, seed=context.plan.seed)
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
@@ -227,7 +216,7 @@ class ModelWorker(Worker):
     def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload | Later:
         match request:
             case Fetch():
-                arrived = MetadataReply.of(self._samples.fetch(request.max_samples or _FETCH_AT_MOST))
+                arrived = MetadataReply.of(self._samples.fetch(request.max_samples))
                 return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
                 return MetadataReply.of(self._samples.load_rows(request.uids))
@@ -240,7 +229,7 @@ class ModelWorker(Worker):
             case ClearDataCache():
                 self._samples.clear(request.uids)
             case _:
-                raise _not_served(request)
+                assert_never(request)
         return OkReply()
 
     # Requests that the main thread runs, in the order of the master
@@ -258,9 +247,6 @@ class ModelWorker(Worker):
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
             raise GangBrokenError(f"{name} failed because another rank is gone: {error}") from error
-        except RequestNotServedError as error:
-            stream.reply_error(envelope, error)
-            return  # all ranks refuse it alike, so none of them is left behind in a collective
         except Exception as error:
             stream.reply_error(envelope, error)
             raise
@@ -271,7 +257,7 @@ class ModelWorker(Worker):
         request, beat = envelope.request, self.context.presence.beat
         match request:
             case Initialize():
-                return self._initialize(request, epoch=envelope.epoch)
+                return self._initialize(request, epoch=envelope.request_id.epoch)
             case Generate():
                 return MetadataReply.of(self._models.generate(request))
             case Inference():
@@ -287,13 +273,15 @@ class ModelWorker(Worker):
                 self._models.reallocate(request)
             case SaveWeights():
                 base = Path(request.base) if request.base else None
-                return FilesReply(
-                    files=self._models.save_weights(request.role, Path(request.directory), base=base, on_progress=beat)
+                return WrittenReply(
+                    weights=self._models.save_weights(
+                        request.role, Path(request.directory), base=base, on_progress=beat
+                    )
                 )
             case SaveCheckpoint():
                 self._save(request)
             case _:
-                raise _not_served(request)
+                assert_never(request)
         return OkReply()
 
     def _save(self, request: SaveCheckpoint) -> None:
@@ -312,10 +300,6 @@ class ModelWorker(Worker):
         self._samples.start_session(f"{epoch}-{self.context.incarnation}")
         self.context.presence.beat(version=str(request.step))
         return InitializedReply(models=models)
-
-
-def _not_served(request: Request) -> RequestNotServedError:
-    return RequestNotServedError(f"request {type(request).__name__} is not served by this model worker")
 
 
 def _words(name: str) -> str:

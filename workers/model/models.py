@@ -108,13 +108,8 @@ class RoleModel:
 
     @property
     def engine(self) -> MeshEngine:
-        """The engine.
-
-        Raises:
-            ValueError: if `initialize` has not made it yet.
-        """
-        if self._engine is None:
-            raise ValueError(f"model {self.spec.model_name} was asked to work before Initialize has loaded it")
+        """The engine that `initialize` has made: nothing is asked of a model before."""
+        assert self._engine is not None, self.spec.model_name
         return self._engine
 
     def free(self) -> None:
@@ -304,8 +299,7 @@ class Models:
         """Answer prompts, and keep what a data-parallel head has made of its share."""
         call = self._calls[request.mfc]
         model = self._models[call.model_name]
-        if self._generator is None:
-            raise ValueError(f"call {call.name} generates, and the plan does not say how")
+        assert self._generator is not None, f"call {call.name} generates, and the plan does not say how"
         made = self._generator.generate(model.engine.model, request.uids, request.orders, version=request.version)
         if not model.context.is_dp_head:
             return []
@@ -372,15 +366,13 @@ def _blamed_on_the_plan(prefix: str = "") -> Iterator[None]:
 
 
 def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) -> ParallelContext:
-    context = contexts.get(str(role.model_name))
-    if context is None:
-        raise BadConfigurationError(f"the plan gives this rank model {role.model_name}, whose mesh does not have it")
+    context = contexts[str(role.model_name)]
+    assert context is not None, f"the plan gives this rank model {role.model_name}, whose mesh does not have it"
     return context
 
 
 def _make_evaluator(spec: ModelWorkerSpec, model: RoleModel) -> Evaluator:
-    if spec.evaluation is None:
-        raise BadConfigurationError("the plan has a call that evaluates, and no held-out problems")
+    assert spec.evaluation is not None, "the plan has a call that evaluates, and no held-out problems"
     with _blamed_on_the_plan():
         return Evaluator(spec.evaluation, spec.tokenizer, reward=spec.reward, context=model.context)
 

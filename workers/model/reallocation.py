@@ -33,19 +33,16 @@ def reallocation_meshes(graph: DataflowGraph, meshes: Mapping[str, Mesh]) -> dic
     joint: dict[str, Mesh] = {}
     for call in graph.calls:
         for source, target in graph.reallocations(call):
-            ranks = joint_ranks(meshes[str(source)], meshes[str(target)])
-            if meshes[str(source)].ranks != meshes[str(target)].ranks:
+            giving, taking = meshes[str(source)].ranks, meshes[str(target)].ranks
+            if giving != taking:
+                # The source's first: its first rank is the one that has whole tensors to give.
+                ranks = tuple(dict.fromkeys((*giving, *taking)))
                 joint[group_name(source, target)] = Mesh(ranks=ranks, dims=ParallelDims(dp=len(ranks)))
     return joint
 
 
 def group_name(source: ModelName, target: ModelName) -> str:
     return f"{source}>{target}"
-
-
-def joint_ranks(source: Mesh, target: Mesh) -> tuple[int, ...]:
-    """The ranks of both meshes, the source's first: its first rank is the one that has whole tensors to give."""
-    return tuple(dict.fromkeys((*source.ranks, *target.ranks)))
 
 
 def reallocate(

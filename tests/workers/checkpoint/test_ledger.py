@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -8,15 +9,15 @@ from hypothesis import strategies as st
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit
+from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import (
     CorruptLedgerError,
     Ledger,
     LedgerDelta,
     LedgerViolationError,
     read_delta,
-    read_whole,
+    read_ledger,
     write_delta,
-    write_whole,
 )
 
 
@@ -134,13 +135,13 @@ def test_the_whole_ledger_of_a_checkpoint_is_that_which_its_manifest_names(tmp_p
     ledger = Ledger()
     ledger.train(1, ["0:a"])
     ledger.drop("0:b", "stale")
-    write_whole(tmp_path, ledger.whole(epoch=1, step=1))
+    write_durable(tmp_path / "ledger.json", [msgspec.json.encode(ledger.whole(epoch=1, step=1))])
     digest = blake3((tmp_path / "ledger.json").read_bytes()).hexdigest()
-    assert read_whole(tmp_path, digest=digest).trained == {"0:a": 1}
+    assert Ledger.of(read_ledger(tmp_path / "ledger.json", digest=digest)).trained == {"0:a": 1}
     (tmp_path / "ledger.json").unlink()
-    write_whole(tmp_path, ledger.whole(epoch=1, step=2))
+    write_durable(tmp_path / "ledger.json", [msgspec.json.encode(ledger.whole(epoch=1, step=2))])
     with pytest.raises(CorruptLedgerError, match=f"expected BLAKE3 {digest}"):
-        read_whole(tmp_path, digest=digest)
+        read_ledger(tmp_path / "ledger.json", digest=digest)
 
 
 def test_a_delta_must_hold_what_its_commit_counts(trial: TrialDirectory) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.data.prompts import is_held_out, split_uid
 from corral.workers.master.held_out import HeldOut, merge_goes
@@ -36,7 +36,8 @@ def test_statistics_without_a_count_are_weighed_by_rows() -> None:
 class Ranks:
     """One rank that reads rows and runs calls, and writes down what it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: DataflowGraph, buffer: SequenceBuffer) -> None:
+        self.graph, self.buffer = graph, buffer
         self.asked: list[tuple[str, list[str]]] = []
         self.held: set[str] = set()
 
@@ -84,9 +85,9 @@ CALLS = [
 
 
 def evaluate(name: str) -> tuple[Ranks, dict[str, float]]:
-    graph, ranks = build_dataflow(CALLS, ["input_ids"]), Ranks()
-    buffer = SequenceBuffer(is_consumed=lambda uid: False)
-    held_out = HeldOut(graph=graph, calls=cast(Any, ranks), holders=cast(Any, ranks), buffer=buffer, row_ids="abcde")
+    graph, buffer = build_dataflow(CALLS, ["input_ids"]), SequenceBuffer(is_consumed=lambda uid: False)
+    ranks = Ranks(graph, buffer)
+    held_out = HeldOut(calls=cast(Any, ranks), holders=cast(Any, ranks), row_ids="abcde")
     stats = asyncio.run(held_out.evaluate(graph.call(name), version=7))
     assert not buffer.samples and not ranks.held
     return ranks, stats

@@ -52,8 +52,8 @@ def test_a_rank_that_does_not_see_its_gpus_refuses_to_train_and_one_that_is_plan
         ):
             pass
     with context_of(*trial_of(tmp_path / "none", "groups.model_worker.scheduling.gpu=0"), "model_worker") as context:
-        with joined_gang(context, context.specification(ModelWorkerSpec)) as gang:
-            assert gang.parallel.device.type == "cpu"
+        with joined_gang(context, context.specification(ModelWorkerSpec)) as (parallel, _):
+            assert parallel.device.type == "cpu"
 
 
 @pytest.mark.parametrize("seen", [0, 2])
@@ -80,14 +80,14 @@ def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None
     trial = trial_of(own, "groups.model_worker.scheduling.gpu=0", *settings)
     with address.connect() as names, context_of(*trial, "model_worker") as context:
         spec = context.specification(ModelWorkerSpec).model_copy(update={"world_size": 2, "index": world.rank})
-        with joined_gang(replace(context, names=names), spec) as gang:
+        with joined_gang(replace(context, names=names), spec) as (parallel, _):
             context.presence.enter("train step", deadline_s=DEADLINE_S)
             time.sleep(SETUP_S + 1.0 if world.rank == 1 else 0.0)
-            assert gang.parallel.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}
+            assert parallel.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}
 
 
 def test_a_gang_of_one_needs_nobody(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context:
-        with joined_gang(context, context.specification(ModelWorkerSpec)) as gang:
-            assert (gang.parallel.rank, gang.parallel.world_size, gang.parallel.group) == (0, 1, None)
-            assert gang.rendezvous is None
+        with joined_gang(context, context.specification(ModelWorkerSpec)) as (parallel, rendezvous):
+            assert (parallel.rank, parallel.world_size, parallel.group) == (0, 1, None)
+            assert rendezvous is None

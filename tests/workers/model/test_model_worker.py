@@ -20,7 +20,6 @@ from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,
     Fetch,
-    FilesReply,
     Generate,
     Give,
     Inference,
@@ -47,18 +46,6 @@ from corral.workers.streams.calls import RequestId
 from tests.workers.master.trials import SHAPE, context_of, trial_of
 
 
-class UnknownRequest(msgspec.Struct):
-    """Stands for a request that a later version of the protocol adds."""
-
-
-def test_a_rank_refuses_a_non_blocking_request_that_it_does_not_know_and_lives(tmp_path: Path) -> None:
-    with context_of(*trial_of(tmp_path), "model_worker") as context:
-        worker = ModelWorker(context)
-        with pytest.raises(ValueError, match="UnknownRequest is not served"):
-            worker._answer_now(cast(Any, UnknownRequest()))
-        assert not context.stopping.is_set()
-
-
 class Replies:
     """A request stream that keeps what is answered."""
 
@@ -71,15 +58,6 @@ class Replies:
 
     def reply_error(self, envelope: Envelope, error: BaseException) -> None:
         self.errors.append(str(error))
-
-
-def test_a_rank_refuses_a_blocking_request_that_it_does_not_know_and_lives(tmp_path: Path) -> None:
-    replies = Replies()
-    with context_of(*trial_of(tmp_path), "model_worker") as context:
-        worker = ModelWorker(context)
-        worker._serve(cast(Any, replies), blocking(UnknownRequest()))
-        assert replies.errors == ["request UnknownRequest is not served by this model worker"]
-        assert not context.stopping.is_set()
 
 
 def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
@@ -187,7 +165,7 @@ def recording_worker(folder: Path) -> Iterator[tuple[ModelWorker, Recorder]]:
 @pytest.mark.parametrize(
     ("request_", "asked", "answer"),
     [
-        (Fetch(max_samples=3), ("fetch", 3), MetadataReply.of(SAMPLES)),
+        (Fetch(max_samples=3, wait_s=0.0), ("fetch", 3), MetadataReply.of(SAMPLES)),
         (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply.of(SAMPLES)),
         (Reject(uids=["0:a"], rejection="duplicate"), ("reject", ["0:a"], "duplicate"), OkReply()),
         (Give(parcels=[PARCEL]), ("give", [PARCEL]), OkReply()),
@@ -209,7 +187,7 @@ def test_what_is_answered_at_once_is_done_by_its_part(
         (GENERATE, ("generate", GENERATE), MetadataReply.of(SAMPLES)),
         (INFERENCE, ("inference", INFERENCE), OkReply()),
         (REALLOCATE, ("reallocate", REALLOCATE), OkReply()),
-        (SaveWeights(role="ref", directory="/w"), ("save_weights", "ref", Path("/w")), FilesReply(files=FILES)),
+        (SaveWeights(role="ref", directory="/w"), ("save_weights", "ref", Path("/w")), WrittenReply(weights=FILES)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -243,7 +221,7 @@ class Save:
         return WRITTEN
 
 
-WRITTEN = WrittenReply(state=FILES, weights={})
+WRITTEN = WrittenReply(state=FILES)
 
 
 def test_what_is_copied_for_a_commit_is_written_while_other_requests_run(tmp_path: Path) -> None:

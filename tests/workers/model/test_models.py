@@ -404,11 +404,6 @@ def test_an_actor_without_its_settings_is_refused(folder: Path) -> None:
         Models(spec.model_copy(update={"calls": calls}), DataStore(), PLACES, seed=0)
 
 
-def test_a_model_whose_mesh_does_not_have_the_rank_is_refused(folder: Path) -> None:
-    with pytest.raises(BadConfigurationError, match="model ref/0, whose mesh does not have it"):
-        Models(specification(folder), DataStore(), PLACES | {"ref/0": None}, seed=0)
-
-
 def test_a_kind_of_model_that_packed_rows_change_ends_the_worker_as_a_mistake_of_the_users(
     folder: Path, tmp_path: Path
 ) -> None:
