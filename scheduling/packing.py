@@ -63,24 +63,16 @@ def pack_first_fit_decreasing(lengths: Sequence[int], *, max_tokens: int, min_bi
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """First fit in O(n log n): a tree over bins, in which every node knows the most room below it."""
-    num_leaves = 1
-    while num_leaves < len(order):
-        num_leaves *= 2
-    room = [max_tokens] * (2 * num_leaves)
+    """Each into the first bin that has room for it, or into another new one."""
     bins: list[list[int]] = []
+    rooms: list[int] = []
     for index in order:
-        node = 1
-        while node < num_leaves:
-            node = 2 * node if room[2 * node] >= lengths[index] else 2 * node + 1
-        leaf = node - num_leaves
-        if leaf == len(bins):
+        number = next((number for number, room in enumerate(rooms) if room >= lengths[index]), len(bins))
+        if number == len(bins):
             bins.append([])
-        bins[leaf].append(index)
-        room[node] -= lengths[index]
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            rooms.append(max_tokens)
+        bins[number].append(index)
+        rooms[number] -= lengths[index]
     return bins
 
 

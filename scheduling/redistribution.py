@@ -107,17 +107,7 @@ def plan_redistribution(
     moves.sort(key=lambda move: (len(move[2].holders), -move[0], move[1], move[2]))
     for size, uid, bundle, keys in moves:
         routes.send(uid, keys, bundle, size_bytes=size)
-    return [
-        Parcel(
-            tag=tag,
-            source=route.source,
-            destinations=route.destinations,
-            uids=uids,
-            keys=keys,
-            is_passed_on=route.is_passed_on,
-        )
-        for tag, (route, keys, uids) in enumerate(routes.contents(), start=first_tag)
-    ]
+    return routes.parcels(first_tag=first_tag)
 
 
 class _Routes:
@@ -139,14 +129,17 @@ class _Routes:
             if len(first) < len(ranks):
                 self._add(_Route(True, ranks[0], ranks[1:]), uid, keys)
 
-    def contents(self) -> Iterator[tuple[_Route, tuple[str, ...], tuple[str, ...]]]:
-        """Each way, keys, and the samples of which exactly these keys go there; in order."""
+    def parcels(self, *, first_tag: int) -> list[Parcel]:
+        """Of each way, one for all samples of which exactly the same keys go there; in order."""
+        parcels: list[Parcel] = []
         for route in sorted(self._keys):
             uids_by_keys: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
             for uid, keys in sorted(self._keys[route].items()):
                 uids_by_keys[tuple(sorted(keys))].append(uid)
             for keys_of_all, uids in sorted(uids_by_keys.items()):
-                yield route, keys_of_all, tuple(uids)
+                tag = first_tag + len(parcels)
+                parcels.append(Parcel(**route._asdict(), tag=tag, uids=tuple(uids), keys=keys_of_all))
+        return parcels
 
     def _choose(self, uid: str, holders: tuple[int, ...], destinations: tuple[int, ...]) -> int:
         if len(holders) == 1:
@@ -162,8 +155,6 @@ class _Routes:
         self._keys[route].setdefault(uid, []).extend(keys)
 
     def _by_host(self, ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        if self._host_by_rank is None or len(ranks) == 1:
-            return {self._host(ranks[0]): ranks}
         ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             ranks_by_host[self._host(rank)].append(rank)

@@ -9,7 +9,7 @@ ExperimentScheduling
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -147,13 +147,9 @@ class ExperimentScheduling(FrozenModel):
                 raise ValueError(f"{kind} cannot be elastic: the trial cannot do without one of them for a moment")
         return self
 
-    def keys(self) -> list[WorkerKind]:
-        """The kinds that this trial has."""
-        return [kind for kind in WORKER_KINDS if getattr(self, kind) is not None]
-
-    def items(self) -> Iterator[tuple[WorkerKind, TasksGroup]]:
-        for kind in self.keys():
-            yield kind, self[kind]
+    def items(self) -> list[tuple[WorkerKind, TasksGroup]]:
+        """The groups that this trial has."""
+        return [(kind, group) for kind in WORKER_KINDS if (group := self.get(kind)) is not None]
 
     def get(self, kind: WorkerKind) -> TasksGroup | None:
         group: TasksGroup | None = getattr(self, kind)
@@ -162,8 +158,5 @@ class ExperimentScheduling(FrozenModel):
     def __getitem__(self, kind: WorkerKind) -> TasksGroup:
         group = self.get(kind)
         if group is None:
-            raise KeyError(f"this trial has no {kind}; it has {', '.join(self.keys())}")
+            raise KeyError(f"this trial has no {kind}; it has {', '.join(kind for kind, _ in self.items())}")
         return group
-
-    def __contains__(self, kind: str) -> bool:
-        return kind in self.keys()

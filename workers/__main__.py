@@ -58,6 +58,7 @@ _OPEN_FILES = 65536  # a connection of a stream takes five; many sites start pro
 def main(argv: list[str] | None = None) -> int:
     """Run one worker; returns its exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
+    worker_id = f"{arguments.kind}/{arguments.index}"
     faulthandler.enable()
     plan = RunPlan.from_json(arguments.plan.read_bytes())
     _allow_open_files()
@@ -66,21 +67,47 @@ def main(argv: list[str] | None = None) -> int:
     try:
         use_kept_code(trial.code_path, plan.code)
     except ChangedCodeError as error:
-        print(f"{arguments.kind}/{arguments.index} cannot work with this code: {error}", file=sys.stderr)
+        print(f"{worker_id} cannot work with this code: {error}", file=sys.stderr)
         return WorkerExit.BAD_CONFIGURATION
     secrets = TrialSecrets.load(trial.secrets_path)
-    _configure_logging(f"{arguments.kind}/{arguments.index}", secrets)
+    _configure_logging(worker_id, secrets)
     stopping = threading.Event()
     keys = TrialKeys(plan.trial.uuid)
+    identity = _identity(arguments)
+    # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
+    owner, ttl_s = f"{arguments.incarnation}.{identity.pid}", plan.supervision.lease_ttl_s
+    key = keys.worker(arguments.kind, arguments.index)
     try:
         install_signal_handlers(stopping, notice=notice_of(plan, trial, arguments.kind))
         with (
             connect_names(trial, secrets, keys) as names,
             StreamSecurity(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
+            Presence(names, key, owner=owner, ttl_s=ttl_s, identity=identity) as presence,
         ):
-            return _run(arguments, plan, trial, secrets, names, security, stopping)
+            presence.enter("setup", is_setting_up=True, deadline_s=plan.supervision.setup_timeout_s)
+            context = WorkerContext(
+                plan=plan,
+                kind=arguments.kind,
+                index=arguments.index,
+                attempt=arguments.attempt,
+                incarnation=arguments.incarnation,
+                address=os.environ.get("CORRAL_BIND_ADDRESS", "127.0.0.1"),
+                trial=trial,
+                names=names,
+                keys=keys,
+                secrets=secrets,
+                security=security,
+                presence=presence,
+                stopping=stopping,
+            )
+            module_name, _, class_name = WORKER_CLASSES[arguments.kind].partition(":")
+            worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
+            exit_code = run_to_exit_code(worker_class(context))
+            # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
+            stopping.set()
+            return exit_code
     except StopRequested as reason:  # outside of the worker's own run: while it was being set up
-        logger.info("%s/%d leaves: asked to stop (%s)", arguments.kind, arguments.index, reason)
+        logger.info("%s leaves: asked to stop (%s)", worker_id, reason)
         return WorkerExit.DONE
 
 
@@ -94,51 +121,17 @@ def _let_segments_grow(kind: str) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def _run(
-    arguments: argparse.Namespace,
-    plan: RunPlan,
-    trial: TrialDirectory,
-    secrets: TrialSecrets,
-    names: NameService,
-    security: StreamSecurity,
-    stopping: threading.Event,
-) -> int:
-    keys = TrialKeys(plan.trial.uuid)
-    # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
-    owner = f"{arguments.incarnation}.{os.getpid()}"
-    identity = WorkerRecord(
+def _identity(arguments: argparse.Namespace) -> WorkerRecord:
+    host = socket.gethostname()
+    return WorkerRecord(
         kind=arguments.kind,
         index=arguments.index,
         pid=os.getpid(),
-        host=socket.gethostname(),
-        node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        host=host,
+        node=os.environ.get("SLURMD_NODENAME", host),
         attempt=arguments.attempt,
         incarnation=arguments.incarnation,
     )
-    key = keys.worker(arguments.kind, arguments.index)
-    with Presence(names, key, owner=owner, ttl_s=plan.supervision.lease_ttl_s, identity=identity) as presence:
-        presence.enter("setup", is_setting_up=True, deadline_s=plan.supervision.setup_timeout_s)
-        context = WorkerContext(
-            plan=plan,
-            kind=arguments.kind,
-            index=arguments.index,
-            attempt=arguments.attempt,
-            incarnation=arguments.incarnation,
-            address=os.environ.get("CORRAL_BIND_ADDRESS", "127.0.0.1"),
-            trial=trial,
-            names=names,
-            keys=keys,
-            secrets=secrets,
-            security=security,
-            presence=presence,
-            stopping=stopping,
-        )
-        module_name, _, class_name = WORKER_CLASSES[arguments.kind].partition(":")
-        worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
-        exit_code = run_to_exit_code(worker_class(context))
-        # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
-        stopping.set()
-        return exit_code
 
 
 def connect_names(trial: TrialDirectory, secrets: TrialSecrets, keys: TrialKeys) -> NameService:

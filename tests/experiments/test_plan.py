@@ -55,7 +55,7 @@ def test_a_plan_grows_with_the_kinds_of_workers_and_not_with_their_number(folder
 
     def grown(times: int) -> RunPlan:
         """The same with more of each kind, of which every other training rank takes samples, as with t2."""
-        groups = [[worker for worker in plan.workers if worker.kind == kind] for kind in plan.scheduling.keys()]
+        groups = [[worker for worker in plan.workers if worker.kind == kind] for kind, _ in plan.scheduling.items()]
         return plan.model_copy(
             update={
                 "workers": [

@@ -69,8 +69,12 @@ class MonitoredSocket:
     domain: bytes = b""
     """Of a ROUTER: what ZAP knows it by."""
 
-    def close(self) -> None:
-        _close_monitored(self.socket, self.monitor, linger_ms=_LINGER_MS)
+    def close(self, *, linger_ms: int = _LINGER_MS) -> None:
+        # In this order: the last monitor event blocks for ever once nobody reads it.
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)
 
 
 class ZapHandler:
@@ -84,23 +88,10 @@ class ZapHandler:
         """
         self._socket = socket
         self._role_by_public_key = dict(role_by_public_key)
-        self._roles_by_domain: dict[bytes, frozenset[str]] = {}
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
-        self._thread.start()
-
-    def allow(self, domain: bytes, roles: Set[str]) -> None:
-        """From now on, keys of these roles may connect to the server socket with this domain."""
-        with self._lock:
-            self._roles_by_domain[domain] = frozenset(roles)
-
-    def forget(self, domain: bytes) -> None:
-        """The server socket with this domain is closed."""
-        with self._lock:
-            self._roles_by_domain.pop(domain, None)
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        self.roles_by_domain: dict[bytes, frozenset[str]] = {}
+        """Whose keys may connect to which server socket; set and removed by any thread."""
+        self.thread = threading.Thread(target=self._run, name="zap", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -122,10 +113,9 @@ class ZapHandler:
             return None
         domain, address, public_key = request[2], request[3].decode(errors="replace"), z85.encode(request[6])
         role = self._role_by_public_key.get(public_key)
-        with self._lock:
-            allowed = self._roles_by_domain.get(domain, frozenset())
-            if role in allowed:
-                return role
+        allowed = self.roles_by_domain.get(domain, frozenset())
+        if role in allowed:
+            return role
         why = "unknown key (another trial's?)"
         if role is not None:
             why = f"this socket serves {', '.join(sorted(allowed))}, not the role {role}"
@@ -168,9 +158,10 @@ class StreamSecurity(Closing):
         # Each connection takes three sockets, and libzmq would stop at 1,023 of them.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._sockets: weakref.WeakSet[zmq.Socket[bytes]] = weakref.WeakSet()
-        self._zap: ZapHandler | None = None
-        self._zap_lock = threading.Lock()
         self._serials = itertools.count()
+        zap_socket = self._context.socket(zmq.REP)
+        zap_socket.bind(ZAP_ENDPOINT)
+        self._zap = ZapHandler(zap_socket, secrets.role_by_public_key())
 
     def bind_router(self, address: str, *, roles: Set[str], purpose: str, bulk: bool = False) -> MonitoredSocket:
         """Bind a ROUTER to a free port of one interface.
@@ -190,7 +181,7 @@ class StreamSecurity(Closing):
                 "give the address of the one interface that the trial's nodes share"
             )
         domain = f"{purpose}#{next(self._serials)}".encode()
-        self._zap_handler().allow(domain, roles)
+        self._zap.roles_by_domain[domain] = frozenset(roles)
         is_ipv6 = ":" in address
         socket = self._socket(zmq.ROUTER, bulk=bulk, ipv6=is_ipv6)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone is an error, not silence
@@ -203,7 +194,7 @@ class StreamSecurity(Closing):
         try:
             socket.bind(f"tcp://[{address}]:*" if is_ipv6 else f"tcp://{address}:*")
         except zmq.ZMQError as error:
-            _close_monitored(socket, monitor, linger_ms=0)
+            MonitoredSocket(socket, monitor, address).close(linger_ms=0)
             raise OSError(error.errno, f"cannot bind the {purpose} socket to {address!r}: {error}") from error
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
@@ -224,19 +215,18 @@ class StreamSecurity(Closing):
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._secrets.server.public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal().encode())
-        monitor = self._monitor(socket, _CLIENT_EVENTS)
+        client = MonitoredSocket(socket, self._monitor(socket, _CLIENT_EVENTS), endpoint)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            _close_monitored(socket, monitor, linger_ms=0)
+            client.close(linger_ms=0)
             raise ValueError(f"cannot connect to {endpoint!r}: {error}") from error
-        return MonitoredSocket(socket, monitor, endpoint)
+        return client
 
     def release(self, server: MonitoredSocket) -> None:
         """Close a server socket and forget who might connect to it."""
         server.close()
-        if self._zap is not None:
-            self._zap.forget(server.domain)
+        self._zap.roles_by_domain.pop(server.domain, None)
 
     def close(self) -> None:
         """End the ZAP thread and the context. Every stream must be closed before."""
@@ -247,16 +237,7 @@ class StreamSecurity(Closing):
             # term() would wait for ever for the stream that somebody forgot.
             raise RuntimeError(f"{still_open} ZeroMQ sockets are still open: close every stream before its security")
         self._context.term()
-        if self._zap is not None:
-            self._zap.join(timeout_s=5)
-
-    def _zap_handler(self) -> ZapHandler:
-        with self._zap_lock:
-            if self._zap is None:
-                socket = self._context.socket(zmq.REP)
-                socket.bind(ZAP_ENDPOINT)
-                self._zap = ZapHandler(socket, self._secrets.role_by_public_key())
-            return self._zap
+        self._zap.thread.join(timeout=5)
 
     def _socket(self, kind: int, *, bulk: bool, ipv6: bool) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
@@ -278,11 +259,3 @@ class StreamSecurity(Closing):
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(endpoint)
         return monitor
-
-
-def _close_monitored(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", *, linger_ms: int) -> None:
-    # In this order: the last monitor event blocks for ever once nobody reads it.
-    if not socket.closed:
-        socket.disable_monitor()
-    monitor.close(linger=0)
-    socket.close(linger=linger_ms)
