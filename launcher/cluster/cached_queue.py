@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 
 from corral.experiments.trial.directory import atomic_write
+from corral.experiments.trial.flocks import opened
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
@@ -178,11 +179,8 @@ class CachedQueue:
     def _lock(self) -> Iterator[bool]:
         """Yields whether we are the one who asks; after a while without the lock, what is known has to do."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(self._path.with_suffix(".lock")) as descriptor:
             yield _wait_for_lock(descriptor, time.monotonic() + _LOCK_PATIENCE_S)
-        finally:
-            os.close(descriptor)
 
 
 def cache_folder() -> Path:

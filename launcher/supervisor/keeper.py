@@ -34,7 +34,7 @@ from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
 from corral.launcher.supervisor.wake_up import WakeUp
-from corral.launcher.trial.lock import SupervisorLock
+from corral.launcher.trial.lock import lock_supervisor
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.sweep import sweep
 from corral.scheduling.restarts import RestartBudget, growing_pause
@@ -56,10 +56,10 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         SupervisorRunsError: if another supervisor holds the trial.
         OSError: if the files of the trial fail for long, or a signal comes while they do.
     """
-    lock, wake = SupervisorLock(directory), WakeUp()
-    FilePatience().insist(lambda: _acquire(lock, directory), "lock the trial")
+    wake = WakeUp()
+    lock = FilePatience().insist(lambda: _lock(directory), "lock the trial")
     with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
+        stack.callback(os.close, lock)
         stack.callback(sweep)
         stack.enter_context(wake.listening())
         patience = FilePatience(wake.has_signals)
@@ -75,7 +75,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         while True:
             started_at = time.monotonic()
             # The child shares the locks: the trial stays locked until it is gone too.
-            child = _Supervisor([*command, "--attempt", str(record.attempt), *unheard], (lock.descriptor, *recorded))
+            child = _Supervisor([*command, "--attempt", str(record.attempt), *unheard], (lock, *recorded))
             returncode = child.see_through(wake)
             if returncode in tuple(SupervisorExit):
                 return SupervisorExit(returncode).of_keeper
@@ -99,9 +99,10 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
                 wake.wait(left_s)
 
 
-def _acquire(lock: SupervisorLock, directory: TrialDirectory) -> None:
+def _lock(directory: TrialDirectory) -> int:
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    lock.acquire(patience_s=_LEAVING_S if job_id else 0.5, claim_decides=claim_decides(directory), job_id=job_id)
+    patience_s = _LEAVING_S if job_id else 0.5
+    return lock_supervisor(directory, patience_s=patience_s, claim_decides=claim_decides(directory), job_id=job_id)
 
 
 @contextlib.contextmanager

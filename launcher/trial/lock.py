@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory, write_all
+from corral.experiments.trial.flocks import opened
 from corral.launcher.trial.processes import describe_this_process, is_process_alive
 
 _PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment
@@ -46,68 +47,59 @@ def lock_path(directory: TrialDirectory) -> Path:
     return directory.control_path / "supervisor.lock"
 
 
-class SupervisorLock:
-    """Held by the open file, so it ends with its holders, whatever kills them; children may inherit it."""
+def lock_supervisor(
+    directory: TrialDirectory, *, patience_s: float = _PATIENCE_S, claim_decides: bool = False, **details: Any
+) -> int:
+    """Takes the supervisor's lock and writes who holds it; what the file says stays, for `rl-status`.
 
-    def __init__(self, directory: TrialDirectory) -> None:
-        self._path = lock_path(directory)
-        self.descriptor = -1
-        """To be passed on to the child that shares the lock."""
-        self._has_tried = False
-        """Whether the file may name us though the lock was not taken, because its disk failed half-way."""
+    Args:
+        patience_s: how long a holder may take to leave.
+        claim_decides: where there are no locks, the holder that the file names may live on another host, where
+            nobody can look. If this start of a job has no attempt yet, it goes on: it gets an attempt of its own by
+            a claim, and the trial log admits no other master beside that attempt's.
 
-    def acquire(self, *, patience_s: float = _PATIENCE_S, claim_decides: bool = False, **details: Any) -> None:
-        """Takes the lock and writes who holds it.
+    Returns:
+        The open file. The lock ends with its last holder, whatever kills them; children may inherit it.
 
-        Args:
-            patience_s: how long a holder may take to leave.
-            claim_decides: where there are no locks, the holder that the file names may live on another host, where
-                nobody can look. If this start of a job has no attempt yet, it goes on: it gets an attempt of its own by
-                a claim, and the trial log admits no other master beside that attempt's.
+    Raises:
+        SupervisorRunsError: naming the holder.
+        OSError: if the file system refuses; it may be tried again.
+    """
+    path = lock_path(directory)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _wait_for(descriptor, path, patience_s, claim_decides=claim_decides)
+        content = json.dumps({**describe_this_process(), **details}).encode()
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        write_all(descriptor, content)
+        os.fsync(descriptor)
+    except BaseException:
+        os.close(descriptor)  # and with it the lock: whoever tries again is not refused by himself
+        raise
+    return descriptor
 
-        Raises:
-            SupervisorRunsError: naming the holder.
-            OSError: if the file system refuses; it may be tried again.
-        """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._lock(descriptor, patience_s, claim_decides=claim_decides)
-            content = json.dumps({**describe_this_process(), **details}).encode()
-            self._has_tried = True
-            os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            write_all(descriptor, content)
-            os.fsync(descriptor)
-        except BaseException:
-            os.close(descriptor)  # and with it the lock: whoever tries again is not refused by himself
-            raise
-        self.descriptor = descriptor
 
-    def release(self) -> None:
-        """Gives the lock up; what the file says stays, for `rl-status`."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+def _wait_for(descriptor: int, path: Path, patience_s: float, *, claim_decides: bool) -> None:
+    deadline = time.monotonic() + patience_s
+    while (answer := try_lock(descriptor)) is not LockAnswer.TAKEN:
+        way_out = ""
+        if answer is LockAnswer.NO_LOCKS:
+            if not _is_held_by_name(path, claim_decides=claim_decides):
+                return
+            way_out = f"; if that host is gone, delete {path}"
+        if time.monotonic() > deadline:
+            raise SupervisorRunsError(_who_holds(path) + way_out)
+        time.sleep(0.02)
 
-    def _lock(self, descriptor: int, patience_s: float, *, claim_decides: bool) -> None:
-        deadline = time.monotonic() + patience_s
-        while (answer := try_lock(descriptor)) is not LockAnswer.TAKEN:
-            way_out = ""
-            if answer is LockAnswer.NO_LOCKS:
-                if not self._is_held_by_name(claim_decides=claim_decides):
-                    return
-                way_out = f"; if that host is gone, delete {self._path}"
-            if time.monotonic() > deadline:
-                raise SupervisorRunsError(_who_holds(self._path) + way_out)
-            time.sleep(0.02)
 
-    def _is_held_by_name(self, *, claim_decides: bool) -> bool:
-        """Whether the holder that the file names lives, or may live where we cannot look, and no claim decides."""
-        holder = read_lock(self._path)
-        if holder is None or (self._has_tried and describe_this_process().items() <= holder.items()):
-            return False
-        is_alive = is_process_alive(holder)
-        return not claim_decides if is_alive is None else is_alive
+def _is_held_by_name(path: Path, *, claim_decides: bool) -> bool:
+    """Whether the holder that the file names lives, or may live where we cannot look, and no claim decides."""
+    holder = read_lock(path)
+    if holder is None or describe_this_process().items() <= holder.items():
+        return False  # it may name us though we have not got it, because its disk failed half-way
+    is_alive = is_process_alive(holder)
+    return not claim_decides if is_alive is None else is_alive
 
 
 def read_lock(path: Path) -> dict[str, Any] | None:
@@ -126,13 +118,10 @@ def submitting(directory: TrialDirectory) -> Iterator[None]:
     Raises:
         SubmissionRunsError: if somebody does.
     """
-    descriptor = os.open(directory.control_path / "submit.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(directory.control_path / "submit.lock") as descriptor:
         if try_lock(descriptor) is LockAnswer.BUSY:
             raise SubmissionRunsError(f"another rl-submit of {directory.path} is at work; rl-status shows it")
         yield
-    finally:
-        os.close(descriptor)
 
 
 def is_locked(directory: TrialDirectory) -> bool:

@@ -14,8 +14,8 @@ import pytest
 from corral.experiments.trial.attempts import begin_attempt, last_attempt, read_claim, record_attempt
 from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
-from corral.launcher.trial.lock import SupervisorLock, SupervisorRunsError, is_locked, lock_path
-from corral.launcher.trial.processes import describe_this_process
+from corral.launcher.trial.lock import SupervisorRunsError, is_locked, lock_path, lock_supervisor
+from corral.launcher.trial.processes import describe_this_process, process_start_ticks
 from tests.launcher.trials import StubTrial
 
 ELSEWHERE = {"host": "another-node", "pid": 1, "start_ticks": 1}
@@ -75,9 +75,10 @@ def test_without_locks_a_second_supervisor_of_the_same_start_is_refused(
 def test_without_locks_a_living_process_of_this_host_is_waited_for_and_then_refused(
     trial: StubTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock_path(trial.directory).write_text(json.dumps(describe_this_process()))
+    parent = describe_this_process() | {"pid": os.getppid(), "start_ticks": process_start_ticks(os.getppid())}
+    lock_path(trial.directory).write_text(json.dumps(parent))
     assert is_locked(trial.directory)
-    with pytest.raises(SupervisorRunsError, match=f"process {os.getpid()} on "):
+    with pytest.raises(SupervisorRunsError, match=f"process {os.getppid()} on "):
         start_job(trial, monkeypatch, "8")
 
 
@@ -88,7 +89,6 @@ def test_who_could_not_write_his_name_down_is_not_refused_by_himself(
     lock_path(trial.directory).unlink()
     if not has_locks:
         request.getfixturevalue("no_locks")
-    lock = SupervisorLock(trial.directory)
 
     def refused(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -96,9 +96,8 @@ def test_who_could_not_write_his_name_down_is_not_refused_by_himself(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refused)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            lock.acquire()
-    lock.acquire()
-    lock.release()
+            lock_supervisor(trial.directory)
+    os.close(lock_supervisor(trial.directory))
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -128,4 +127,4 @@ def other_process(trial: StubTrial) -> Iterator[None]:
 def test_with_locks_the_lock_decides_and_no_claim(trial: StubTrial) -> None:
     assert is_locked(trial.directory)
     with pytest.raises(SupervisorRunsError, match="runs already"):
-        SupervisorLock(trial.directory).acquire(patience_s=0.1, claim_decides=True)
+        lock_supervisor(trial.directory, patience_s=0.1, claim_decides=True)
