@@ -13,7 +13,6 @@ that corral ever causes, and nothing but the path of the request is in it.
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -139,8 +138,7 @@ def submit_to_slurm(
             raise SlurmError(f"sbatch refuses the evaluation: {' '.join(str(error).split())}") from error
     job_by_step = {request.step: job.job_id for request, job in zip(requests, jobs, strict=True)}
     for step, job_id in job_by_step.items():
-        record = JobRecord(job_id=job_id, submitted_at=time.time())
-        atomic_write(record_path(folder, step), msgspec.json.encode(record))
+        atomic_write(record_path(folder, step), msgspec.json.encode(JobRecord(job_id=job_id)))
     return job_by_step
 
 

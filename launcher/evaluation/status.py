@@ -33,7 +33,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which job evaluates a step: `eval/jobs/step-*.job.json`."""
 
     job_id: str
-    submitted_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

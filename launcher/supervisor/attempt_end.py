@@ -1,14 +1,12 @@
 """How one attempt ends: requests, the cluster's word and the last exit go in; what follows, and records, come out.
 
-             time nearly up, preempted, nodes lost,
-             rl-stop --requeue, our job is ended                    nothing runs any more
-    OPEN ----------------------------------------> HANDING_OVER ---------------------------> CLOSING
-     |                                               |       |                                |   |
-     | rl-stop, a signal to the supervisor alone,    |       | the trial is complete, failed, |   | our job is requeued,
-     | scancel                                       |       | or no attempt may follow       |   | a successor waits
-     +-----------------------------------------------+-------+---> FINAL <--------------------+   v
-                                                                     |     no job can be had    CLOSED
-                                                                     +--nothing runs any more-----^
+             time nearly up, preempted, nodes lost,                 nothing runs any more:
+             rl-stop --requeue, our job is ended                    our job is requeued, a successor waits
+    OPEN ----------------------------------------> HANDING_OVER -------------------------------------> CLOSED
+     |                                               |       |                                           ^
+     | rl-stop, a signal to the supervisor alone,    |       | the trial is complete, failed,            |
+     | scancel                                       |       | no attempt may follow, no job can be had  |
+     +-----------------------------------------------+-------+---> FINAL --nothing runs any more---------+
 
 FINAL is somebody's word that the trial ends here: nothing that comes later takes it back, and of several the first one
 gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
@@ -96,7 +94,6 @@ class EndPhase(StrEnum):
     OPEN = "open"
     HANDING_OVER = "handing over"
     FINAL = "final"
-    CLOSING = "closing"
     CLOSED = "closed"
 
 
@@ -133,7 +130,7 @@ class EndMachine:
     @property
     def then(self) -> Literal["", "requeue"]:
         """What a stop of the trial log that the supervisor itself appends says about what follows."""
-        return "requeue" if self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING) else ""
+        return "requeue" if self.phase is EndPhase.HANDING_OVER else ""
 
     def hand_over(self, state: EndState, cause: str, *, is_requeued: bool = False) -> None:
         """The next attempt is to go on. What ends the trial, or the job already, goes first.
@@ -152,7 +149,7 @@ class EndMachine:
 
     def stop(self, state: EndState = EndState.STOPPED, cause: str = "") -> None:
         """Somebody wants the trial to end here."""
-        if self.phase in (EndPhase.CLOSING, EndPhase.CLOSED):
+        if self.phase is EndPhase.CLOSED:
             return  # what follows finds the request
         if self.phase is not EndPhase.FINAL:
             self.phase, self.state, self.cause = EndPhase.FINAL, state, cause
@@ -200,7 +197,7 @@ class EndMachine:
     def goes_on(self) -> bool:
         """Whether the next attempt follows by itself, as far as it is known."""
         is_handed_over = self.phase is EndPhase.CLOSED and self._trial_end is None
-        return is_handed_over or self.phase in (EndPhase.HANDING_OVER, EndPhase.CLOSING)
+        return is_handed_over or self.phase is EndPhase.HANDING_OVER
 
     def close(self) -> None:
         """After `judge`, when everything else has been cleared away: sees to what follows, and records the end."""
@@ -210,7 +207,6 @@ class EndMachine:
             self._see_to_next()
 
     def _see_to_next(self) -> None:
-        self.phase = EndPhase.CLOSING
         if self._is_requeued:
             self._close("requeue")
         elif not (why_not := self._arrange()):

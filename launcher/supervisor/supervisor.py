@@ -177,9 +177,7 @@ class Supervisor:
                 # Whether an extra job is gone, the cluster is asked.
                 if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
                     self._why_abandoned = f"{one.task} could not be started: the job has ended"
-                self._apply(
-                    self._unit_machine.exited(one.task, one.returncode, time.monotonic(), kind=one.kind, said=one.said)
-                )
+                self._apply(self._unit_machine.exited(one, time.monotonic()))
         self._end_silent()
         self._apply(self._unit_machine.tick(time.monotonic()))
 

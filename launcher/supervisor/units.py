@@ -23,7 +23,7 @@ A task is one worker process. The tasks of one unit share collectives: one dies,
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from corral.experiments.config.cluster import SupervisionConfig
@@ -39,7 +39,7 @@ from corral.launcher.supervisor.actions import (
     StartUnit,
     UnitNews,
 )
-from corral.launcher.trial.exits import ExitKind, TaskExit
+from corral.launcher.trial.exits import TaskExit
 from corral.scheduling.restarts import growing_pause
 
 
@@ -137,23 +137,21 @@ class UnitMachine:
         self._cause = ""
         self.phase = TrialPhase.RUNNING
 
-    def exited(
-        self, task: str, returncode: int, now: float, *, kind: ExitKind = ExitKind.OWN, said: str = ""
-    ) -> list[Action]:
-        """A task ended, or could not be started; `said` is what it put down about that.
+    def exited(self, ended: TaskExit, now: float) -> list[Action]:
+        """A task ended, or could not be started.
 
         The shell reads the trial log first (`end_trial`), so that a worker that ends because of Done is no crash.
         """
-        unit = self._unit_by_task[task]
+        task, unit = ended.task, self._unit_by_task[ended.task]
         if task not in unit.running:
             return []
         unit.running.discard(task)
         silent_s = self._silent_s.pop(task, 0.0)
-        unit.exits.append(TaskExit(task, returncode, kind, task in self._signalled, said, silent_s))
+        unit.exits.append(replace(ended, killed_by_us=task in self._signalled, silent_s=silent_s))
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
-        if returncode in _FINAL:
+        if ended.returncode in _FINAL:
             return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)

@@ -211,7 +211,7 @@ def watch(folder: Path, *looks: dict[str, tuple[str, str]] | None) -> list[tuple
     """(state, is_final) of the evaluation of step 3, which is job 7, after each look."""
     queue, seen = FakeQueue(), []
     jobs_folder(folder).mkdir(parents=True)
-    record_path(folder, 3).write_bytes(msgspec.json.encode(JobRecord(job_id="7", submitted_at=0.0)))
+    record_path(folder, 3).write_bytes(msgspec.json.encode(JobRecord(job_id="7")))
     reader = EvaluationReader(folder, client=queue)
     for shown in looks:
         queue.shown = shown

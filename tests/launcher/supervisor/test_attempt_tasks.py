@@ -97,7 +97,7 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
 
 
 def decide(machine: UnitMachine, ended: TaskExit, now: float) -> str:
-    (action,) = machine.exited(ended.task, ended.returncode, now, kind=ended.kind)
+    (action,) = machine.exited(ended, now)
     assert isinstance(action, UnitNews)
     return action.event
 

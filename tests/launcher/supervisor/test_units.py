@@ -28,7 +28,7 @@ from corral.launcher.supervisor.units import (
     UnitMachine,
     UnitSpec,
 )
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.exits import ExitKind, TaskExit
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
 MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
@@ -64,7 +64,7 @@ def test_services_start_before_workers() -> None:
 
 def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
     machine = started()
-    assert machine.exited("rollout_worker/0", -9, 10.0) == [
+    assert machine.exited(TaskExit("rollout_worker/0", -9), 10.0) == [
         restarting("rollout_worker/0", "rollout_worker/0 signal 9", pause_s=1.0, restarts=1)
     ]
     assert machine.tick(10.5) == []
@@ -75,7 +75,7 @@ def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
 def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_cost(kind: ExitKind) -> None:
     machine, now, pauses = started(), 0.0, []
     for _ in range(10 * BUDGETS.max_restarts):
-        (restart,) = machine.exited("rollout_worker/0", 127, now, kind=kind)
+        (restart,) = machine.exited(TaskExit("rollout_worker/0", 127, kind), now)
         assert is_restarting(restart)
         pauses.append(restart.fields["pause_s"])
         now += restart.fields["pause_s"]
@@ -86,8 +86,8 @@ def test_what_could_not_be_started_is_tried_again_at_growing_pauses_and_at_no_co
 def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_at_no_cost() -> None:
     machine, now = started(), 0.0
     for _ in range(BUDGETS.max_restarts + 1):
-        machine.exited("model_worker/0", -15, now, kind=ExitKind.NOTICED)
-        (restart,) = machine.exited("model_worker/1", -15, now, kind=ExitKind.NOTICED)
+        machine.exited(TaskExit("model_worker/0", -15, ExitKind.NOTICED), now)
+        (restart,) = machine.exited(TaskExit("model_worker/1", -15, ExitKind.NOTICED), now)
         assert is_restarting(restart) and "SLURM's notice" in restart.cause
         now += restart.fields["pause_s"]
         assert machine.tick(now) == [StartUnit("model_worker")]
@@ -95,9 +95,9 @@ def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_a
 
 def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
     machine = started()
-    assert machine.exited("model_worker/1", 1, 10.0) == [SignalTask("model_worker/0", kill=True)]
+    assert machine.exited(TaskExit("model_worker/1", 1), 10.0) == [SignalTask("model_worker/0", kill=True)]
     assert machine.tick(20.0) == []  # not before the old gang is gone
-    assert machine.exited("model_worker/0", -9, 20.0) == [
+    assert machine.exited(TaskExit("model_worker/0", -9), 20.0) == [
         restarting("model_worker", "model_worker/1 exit 1", pause_s=1.0, restarts=1)
     ]
     assert machine.tick(21.0) == [StartUnit("model_worker")]
@@ -105,8 +105,8 @@ def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
 
 def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
     machine = started()
-    machine.exited("model_worker/0", WorkerExit.GANG_BROKEN, 10.0)
-    supervision_actions = [action for action in machine.exited("model_worker/1", -9, 10.0)]
+    machine.exited(TaskExit("model_worker/0", WorkerExit.GANG_BROKEN), 10.0)
+    supervision_actions = [action for action in machine.exited(TaskExit("model_worker/1", -9), 10.0)]
     # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
     assert [type(action) for action in supervision_actions] == [UnitNews]
 
@@ -115,10 +115,10 @@ def test_a_unit_out_of_budget_fails_the_trial_with_the_cause() -> None:
     machine = started()
     now = 0.0
     for _ in range(2):
-        machine.exited("rollout_worker/0", 3, now)
+        machine.exited(TaskExit("rollout_worker/0", 3), now)
         now += 40.0
         machine.tick(now)
-    machine.exited("rollout_worker/0", 3, now)
+    machine.exited(TaskExit("rollout_worker/0", 3), now)
     ended = _drain(machine, now)
     assert ended.outcome is EndState.FAILED
     assert "rollout_worker/0 exit 3" in ended.cause and "2 restarts" in ended.cause
@@ -130,7 +130,7 @@ def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
     now = 0.0
     for run_s in (5.0, 5.0, 500.0, 5.0):
         now += run_s
-        (restart,) = machine.exited("rollout_worker/0", 1, now)
+        (restart,) = machine.exited(TaskExit("rollout_worker/0", 1), now)
         assert is_restarting(restart)
         pauses.append(restart.fields["pause_s"])
         now += restart.fields["pause_s"]
@@ -143,7 +143,7 @@ def test_a_worker_whose_end_is_no_crash_is_restarted_without_spending_the_budget
     machine = started()
     now = 0.0
     for _ in range(10):
-        assert is_restarting(machine.exited("master_worker/0", returncode, now)[0])
+        assert is_restarting(machine.exited(TaskExit("master_worker/0", returncode), now)[0])
         now += 40.0
         assert machine.tick(now) == [StartUnit("master_worker/0")]
 
@@ -158,7 +158,7 @@ def test_a_worker_whose_end_is_no_crash_is_restarted_without_spending_the_budget
 )
 def test_what_another_try_cannot_change_ends_the_trial_at_once(worker: str, returncode: int, words: str) -> None:
     machine = started()
-    machine.exited(worker, returncode, 1.0)
+    machine.exited(TaskExit(worker, returncode), 1.0)
     end = _drain(machine, 1.0)
     assert end.outcome is EndState.FAILED and words in end.cause
 
@@ -169,9 +169,9 @@ def test_done_in_the_log_ends_the_others_politely_and_redis_last() -> None:
     workers = ["master_worker/0", "model_worker/0", "model_worker/1", "rollout_worker/0"]
     assert asked == [SignalTask(worker, kill=False) for worker in workers]
     for worker in workers[:-1]:
-        assert machine.exited(worker, 0, 6.0) == []
-    assert machine.exited("rollout_worker/0", 0, 6.0) == [SignalTask("redis", kill=True)]
-    assert machine.exited("redis", -9, 6.1) == [EndTrial(EndState.COMPLETE, "")]
+        assert machine.exited(TaskExit(worker, 0), 6.0) == []
+    assert machine.exited(TaskExit("rollout_worker/0", 0), 6.0) == [SignalTask("redis", kill=True)]
+    assert machine.exited(TaskExit("redis", -9), 6.1) == [EndTrial(EndState.COMPLETE, "")]
 
 
 def test_a_worker_that_ignores_the_request_to_end_is_killed_after_its_grace() -> None:
@@ -206,13 +206,13 @@ def test_stop_now_fences_before_it_kills() -> None:
 def test_a_master_that_dies_while_it_should_checkpoint_ends_the_stop_at_once() -> None:
     machine = started()
     machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
-    assert isinstance(machine.exited("master_worker/0", -9, 2.0)[0], AppendStop)
+    assert isinstance(machine.exited(TaskExit("master_worker/0", -9), 2.0)[0], AppendStop)
     assert machine.phase is TrialPhase.TERMINATING
 
 
 def test_nobody_waits_for_a_checkpoint_of_a_trainer_that_is_down() -> None:
     machine = started()
-    machine.exited("master_worker/0", -9, 1.0)
+    machine.exited(TaskExit("master_worker/0", -9), 1.0)
     assert isinstance(
         machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.1)[0], AppendStop
     )
@@ -221,7 +221,7 @@ def test_nobody_waits_for_a_checkpoint_of_a_trainer_that_is_down() -> None:
 def test_redis_is_restarted_even_while_the_trial_stops() -> None:
     machine = started()
     machine.stop_requested(reason="stopped by me", grace_s=60.0, immediately=False, now=1.0)
-    machine.exited("redis", -9, 2.0)
+    machine.exited(TaskExit("redis", -9), 2.0)
     assert machine.tick(3.0) == [StartUnit("redis")]
 
 
@@ -256,7 +256,7 @@ def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
         assert machine.nodes_lost("generation_server/1", "preempted", now) == [
             SignalTask("generation_server/1", kill=True)
         ]
-        assert machine.exited("generation_server/1", -9, now) == [
+        assert machine.exited(TaskExit("generation_server/1", -9), now) == [
             UnitNews("unit_left", "generation_server/1", "preempted")
         ]
         assert machine.tick(now + 100.0) == []
@@ -266,11 +266,11 @@ def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
 
 def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
     machine = with_nodes(MASTER, SERVER)
-    assert machine.exited("generation_server/1", 0, 1.0) == [CheckNodes("generation_server/1")]
+    assert machine.exited(TaskExit("generation_server/1", 0), 1.0) == [CheckNodes("generation_server/1")]
     assert machine.tick(2.0) == []
     assert is_restarting(machine.nodes_stay("generation_server/1", 2.0)[0])
     machine.tick(4.0)
-    machine.exited("generation_server/1", 0, 5.0)
+    machine.exited(TaskExit("generation_server/1", 0), 5.0)
     assert machine.nodes_lost("generation_server/1", "preempted", 6.0) == [
         UnitNews("unit_left", "generation_server/1", "preempted")
     ]
@@ -278,7 +278,7 @@ def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
 
 def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:
     machine = with_nodes(MASTER, SERVER)
-    machine.exited("generation_server/1", 1, 1.0)
+    machine.exited(TaskExit("generation_server/1", 1), 1.0)
     assert machine.tick(1.0 + CHECK_TIMEOUT_S - 0.1) == []
     assert is_restarting(machine.tick(1.0 + CHECK_TIMEOUT_S)[0])
 
@@ -288,7 +288,7 @@ def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
     for _ in range(BUDGETS.max_restarts + 1):
         now += 50.0
         machine.tick(now)
-        machine.exited("generation_server/1", 3, now)
+        machine.exited(TaskExit("generation_server/1", 3), now)
         (action,) = machine.nodes_stay("generation_server/1", now)
     assert isinstance(action, GiveUpUnit) and "2 restarts" in action.cause
     assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
@@ -298,11 +298,11 @@ def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_grante
     machine = UnitMachine((MASTER, ROAMER), BUDGETS)
     assert StartUnit("rollout_worker/1") in machine.tick(0.0)
     assert machine.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
-    (left,) = machine.exited("rollout_worker/1", 0, 6.0)
+    (left,) = machine.exited(TaskExit("rollout_worker/1", 0), 6.0)
     assert is_left(left)
     assert machine.tick(6.0) == [StartUnit("rollout_worker/1")]
     machine.nodes_lost("rollout_worker/1", "preempted", 7.0)
-    machine.exited("rollout_worker/1", 0, 7.0)
+    machine.exited(TaskExit("rollout_worker/1", 0), 7.0)
     assert machine.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
 
 
@@ -316,7 +316,7 @@ def test_what_does_not_move_when_asked_is_killed() -> None:
 def test_a_crash_in_the_fallback_is_a_crash() -> None:
     machine = UnitMachine((MASTER, ROAMER), BUDGETS)
     machine.tick(0.0)
-    assert is_restarting(machine.exited("rollout_worker/1", 1, 1.0)[0])
+    assert is_restarting(machine.exited(TaskExit("rollout_worker/1", 1), 1.0)[0])
 
 
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
@@ -326,9 +326,9 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
     assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
     lost = machine.nodes_lost("model_worker", "node failed", 60.0)
     assert SignalTask("master_worker/0", kill=False) in lost
-    machine.exited("master_worker/0", 0, 61.0)
+    machine.exited(TaskExit("master_worker/0", 0), 61.0)
     for rank in FAR_GANG.tasks:
-        machine.exited(rank, -9, 61.0)
+        machine.exited(TaskExit(rank, -9), 61.0)
     assert machine.tick(1000.0) == []
     machine.nodes_granted("model_worker", 2000.0)
     assert machine.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
@@ -339,7 +339,7 @@ def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_no
     machine.nodes_granted("model_worker", 0.0)
     machine.tick(0.0)
     for rank in FAR_GANG.tasks:
-        asked = machine.exited(rank, 0, 10.0)
+        asked = machine.exited(TaskExit(rank, 0), 10.0)
     assert asked == [CheckNodes("model_worker")]
     lost = machine.nodes_lost("model_worker", "requeued", 11.0)
     assert lost == [UnitNews("unit_left", "model_worker", "requeued"), SignalTask("master_worker/0", kill=False)]
@@ -350,7 +350,7 @@ def test_a_unit_that_is_kept_down_rests_until_that_is_undone() -> None:
     assert machine.keep_down("rollout_worker/0", is_kept_down=True, now=1.0) == [
         SignalTask("rollout_worker/0", kill=False)
     ]
-    assert is_left(machine.exited("rollout_worker/0", 0, 2.0)[0])
+    assert is_left(machine.exited(TaskExit("rollout_worker/0", 0), 2.0)[0])
     assert machine.tick(1000.0) == []
     assert machine.keep_down("rollout_worker/0", is_kept_down=False, now=1000.0) == []
     assert machine.tick(1000.0) == [StartUnit("rollout_worker/0")]
@@ -401,7 +401,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         if kind == "exit" and world.running:
             task = sorted(world.running)[int(argument) % len(world.running)]
             world.running.discard(task)
-            world.apply(machine.exited(task, code, now))
+            world.apply(machine.exited(TaskExit(task, code), now))
         elif kind == "tick":
             now += float(argument)
             world.apply(machine.tick(now))
@@ -462,7 +462,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
                 crashes[unit_by_task[task].name] += 1
             elif unit_by_task[task].has_fallback:
                 crashes[unit_by_task[task].name] += 1  # in its fallback it has no nodes to lose
-            apply(machine.exited(task, code, now))
+            apply(machine.exited(TaskExit(task, code), now))
         elif kind == "grant" and far_unit not in granted:
             granted.add(far_unit)
             apply(machine.nodes_granted(far_unit, now))
@@ -489,7 +489,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
 def _drain(machine: UnitMachine, now: float) -> EndTrial:
     """Lets every process die at once, and returns the end."""
     for task in [task for unit in UNITS for task in unit.tasks]:
-        for action in machine.exited(task, -15, now):
+        for action in machine.exited(TaskExit(task, -15), now):
             if isinstance(action, EndTrial):
                 return action
     raise AssertionError("the trial did not end")
@@ -498,8 +498,8 @@ def _drain(machine: UnitMachine, now: float) -> EndTrial:
 def test_a_silent_task_is_killed_and_started_again_as_its_own_failure_with_its_gang() -> None:
     machine = started()
     assert machine.silent("model_worker/1", 61.0) == [SignalTask("model_worker/1", kill=True)]
-    assert machine.exited("model_worker/1", -9, 10.1) == [SignalTask("model_worker/0", kill=True)]
-    (restart,) = machine.exited("model_worker/0", -9, 10.2)
+    assert machine.exited(TaskExit("model_worker/1", -9), 10.1) == [SignalTask("model_worker/0", kill=True)]
+    (restart,) = machine.exited(TaskExit("model_worker/0", -9), 10.2)
     assert is_restarting(restart)
     assert restart.cause == "model_worker/1 gave no sign of life for 61 s, and was killed"
     assert machine.silent("model_worker/1", 63.0) == []  # it does not run
@@ -509,10 +509,10 @@ def test_a_task_that_falls_silent_again_and_again_spends_its_budget() -> None:
     machine, now = started(), 0.0
     for _ in range(BUDGETS.max_restarts):
         machine.silent("rollout_worker/0", 61.0)
-        (restart,) = machine.exited("rollout_worker/0", -9, now)
+        (restart,) = machine.exited(TaskExit("rollout_worker/0", -9), now)
         assert is_restarting(restart)
         now += restart.fields["pause_s"]
         machine.tick(now)
     machine.silent("rollout_worker/0", 61.0)
-    machine.exited("rollout_worker/0", -9, now)
+    machine.exited(TaskExit("rollout_worker/0", -9), now)
     assert machine.phase is TrialPhase.TERMINATING
