@@ -10,18 +10,19 @@ Waits are short and end with "no answer": what does not work is a finding, not a
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import socket
 import sys
-import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial.directory import atomic_write
+from corral.launcher.files.patience import wait_until
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.trial.redis_server import find_redis_executable
 
@@ -88,34 +89,17 @@ def _serve(folder: Path, address: str, num_nodes: int) -> dict[str, Any]:
         listener.settimeout(_POLL_INTERVAL_S)
         port = {"host": address, "port": listener.getsockname()[1]}
         atomic_write(folder / FIRST_PORT, json.dumps(port).encode())
-        finished = threading.Event()
-        thread = threading.Thread(target=_reply, args=(listener, token, finished), daemon=True)
-        thread.start()
         wanted = [folder / "login-reached", *([folder / "answer-1.json"] if num_nodes > 1 else [])]
         deadline = time.monotonic() + _WAIT_S
         while time.monotonic() < deadline and not all(is_there(path) for path in wanted):
-            time.sleep(_POLL_INTERVAL_S)
-        finished.set()
-        thread.join()
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.sendall(json.dumps({"token": token, "time": time.time()}).encode())
     return port
 
 
-def _reply(listener: socket.socket, token: str, finished: threading.Event) -> None:
-    while not finished.is_set():
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        with connection:
-            connection.sendall(json.dumps({"token": token, "time": time.time()}).encode())
-
-
 def _connect_to_first(folder: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _WAIT_S
-    while not is_there(folder / FIRST_PORT):
-        if time.monotonic() > deadline:
-            return {"peer_error": f"{FIRST_PORT} of the first node did not appear here within {_WAIT_S:.0f} s"}
-        time.sleep(_POLL_INTERVAL_S)
+    if not wait_until(lambda: is_there(folder / FIRST_PORT), timeout_s=_WAIT_S, pause_s=_POLL_INTERVAL_S):
+        return {"peer_error": f"{FIRST_PORT} of the first node did not appear here within {_WAIT_S:.0f} s"}
     try:
         return {"peer_offset_s": exchange(folder)}
     except (OSError, ValueError) as error:

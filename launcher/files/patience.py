@@ -20,6 +20,14 @@ PATIENCE_S = 900.0  # a server that moves to another machine takes minutes
 _PAUSE_S = 1.0
 
 
+def wait_until(is_so: Callable[[], bool], *, timeout_s: float, pause_s: float = 0.02) -> bool:
+    """Whether it became so in time; looked at once in any case."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := is_so()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+    return answer
+
+
 @dataclass(frozen=True, slots=True)
 class FilePatience:
     """Of those who can do nothing without the trial's files: what these refuse for a moment is tried again."""

@@ -5,7 +5,6 @@ a trial that has ended --its plan, its log--> Submission of the next attempt, on
 """
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from corral.experiments.trial.mode import Mode, has_jobs
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
+from corral.launcher.files.patience import wait_until
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
@@ -38,7 +38,6 @@ from corral.launcher.trial.lock import is_locked
 from corral.scheduling.slurm_formats import check_plain_text
 
 _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
-_LEAVING_POLL_S = 0.05
 _LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
 
 
@@ -222,12 +221,7 @@ def _still_runs(directory: TrialDirectory) -> bool:
     attempt = last_attempt(directory)
     end = read_end(directory, attempt.attempt) if attempt is not None else None
     has_ended = end is not None and end.is_final
-    deadline = time.monotonic() + (_LEAVING_TIMEOUT_S if has_ended else 0.0)
-    while is_locked(directory):
-        if time.monotonic() >= deadline:
-            return True
-        time.sleep(_LEAVING_POLL_S)
-    return False
+    return not wait_until(lambda: not is_locked(directory), timeout_s=_LEAVING_TIMEOUT_S if has_ended else 0.0)
 
 
 def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:

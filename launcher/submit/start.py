@@ -9,12 +9,10 @@ An error in `create`, and one in the first `start`, remove what was made.
 
 import contextlib
 import logging
-import os
 import shutil
-import signal
+import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,11 @@ from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.cluster import Cluster
 from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.clusters import cluster_of
+from corral.launcher.files.patience import wait_until
 from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import clean_environment
@@ -61,27 +59,21 @@ def create(submission: Submission) -> None:
         raise
 
 
-def start(
-    submission: Submission,
-    *,
-    resume: bool = False,
-    cluster: Cluster | None = None,
-    supervisor_command: Sequence[str] = SUPERVISOR_COMMAND,
-) -> str:
+def start(submission: Submission, *, resume: bool = False) -> str:
     """Starts the next attempt; returns the id of its job, or the supervisor's process id as text.
 
     Raises:
         SubmissionError, ClusterError: if it does not start. A first attempt then leaves no trial directory.
     """
     if not resume:  # of two that make the same directory, one is through
-        return _start(submission, cluster, supervisor_command, resume=False)
+        return _start(submission, resume=False)
     try:
         with submitting(submission.directory):
             # It was looked at before, but of two who look at the same time both see that nobody is there.
             refuse_living(submission.plan, submission.directory)
             if submission.directory.plan_path.read_bytes() != submission.plan.to_json():  # another allocation
                 write_plan(submission)
-            return _start(submission, cluster, supervisor_command, resume=True)
+            return _start(submission, resume=True)
     except SubmissionRunsError as error:
         raise SubmissionError(str(error)) from error
 
@@ -95,7 +87,7 @@ def write_plan(submission: Submission) -> None:
         atomic_write(submission.directory.config_path, _config_text(submission.written))
 
 
-def _start(submission: Submission, cluster: Cluster | None, supervisor_command: Sequence[str], *, resume: bool) -> str:
+def _start(submission: Submission, *, resume: bool) -> str:
     directory, plan = submission.directory, submission.plan
     previous = last_attempt(directory)
     attempt = previous.attempt + 1 if previous else 0
@@ -106,8 +98,8 @@ def _start(submission: Submission, cluster: Cluster | None, supervisor_command: 
         directory.start_attempt_logs(attempt)
         record_attempt(directory, attempt=attempt, resume=resume, mode=plan.mode)
         if submission.layout is None:
-            return _start_local(directory, attempt, supervisor_command)
-        return _start_on_cluster(submission, submission.layout, attempt, cluster or cluster_of(plan.mode))
+            return _start_local(directory, attempt)
+        return _start_on_cluster(submission, submission.layout, attempt)
     except SubmissionUnknownError as error:
         # The job, if there is one, needs its directory.
         name = f"{plan.trial.experiment}/{plan.trial.trial}"
@@ -121,53 +113,37 @@ def _start(submission: Submission, cluster: Cluster | None, supervisor_command: 
         raise
 
 
-def _start_local(directory: TrialDirectory, attempt: int, supervisor_command: Sequence[str]) -> str:
+def _start_local(directory: TrialDirectory, attempt: int) -> str:
     log_path = directory.attempt_logs(attempt) / "supervisor.log"
-    command = [*supervisor_command, "--trial", str(directory.path), "--attempt", str(attempt)]
-    pid = start_process(command, environment=clean_environment(), log_path=log_path).pid
+    command = [*SUPERVISOR_COMMAND, "--trial", str(directory.path), "--attempt", str(attempt)]
+    supervisor = start_process(command, environment=clean_environment(), log_path=log_path)
     try:
-        _wait_until_it_supervises(directory, pid, log_path)
+        _wait_until_it_supervises(directory, supervisor, log_path)
     except BaseException:
-        _end(directory, pid)  # whoever called removes its folder
+        supervisor.kill()
+        # Whoever called removes the folder: neither it nor what it has started may have the trial then.
+        has_ended = lambda: supervisor.poll() is not None and not is_locked(directory)  # noqa: E731
+        wait_until(has_ended, timeout_s=_SUPERVISOR_END_TIMEOUT_S)
         raise
-    _note(directory, attempt=attempt, pid=pid)
-    return str(pid)
+    _note(directory, attempt=attempt, pid=supervisor.pid)
+    return str(supervisor.pid)
 
 
-def _wait_until_it_supervises(directory: TrialDirectory, pid: int, log_path: Path) -> None:
+def _wait_until_it_supervises(directory: TrialDirectory, supervisor: subprocess.Popen[bytes], log_path: Path) -> None:
     """Until our child holds the trial's lock, however long that takes: what counts is whether it lives."""
-    deadline = time.monotonic() + _SUPERVISOR_START_TIMEOUT_S
-    while not is_locked(directory):
-        has_ended = _has_ended(pid)
-        if has_ended or time.monotonic() > deadline:
-            said = read_tail(log_path, 2000).decode(errors="replace")
-            why = "ended at once" if has_ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
-            raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
-        time.sleep(0.02)
+    wait_until(lambda: is_locked(directory) or supervisor.poll() is not None, timeout_s=_SUPERVISOR_START_TIMEOUT_S)
+    if not is_locked(directory):
+        said = read_tail(log_path, 2000).decode(errors="replace")
+        timeout = f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
+        why = timeout if supervisor.poll() is None else "ended at once"
+        raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether our child is gone."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
-
-
-def _end(directory: TrialDirectory, pid: int) -> None:
-    """Ends a supervisor that was given up, and waits until neither it nor what it has started has the trial."""
-    if not _has_ended(pid):
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _SUPERVISOR_END_TIMEOUT_S
-    while (not _has_ended(pid) or is_locked(directory)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _start_on_cluster(submission: Submission, layout: Layout, attempt: int, cluster: Cluster) -> str:
-    directory = submission.directory
+def _start_on_cluster(submission: Submission, layout: Layout, attempt: int) -> str:
+    plan, directory = submission.plan, submission.directory
+    cluster, own = cluster_of(plan.mode), own_jobs_of_plan(plan, directory)
     atomic_write(directory.layout_path, layout.to_json())
-    cluster.write_scripts(submission.plan, layout, directory)
-    own = own_jobs_of_plan(submission.plan, directory)
+    cluster.write_scripts(plan, layout, directory)
     job_id = submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_head_of(own))
     with contextlib.suppress(OSError):  # the job has been taken; its comment names it, and so will its claim
         own.note(job_id, attempt=attempt)

@@ -264,7 +264,8 @@ def test_a_local_trial_survives_the_terminal_that_started_it(
         f"s = prepare.prepare(Path({str(experiment)!r}), {_small(tmp_path)!r}, trial_name='t', mode='local')\n"
         "start.create(s)\n"
         "(s.directory.path / 'stub.json').write_text('{\"master_worker/0\": [\"finish 1.0\"]}')\n"
-        f"print(start.start(s, supervisor_command={list(COMMAND)!r}), flush=True)\n"
+        f"start.SUPERVISOR_COMMAND = {list(COMMAND)!r}\n"
+        "print(start.start(s), flush=True)\n"
         "import time; time.sleep(60)\n"
     )
     terminal = subprocess.Popen(
@@ -364,7 +365,8 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
     submission = replace(prepared, plan=plan, layout=plan_layout(plan))
     start.create(submission)
     submission.directory.journal_path.mkdir()
-    assert start.start(submission, cluster=SlurmCluster(Taken())) == "7"
+    monkeypatch.setattr(start, "cluster_of", lambda mode: SlurmCluster(Taken()))
+    assert start.start(submission) == "7"
     assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
     submission.directory.journal_path.rmdir()
 
@@ -372,9 +374,7 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
 def test_a_supervisor_that_cannot_start_leaves_no_trial(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {
-        "supervisor_command": [sys.executable, "-c", "raise SystemExit('no such thing')"]
-    })  # fmt: skip
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", [sys.executable, "-c", "raise SystemExit('no such thing')"])
     assert _submit(monkeypatch, experiment, "--local", "-n", "x", fileroot=tmp_path / "trials") == 1
     assert "no such thing" in capsys.readouterr().err
     assert list((tmp_path / "trials" / "small-grpo").iterdir()) == []
@@ -382,11 +382,11 @@ def test_a_supervisor_that_cannot_start_leaves_no_trial(
 
 @pytest.mark.usefixtures("obeys_ctrl_c")
 def test_a_start_that_is_interrupted_ends_the_supervisor_before_its_folder_goes(
-    experiment: Path, tmp_path: Path
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = tmp_path / "pid"
     told_by = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    slow = [sys.executable, "-c", told_by]
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", [sys.executable, "-c", told_by])
     submission = prepare.prepare(experiment, _small(tmp_path), trial_name="t", mode="local")
     start.create(submission)
 
@@ -397,7 +397,7 @@ def test_a_start_that_is_interrupted_ends_the_supervisor_before_its_folder_goes(
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        start.start(submission, supervisor_command=slow)
+        start.start(submission)
     interrupter.join()
     assert process_start_ticks(int(told.read_text())) is None
     assert not submission.directory.path.exists()
@@ -413,7 +413,7 @@ def test_a_supervisor_that_takes_long_to_start_is_waited_for_as_long_as_it_lives
         "-c",
         f"import os, sys, time; time.sleep(21); os.execv({COMMAND[0]!r}, [*{COMMAND!r}, *sys.argv[1:]])",
     ]
-    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": late})
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", late)
     assert _submit(monkeypatch, experiment, "--local", "-n", "x", fileroot=tmp_path / "trials") == 0
     trials = tmp_path / "trials"
     assert wait_until(lambda: _status_when_final("small-grpo/x", trials), "the end of the trial")["state"] == "COMPLETE"
@@ -425,7 +425,7 @@ def _small(tmp_path: Path) -> list[str]:
 
 def _use_stub_workers(monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, list[str]]) -> None:
     """Starts are those of the product, but for the workers' program."""
-    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", COMMAND)
     create = start.create
 
     def create_with_behaviour(submission: prepare.Submission) -> None:

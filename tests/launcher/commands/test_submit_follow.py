@@ -24,7 +24,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     path = tmp_path / "experiment.yaml"
     path.write_text(VALID_PPO)
     monkeypatch.setenv("CORRAL_FILEROOT", str(tmp_path / "trials"))
-    monkeypatch.setattr(start.start, "__kwdefaults__", start.start.__kwdefaults__ | {"supervisor_command": COMMAND})
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", COMMAND)
     yield path
     end_trials(tmp_path / "trials")
 
