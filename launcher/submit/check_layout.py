@@ -24,6 +24,7 @@ from corral.launcher.slurm.client import hostnames_command, nodes_command
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.asks import asks_of, raise_problems, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, limit_of
+from corral.launcher.submit.plan_text import describe, share_of_node
 from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind
@@ -49,17 +50,6 @@ def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
     problems = [problem for part in parts for problem in part.problems()]
     raise_problems(UnsatisfiableError, problems or list(_together(fixed, facts.nodes)))
     return Capacity(checks=_summary(fixed, facts), waits_for_nodes=_waits(parts, fixed, facts))
-
-
-def describe(allocation: Allocation) -> str:
-    """What an allocation asks for, on a line."""
-    where = allocation.options.get("partition")
-    return f"{allocation.name}: {allocation.num_nodes} x ({_share(allocation)})" + (f" of {where}" if where else "")
-
-
-def _share(allocation: Allocation) -> str:
-    share = f"{allocation.cpus_per_node} CPUs, {allocation.mem_mb_per_node} MB"
-    return share + (f", {allocation.gpus_per_node} GPUs" if allocation.gpus_per_node else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +187,7 @@ class Part:
                     evidence=evidence,
                 )
         return self._problem(
-            f"{_share(allocation)} together on one node, and no usable node of partition {name!r} has them",
+            f"{share_of_node(allocation)} together on one node, and no usable node of partition {name!r} has them",
             hint="ask for less per node, choose another partition, or exclude fewer nodes",
             blamed=(
                 self.source.first_given(self.option_path("exclude"), self.count()[0]),
@@ -226,7 +216,7 @@ class Part:
         group = self.plan.scheduling[kind]
         task = f"{group.scheduling.gpu} GPU" if group.scheduling.gpu else f"{group.scheduling.cpu} CPU"
         return self._problem(
-            f"{allocation.num_nodes} nodes ({_share(allocation)} each), partition {name!r} has {offered}",
+            f"{allocation.num_nodes} nodes ({share_of_node(allocation)} each), partition {name!r} has {offered}",
             hint=", or ".join(hints) or "ask for less per task, or lower the groups' counts",
             blamed=(path, shown),
             note=f"{group.count} x {task} = {self._nodes_of(kind)} nodes",
@@ -343,6 +333,6 @@ def _not_together(chosen: Sequence[Part], nodes: Sequence[Node]) -> Iterator[Con
                 hint=hint,
                 path=path,
                 shown=shown,
-                note=" + ".join(describe(it) for it in allocations),
+                note=" + ".join(f"{it.name}: {describe(it)}" for it in allocations),
                 evidence=shlex.join(nodes_command()),
             )

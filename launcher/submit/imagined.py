@@ -13,6 +13,7 @@ from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.submit.check_memory import check_memory
+from corral.launcher.submit.plan_text import count_of
 from corral.launcher.submit.preflight import Preflight
 from corral.scheduling.scheduling import GIB_MB
 from corral.scheduling.slurm_formats import parse_memory_mb
@@ -34,8 +35,7 @@ class ClusterShape:
 
     def __str__(self) -> str:
         """'4 nodes with 8 GPUs of 80 GiB'."""
-        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        gpus = f"{self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''}"
+        nodes, gpus = count_of(self.num_nodes, "node"), count_of(self.gpus_per_node, "GPU")
         return f"{nodes} with {gpus} of {self.gpu_memory_mb / GIB_MB:.4g} GiB"
 
     def in_plan(self, plan: RunPlan) -> RunPlan:

@@ -69,8 +69,7 @@ def _generation(plan: RunPlan) -> Iterator[str]:
     servers = plan.all_of(GenerationServerSpec)
     if not servers:
         return
-    count = f"{len(servers)} server{'s' if len(servers) > 1 else ''}"
-    first = servers[0]
+    count, first = count_of(len(servers), "server"), servers[0]
     if first.backend == "hf":
         rounding = f", weights rounded to {first.engine.quantization}" if first.engine.quantization else ""
         yield f"generate   {count} of the embedded engine, {first.engine.dtype}{rounding}"
@@ -276,33 +275,36 @@ def render_layout(layout: Layout) -> list[str]:
     elastic = len(layout.allocations) - len(layout.fixed)
     components = len(layout.components)
     jobs = 1 + len(layout.fixed) - components
-    parts = _count(jobs, "job") + (f" of {components} components" if components > 1 else "")
+    parts = count_of(jobs, "job") + (f" of {components} components" if components > 1 else "")
     # Jobs that leave room on a node may share it.
     at_most = "up to " if jobs > 1 else ""
-    heading = f"{layout.kind}: {parts}, {at_most}{_count(nodes, 'node')}"
-    heading += f", {_count(elastic, 'elastic worker')}" if elastic else ""
+    heading = f"{layout.kind}: {parts}, {at_most}{count_of(nodes, 'node')}"
+    heading += f", {count_of(elastic, 'elastic worker')}" if elastic else ""
     lines = [f"plan       {heading} ({layout.reason})"]
     for index, allocation in enumerate(layout.allocations):
-        lines.append(f"  {allocation.name:<19}  {_asked(allocation)}")
+        lines.append(f"  {allocation.name:<19}  {describe(allocation)}")
         if allocation.role != "elastic":
             lines += _nodes(layout, index)
     return lines
 
 
-def _count(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
+    """'1 node', '2 nodes'."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _asked(allocation: Allocation) -> str:
-    parts = [f"{allocation.num_nodes} x {allocation.cpus_per_node} CPUs"]
-    if allocation.gpus_per_node:
-        kind = f"{allocation.gpu_type} " if allocation.gpu_type else ""
-        parts.append(f"{allocation.gpus_per_node} {kind}GPUs")
-    parts.append(_memory(allocation.mem_mb_per_node))
-    values = {"partition": "(default)", **allocation.options}
-    values.setdefault("time_limit", "(default)")
+def describe(allocation: Allocation) -> str:
+    """What it asks for: '2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00'."""
+    values = {"partition": "(default)", "time_limit": "(default)", **allocation.options}
     where = ", ".join(f"{name.replace('_limit', '')} {value}" for name, value in values.items())
-    return f"{', '.join(parts)}; {where}"
+    return f"{allocation.num_nodes} x {share_of_node(allocation)}; {where}"
+
+
+def share_of_node(allocation: Allocation) -> str:
+    """What it asks for of each node: '9 CPUs, 4 h100 GPUs, 33 GiB'."""
+    kind = f"{allocation.gpu_type} " if allocation.gpu_type else ""
+    gpus = f", {allocation.gpus_per_node} {kind}GPUs" if allocation.gpus_per_node else ""
+    return f"{allocation.cpus_per_node} CPUs{gpus}, {_memory(allocation.mem_mb_per_node)}"
 
 
 def _nodes(layout: Layout, index: int) -> Iterator[str]:

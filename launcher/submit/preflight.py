@@ -34,10 +34,11 @@ from corral.launcher.slurm.sbatch import (
 )
 from corral.launcher.submit.asks import Ask, asks_of, check_values, raise_problems, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
-from corral.launcher.submit.check_layout import Capacity, check_layout, describe
+from corral.launcher.submit.check_layout import Capacity, check_layout
 from corral.launcher.submit.check_limits import check_limits
 from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.cluster import ClusterFacts, read_cluster, seconds_of_moment
+from corral.launcher.submit.plan_text import describe
 from corral.launcher.trial.processes import user_name
 
 _FAR_AWAY_S = 366 * 86400.0
@@ -165,7 +166,7 @@ class _Checks:
             extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
             # Those of a group's elastic workers are alike but for their names.
             extra_jobs = {
-                describe(one).partition(": ")[2] + repr(one.options): index
+                describe(one): index
                 for index, one in reversed(list(enumerate(layout.allocations)))
                 if index not in layout.components
             }
@@ -197,7 +198,7 @@ class _Checks:
         except SlurmError as error:
             if error.complaint in known | {Complaint.TIME}:
                 return error
-            asked_for, command = [describe(allocation) for allocation in allocations], refusal_command(all_options)
+            asked_for, command = [f"{one.name}: {describe(one)}" for one in allocations], refusal_command(all_options)
             raise explain_refusal(error, self.plan, asked_for, self.source, command=command) from error
 
 
