@@ -30,6 +30,11 @@ def warn(check: str, said: str, advice: str) -> Finding:
     return Finding(check=check, level="warn", said=said, advice=advice)
 
 
+def warn_if(costs: bool, check: str, said: str, advice: str) -> Finding:
+    """The same fact with or without a cost."""
+    return warn(check, said, advice) if costs else ok(check, said)
+
+
 def fail(check: str, said: str, advice: str) -> Finding:
     """Trials will not run."""
     return Finding(check=check, level="fail", said=said, advice=advice)

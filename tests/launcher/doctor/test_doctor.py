@@ -55,7 +55,7 @@ def test_a_usual_site_is_fine() -> None:
         ("SLURM_VERSION", "20.02.3", "slurm.version", "fail", "--exact"),
         ("SLURM_VERSION", "21.08.8", "slurm.version", "warn", "21.08.8"),
         ("SLURM_VERSION", "25.05.1", "slurm.version", "ok", "25.05.1"),
-        ("SLURM_VERSION", "master", "slurm.version", "warn", "'master'"),
+        ("SLURM_VERSION", "master", "slurm.version", "warn", "SLURM master"),
         ("AccountingStorageType", "accounting_storage/none", "config.accounting", "ok", "off"),
         ("MinJobAge", "2 sec", "config.min_job_age", "warn", "2 s"),
         ("SelectType", "select/linear", "config.select", "fail", "whole nodes"),
@@ -149,7 +149,7 @@ def test_two_nodes_that_answer_are_fine() -> None:
         (0, {"redis_error": "no redis-server >= 6.2"}, "nodes.redis", "fail", "redis-server"),
         (0, {"bind_error": "10.0.0.1: refused"}, "nodes.ports", "fail", "cannot listen"),
         (1, {"peer_error": "timed out"}, "nodes.ports", "fail", "n2 does not reach"),
-        (1, {"peer_offset_s": -75.0}, "nodes.clocks", "warn", "75.0 s"),
+        (1, {"peer_offset_s": -75.0}, "nodes.clocks", "warn", "75 s"),
     ],
 )
 def test_each_answer_of_a_node_has_its_judgement(
