@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
 from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
@@ -30,26 +29,44 @@ from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.worker_information import WorkerKind
 
 
-class Capacity(NamedTuple):
-    """What was found about the nodes."""
+def check_layout(parts: Sequence["Part"]) -> list[str]:
+    """Compares every allocation with the cluster; returns what waits until nodes are there again.
 
-    checks: list[str]
-    """Facts worth printing."""
-    waits_for_nodes: list[str]
-    """What waits until nodes are up again; SLURM says of them only that they are not available."""
-
-
-def check_layout(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> Capacity:
-    """Compares every allocation with the cluster.
+    SLURM says of these only that they are not available.
 
     Raises:
         UnsatisfiableError: with what is asked for, what there is, and what would fit.
     """
-    parts = parts_of(layout, plan, facts, source)
-    fixed = [part for part in parts if part.index in layout.fixed]
+    fixed, nodes = fixed_of(parts), parts[0].facts.nodes
     problems = [problem for part in parts for problem in part.problems()]
-    raise_problems(UnsatisfiableError, problems or list(_together(fixed, facts.nodes)))
-    return Capacity(checks=_summary(fixed, facts), waits_for_nodes=_waits(parts, fixed, facts))
+    raise_problems(UnsatisfiableError, problems or list(_together(fixed, nodes)))
+    waiting = [line for part in parts for line in part.waits("up", away={})]
+    if not waiting and any(_together(fixed, [node for node in nodes if node.is_up])):
+        waiting.append("of the nodes that are up, there are too few for all jobs of this trial together")
+    if waiting:
+        return [f"{line}: it waits until nodes are back (sinfo -R says why they are not)" for line in waiting]
+    how = "up and in no reservation of others"
+    reserved = [
+        line for one in parts for line in one.waits(how, away=one.facts.reserved_for_others(one.allocation.options))
+    ]
+    return [f"{line}: it waits for the end of these (scontrol show reservation)" for line in reserved]
+
+
+def fixed_of(parts: Sequence["Part"]) -> list["Part"]:
+    """Those that the trial cannot do without."""
+    return [part for part in parts if part.allocation.role != "elastic"]
+
+
+def summary_of(parts: Sequence["Part"]) -> list[str]:
+    """Facts about the partitions worth printing."""
+    facts, lines = parts[0].facts, []
+    for name in dict.fromkeys(part.partitions[0] for part in fixed_of(parts)):
+        if members := facts.members(name):
+            lines.append(f"partition {name} ok")
+            lines.append(f"{sum(node.state.startswith('idle') for node in members)} of {len(members)} nodes idle")
+        else:
+            lines.append(f"partition {name} shows no nodes here, not checked")
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,31 +279,6 @@ def parts_of(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigS
         Part(index=index, layout=layout, plan=plan, facts=facts, source=source)
         for index in range(len(layout.allocations))
     ]
-
-
-def _summary(fixed: Sequence[Part], facts: ClusterFacts) -> list[str]:
-    lines = []
-    for name in dict.fromkeys(part.partitions[0] for part in fixed):
-        if members := facts.members(name):
-            lines.append(f"partition {name} ok")
-            lines.append(f"{sum(node.state.startswith('idle') for node in members)} of {len(members)} nodes idle")
-        else:
-            lines.append(f"partition {name} shows no nodes here, not checked")
-    return lines
-
-
-def _waits(parts: Sequence[Part], fixed: Sequence[Part], facts: ClusterFacts) -> list[str]:
-    """What cannot start on the nodes that are up and not others', of a layout that all nodes could hold."""
-    waiting = [line for part in parts for line in part.waits("up", away={})]
-    if not waiting and any(_together(fixed, [node for node in facts.nodes if node.is_up])):
-        waiting.append("of the nodes that are up, there are too few for all jobs of this trial together")
-    if waiting:
-        return [f"{line}: it waits until nodes are back (sinfo -R says why they are not)" for line in waiting]
-    how = "up and in no reservation of others"
-    reserved = [
-        line for one in parts for line in one.waits(how, away=facts.reserved_for_others(one.allocation.options))
-    ]
-    return [f"{line}: it waits for the end of these (scontrol show reservation)" for line in reserved]
 
 
 def _together(fixed: Sequence[Part], nodes: Sequence[Node]) -> Iterator[ConfigProblem]:

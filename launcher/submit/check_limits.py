@@ -8,18 +8,16 @@ job another account or QOS than the user's default, so that nothing is refused f
 
 from collections.abc import Iterator, Sequence
 
-from corral.experiments.errors import ConfigProblem, ConfigSource, UnsatisfiableError
-from corral.experiments.plan import RunPlan
-from corral.launcher.layout.layout import Layout
+from corral.experiments.errors import ConfigProblem, UnsatisfiableError
 from corral.launcher.slurm.accounts import Charge, Demand, Excess, excesses, name_of, seconds_of, wall_of
 from corral.launcher.slurm.verdict import Holder
 from corral.launcher.submit.asks import leaves_time, limit_that_fits, raise_problems
-from corral.launcher.submit.check_layout import Part, parts_of
-from corral.launcher.submit.cluster import ClusterFacts, counted
+from corral.launcher.submit.check_layout import Part, fixed_of
+from corral.launcher.submit.cluster import counted
 from corral.scheduling.slurm_formats import format_time_limit
 
 
-def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigSource) -> list[str]:
+def check_limits(parts: Sequence[Part]) -> list[str]:
     """Compares every job of a trial with the limits that it has to keep; returns warnings.
 
     Raises:
@@ -27,10 +25,9 @@ def check_limits(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: Con
     """
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
-    parts = parts_of(layout, plan, facts, source)
+    fixed = fixed_of(parts)
     for part in parts:
-        fixed = [other for other in parts if {other.index, part.index} <= set(layout.fixed) and other is not part]
-        for excess in _excesses(part, beside=fixed):
+        for excess in _excesses(part, beside=[other for other in fixed if part in fixed and other is not part]):
             problem, holder = _problem(part, excess), excess.limits.holder
             # A partition's QOS holds for all in it.
             if holder is Holder.PARTITION or holder.field in part.allocation.options:

@@ -34,7 +34,7 @@ from corral.launcher.slurm.sbatch import (
 )
 from corral.launcher.submit.asks import Ask, asks_of, check_values, raise_problems, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
-from corral.launcher.submit.check_layout import Capacity, check_layout
+from corral.launcher.submit.check_layout import check_layout, parts_of, summary_of
 from corral.launcher.submit.check_limits import check_limits
 from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.cluster import ClusterFacts, read_cluster, seconds_of_moment
@@ -126,11 +126,11 @@ class _Checks:
             self.warnings.extend(check_memory(self.plan))
         raise_problems(ConfigError, list(_missing_images(self.asks, self.plan)))
         try:
-            layout, found = self._compare(facts)
+            layout, found, waits = self._compare(facts)
         except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
             facts = self.read(has_checks=True, wants_all_nodes=True) or facts
-            layout, found = self._compare(facts)
-        known = {Complaint.NODES} if found.waits_for_nodes else set()
+            layout, found, waits = self._compare(facts)
+        known = {Complaint.NODES} if waits else set()
         if facts is not None and any(
             facts.begins_later(name) for ask in self.asks for name in ask.names("reservation")
         ):
@@ -138,18 +138,18 @@ class _Checks:
         started = self._ask_slurm(layout, known)
         # SLURM estimates as if a partition that is down were up.
         is_down = facts is not None and facts.are_down(facts.asked(layout.head.options))
-        return layout, [*found.checks, *([] if is_down else started)]
+        return layout, [*found, *([] if is_down else started)]
 
-    def _compare(self, facts: ClusterFacts | None) -> tuple[Layout, Capacity]:
-        """The layout, and what its nodes are like; an UnsatisfiableError for what the cluster never gives."""
+    def _compare(self, facts: ClusterFacts | None) -> tuple[Layout, list[str], list[str]]:
+        """The layout, what was found, and what waits; an UnsatisfiableError for what the cluster never gives."""
         if facts is None:
-            return self.planned(None), Capacity([], [])
+            return self.planned(None), [], []
         warnings = check_asks(self.asks, self.plan, facts)
         layout = self.planned(facts)
-        found = check_layout(layout, self.plan, facts, self.source)
-        warnings += [*found.waits_for_nodes, *check_limits(layout, self.plan, facts, self.source)]
-        self.warnings.extend(warnings)
-        return layout, found
+        parts = parts_of(layout, self.plan, facts, self.source)
+        waits = check_layout(parts)
+        self.warnings.extend([*warnings, *waits, *check_limits(parts)])
+        return layout, summary_of(parts), waits
 
     def _ask_slurm(self, layout: Layout, known: Set[Complaint]) -> list[str]:
         """What `sbatch --test-only` says about every job of the trial: when its head would start.

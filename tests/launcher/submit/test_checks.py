@@ -18,7 +18,7 @@ from corral.launcher.slurm.parse import Node, parse_nodes
 from corral.launcher.slurm.verdict import Holder
 from corral.launcher.submit.asks import asks_of, check_values, shapes_for
 from corral.launcher.submit.check_asks import check_asks, node_local_warning
-from corral.launcher.submit.check_layout import check_layout
+from corral.launcher.submit.check_layout import check_layout, parts_of, summary_of
 from corral.launcher.submit.cluster import ClusterFacts, most_common_shape
 from corral.launcher.submit.preflight import explain_refusal
 from corral.scheduling.placement import NodeShape
@@ -65,8 +65,8 @@ def _plan(*, cluster: Mapping[str, Any] | None = None, **values: Any) -> RunPlan
 def _check(plan: RunPlan, facts: ClusterFacts) -> tuple[list[str], list[str]]:
     warnings = check_asks(asks_of(plan, NO_SOURCE), plan, facts)
     layout = plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
-    found = check_layout(layout, plan, facts, NO_SOURCE)
-    return found.checks, [*warnings, *found.waits_for_nodes]
+    parts = parts_of(layout, plan, facts, NO_SOURCE)
+    return summary_of(parts), [*warnings, *check_layout(parts)]
 
 
 def _replanned(plan: RunPlan, **groups: TasksGroup) -> RunPlan:
