@@ -14,12 +14,10 @@ from pathlib import Path
 from corral.experiments.errors import ConfigProblem, UnsatisfiableError, did_you_mean
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
-from corral.launcher.submit.asks import Ask, leaves_time, limit_that_fits, raise_problems
+from corral.launcher.submit.asks import Ask, raise_problems
 from corral.launcher.submit.cluster import ClusterFacts, counted, first_few, hosts
 from corral.launcher.trial.find import node_local_folder
-from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
-_FOR_EVER_S = 1 << 62
 _FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")
 
 
@@ -36,7 +34,7 @@ def check_asks(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> list[
         problems += of_partitions
         if not of_partitions:
             partition = facts.asked(ask.values)[0]
-            problems += [*_limit_problems(ask, plan, facts), *_task_problems(ask, plan, partition, facts)]
+            problems += _task_problems(ask, plan, partition, facts)
             warnings += _warnings(ask, partition, facts)
         problems += _unknown_names(ask, facts)
     raise_problems(UnsatisfiableError, problems)
@@ -109,41 +107,6 @@ def _unknown_names(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
             message = f"{rule} {first_few(map(repr, unknown))} (there are: {first_few(known) or 'none'})"
             hint = did_you_mean(unknown[0], [*known], "choose one of these, or remove it" if known else "remove it")
             yield ask.problem(field, message, hint=hint, evidence=evidence)
-
-
-def _limit_problems(ask: Ask, plan: RunPlan, facts: ClusterFacts) -> Iterator[ConfigProblem]:
-    """Time limits: one that no partition allows, or that of a partition which is signalled as soon as a job runs."""
-    signal_s = plan.launch.signal_before_end_s if ask.is_signalled else 0
-    most_by_name = {name: facts.max_time_s(name) or _FOR_EVER_S for name in facts.asked(ask.values)}
-    if "time_limit" in ask.values:
-        asked_s, name = parse_time_limit(ask.values["time_limit"]), max(most_by_name, key=lambda one: most_by_name[one])
-        if asked_s <= (most_s := most_by_name[name]):
-            return
-        message = (
-            f"time limit {format_time_limit(asked_s)} is more than partition {name!r} allows "
-            f"(MaxTime {format_time_limit(most_s)})"
-        )
-        longer = [
-            repr(one)
-            for one in facts.partition_names
-            if facts.settings(one).get("State", "UP") == "UP" and (facts.max_time_s(one) or _FOR_EVER_S) >= asked_s
-        ]
-        hint = f"{limit_that_fits(most_s, signal_s)} fits: a trial whose time is over goes on in its next attempt"
-        hint += f"; or choose partition {' or '.join(longer[:3])}" if longer else ""
-    else:
-        limits = {name: limit for name in most_by_name if (limit := facts.time_limit_s(name, ask.values)) is not None}
-        name = min(limits, key=lambda name: limits[name], default="")
-        if not signal_s or not limits or leaves_time(limits[name], signal_s):
-            return
-        message = (
-            f"no time limit is asked for, and that of partition {name!r}, {format_time_limit(limits[name])}, leaves no "
-            f"time to train: SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)"
-        )
-        hint = "set launch.time_limit, or lower launch.signal_before_end_s"
-        if not leaves_time(most_by_name[name], signal_s):
-            fits = limit_that_fits(most_by_name[name], signal_s)
-            hint = f"choose another partition; here launch.time_limit may be {fits}"
-    yield ask.problem("time_limit", message, hint=hint, evidence=f"scontrol show partition {name}")
 
 
 def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts) -> Iterator[ConfigProblem]:

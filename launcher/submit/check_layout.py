@@ -21,12 +21,15 @@ from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import hostnames_command, nodes_command
 from corral.launcher.slurm.parse import Node
-from corral.launcher.submit.asks import asks_of, raise_problems, shapes_for
+from corral.launcher.submit.asks import asks_of, leaves_time, limit_that_fits, raise_problems, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, limit_of
 from corral.launcher.submit.plan_text import describe, share_of_node
 from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
+from corral.scheduling.slurm_formats import format_time_limit
 from corral.scheduling.worker_information import WorkerKind
+
+_FOR_EVER_S = 1 << 62
 
 
 def check_layout(parts: Sequence["Part"]) -> list[str]:
@@ -146,7 +149,41 @@ class Part:
         by_partition = [list(self._shortfalls(name)) for name in self.partitions]
         return by_partition[0] if all(by_partition) else []
 
+    @property
+    def signal_s(self) -> int:
+        """How long before its end SLURM tells its job so; 0 for jobs beside the trial's own, which are not told."""
+        return self.plan.launch.signal_before_end_s if self.index in self.layout.components else 0
+
+    def _time_problems(self, name: str) -> Iterator[ConfigProblem]:
+        """A time limit that the partition does not allow, or one of its own that is signalled as soon as a job runs."""
+        facts, options, signal_s = self.facts, self.allocation.options, self.signal_s
+        most_s = facts.max_time_s(name) or _FOR_EVER_S
+        limit_s = facts.time_limit_s(name, options) or most_s
+        shown, fits = format_time_limit(limit_s), limit_that_fits(most_s, signal_s)
+        if limit_s > most_s:
+            message = f"time limit {shown} is more than partition {name!r} allows (MaxTime {format_time_limit(most_s)})"
+            longer = [
+                repr(one)
+                for one in facts.partition_names
+                if facts.settings(one).get("State", "UP") == "UP" and (facts.max_time_s(one) or _FOR_EVER_S) >= limit_s
+            ]
+            hint = f"{fits} fits: a trial whose time is over goes on in its next attempt"
+            hint += f"; or choose partition {' or '.join(longer[:3])}" if longer else ""
+        elif "time_limit" not in options and signal_s and not leaves_time(limit_s, signal_s):
+            message = (
+                f"no time limit is asked for, and that of partition {name!r}, {shown}, leaves no time to train: SLURM "
+                f"signals its end {signal_s} s before it (launch.signal_before_end_s)"
+            )
+            hint = "set launch.time_limit, or lower launch.signal_before_end_s"
+            if not leaves_time(most_s, signal_s):
+                hint = f"choose another partition; here launch.time_limit may be {fits}"
+        else:
+            return
+        path, evidence = self.option_path("time_limit"), f"scontrol show partition {name}"
+        yield ConfigProblem(message, hint, path=path, shown=options.get("time_limit", ""), evidence=evidence)
+
     def _shortfalls(self, name: str) -> Iterator[ConfigProblem]:
+        yield from self._time_problems(name)
         members, num_nodes, wanted = self.facts.members(name), self.allocation.num_nodes, self.allocation.options
         if not members:
             return

@@ -42,10 +42,8 @@ def _excesses(part: Part, *, beside: Sequence[Part]) -> Iterator[Excess]:
     """What one allocation exceeds, by itself or with those that it starts with."""
     demand, ladder = _charge(part)
     yield from excesses((demand, ladder), [_charge(other) for other in beside])
-    is_signalled = part.index in part.layout.components
-    given = wall_of(ladder) if demand.time_limit_s is None and is_signalled else None
-    signal_s = part.plan.launch.signal_before_end_s
-    if given is not None and given.wall_s and not leaves_time(given.wall_s, signal_s):
+    given, signal_s = None if demand.time_limit_s else wall_of(ladder), part.signal_s
+    if signal_s and given and given.wall_s and not leaves_time(given.wall_s, signal_s):
         said = (
             f"no time limit is asked for, {name_of(given)} gives {format_time_limit(given.wall_s)} (MaxWall), and "
             f"SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)"
@@ -81,8 +79,7 @@ def _problem(part: Part, excess: Excess) -> ConfigProblem:
         instead += f" (you may use {', '.join(others)})"
     if excess.setting == "MaxWall" and limits.wall_s:
         field = "time_limit"
-        signal_s = part.plan.launch.signal_before_end_s if part.index in part.layout.components else 0
-        hint = f"set time_limit to {limit_that_fits(limits.wall_s, signal_s)}, or choose {instead}"
+        hint = f"set time_limit to {limit_that_fits(limits.wall_s, part.signal_s)}, or choose {instead}"
     elif excess.counts_jobs and part.layout.kind != "packed":
         hint = f"set launch.layout: packed, which is one job, or choose {instead}"
     else:
