@@ -49,7 +49,10 @@ class ConfigProblem:
         """The same beside the value that stands at its key in a configuration, unless that holds further keys."""
         value = config
         for part in self.path:
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
+            if isinstance(value, list | tuple) and isinstance(part, int):
+                value = value[part]
+            else:
+                value = value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
         is_shown = self.shown or not isinstance(value, str | int | float | Path | list | tuple)
         return self if is_shown else replace(self, shown=show_value(value))
 
@@ -153,12 +156,12 @@ class ConfigSource:
 
 
 @contextmanager
-def located(source: ConfigSource) -> Iterator[None]:
-    """What is raised in here says where the keys that it names stand."""
+def located(source: ConfigSource, config: object = None) -> Iterator[None]:
+    """What is raised in here says where the keys that it names stand, and which values of a configuration they have."""
     try:
         yield
     except ConfigError as error:
-        raise error.located(source) from error
+        raise type(error)(problem.showing(config) for problem in error.problems).located(source) from error
 
 
 NO_SOURCE = ConfigSource()

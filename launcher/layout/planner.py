@@ -154,12 +154,10 @@ def _difference(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[str, dict[str | 
 def _refuse_packed(plan: RunPlan, name: str, values: Mapping[str | None, Sequence[WorkerKind]]) -> None:
     shown = ", ".join(str(value or "default") for value in values)
     kind = next(iter(list(values.values())[-1]))
-    path: KeyPath = ("groups", kind, "scheduling", name)
     raise ConfigError.of(
         f"layout packed is one allocation for all groups, but {name} is asked for as {shown}",
         hint=f"set launch.layout to hetjob or auto, or give all groups the same {name}",
-        path=path,
-        shown=str(getattr(plan.scheduling[kind].scheduling, name) or "null"),
+        path=("groups", kind, "scheduling", name),
     )
 
 
@@ -220,7 +218,6 @@ def _common_value(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup], name: 
             f"groups that start and end together ask for {name} {', '.join(values)}",
             hint=f"set launch.{name} only",
             path=("groups", list(values.values())[-1], "scheduling", name),
-            shown=list(values)[-1],
         )
     value: str | None = next(iter(values), getattr(plan.launch, name))
     return value
@@ -288,7 +285,6 @@ def _place(
             f"cluster.max_nodes={plan.cluster.max_nodes}",
             hint="raise cluster.max_nodes, or let all groups share an allocation",
             path=("cluster", "max_nodes"),
-            shown=str(plan.cluster.max_nodes),
         )
     try:
         return place(groups, shape, has_slack=role == "head", max_nodes=max_nodes)

@@ -20,7 +20,6 @@ from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
-_SIGNAL_PATH: KeyPath = ("launch", "signal_before_end_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +41,9 @@ class Ask:
         """What a value names: several reservations with commas between them, an account."""
         return [name for name in self.values.get(field, "").split(",") if name]
 
-    def problem(
-        self, name: str, message: str, *, hint: str, shown: str | None = None, evidence: str = ""
-    ) -> ConfigProblem:
+    def problem(self, name: str, message: str, *, hint: str, evidence: str = "") -> ConfigProblem:
         """A problem with one of the values."""
-        return ConfigProblem(
-            message=message,
-            hint=hint,
-            path=self.path_by_field.get(name, (*self.path, name)),
-            shown=self.values.get(name, "") if shown is None else shown,
-            evidence=evidence,
-        )
+        return ConfigProblem(message, hint, path=self.path_by_field.get(name, (*self.path, name)), evidence=evidence)
 
 
 def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
@@ -116,10 +107,8 @@ def _signal_problems(ask: Ask, plan: RunPlan, source: ConfigSource) -> Iterator[
         f"(launch.signal_before_end_s), up to {_SIGNAL_EARLY_S} s early"
     )
     hint = f"set time_limit to at least '{least}', or launch.signal_before_end_s lower"
-    path = source.first_given(ask.path_by_field["time_limit"], _SIGNAL_PATH)
-    yield ConfigProblem(
-        message=message, hint=hint, path=path, shown=str(signal_s) if path == _SIGNAL_PATH else ask.values["time_limit"]
-    )
+    path = source.first_given(ask.path_by_field["time_limit"], ("launch", "signal_before_end_s"))
+    yield ConfigProblem(message, hint, path=path)
 
 
 def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:

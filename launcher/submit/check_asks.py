@@ -117,13 +117,9 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
     evidence = shlex.join(nodes_command(partition))
     is_unknown = plan.cluster.gpu_request == "none" and plan.cluster.gpus_per_node is None
     if task.gpu and is_unknown and not any(node.gpus for node in members):
-        yield ConfigProblem(
-            message="with cluster.gpu_request none, SLURM does not know how many GPUs a node has",
-            hint="set cluster.gpus_per_node",
-            path=("cluster", "gpus_per_node"),
-            shown="null",
-            evidence=evidence,
-        )
+        message = "with cluster.gpu_request none, SLURM does not know how many GPUs a node has"
+        hint, path = "set cluster.gpus_per_node", ("cluster", "gpus_per_node")
+        yield ConfigProblem(message, hint, path=path, evidence=evidence)
     for one in counted(plan):
         field, asked = one.of_task, getattr(task, one.of_task)
         most, biggest = facts.biggest(partition, one, task.gpu_type)
@@ -140,7 +136,7 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
                 fitting = sorted({repr(node.partition) for node in facts.nodes if one.size(node, None) >= asked})
                 bigger = f"; partition {' or '.join(fitting[:3])} has bigger nodes" if fitting else ""
                 hint += f", less what the supervisor keeps{bigger}"
-        yield ask.problem(field, message, hint=hint, shown=str(getattr(task, field)), evidence=evidence)
+        yield ask.problem(field, message, hint=hint, evidence=evidence)
 
 
 def _wrong_gpus(ask: Ask, partition: str, facts: ClusterFacts) -> tuple[str, str, str]:

@@ -120,16 +120,14 @@ class Part:
             own = [("groups", kind, "elastic", "scheduling", field) for kind in kinds] + own
         return next(filter(self.source.gives, own), ("launch", field))
 
-    def count(self) -> tuple[KeyPath, str]:
-        """The key that decides how many workers the largest group has, and its value."""
+    def count(self) -> KeyPath:
+        """The key that decides how many workers the largest group has."""
         kind = self.largest_group
-        group, of_group, of_all = self.plan.scheduling[kind], ("groups", kind, "count"), ("allocation",)
         if self.allocation.role == "elastic":
-            return ("groups", kind, "elastic", "count"), str(group.elastic.count if group.elastic else group.count)
-        keys: list[KeyPath] = [of_group, of_all]
+            return "groups", kind, "elastic", "count"
+        keys: list[KeyPath] = [("groups", kind, "count"), ("allocation",)]
         follows = kind in ("model_worker", "generation_server")
-        path = self.source.first_given(*(reversed(keys) if follows else keys))
-        return path, str(group.count if path == of_group else self.plan.config.get("allocation", ""))
+        return self.source.first_given(*(reversed(keys) if follows else keys))
 
     def fitting(self, partition: str) -> list[Node]:
         """Nodes that could hold one node's share, whatever runs there now."""
@@ -180,7 +178,7 @@ class Part:
         else:
             return
         path, evidence = self.option_path("time_limit"), f"scontrol show partition {name}"
-        yield ConfigProblem(message, hint, path=path, shown=options.get("time_limit", ""), evidence=evidence)
+        yield ConfigProblem(message, hint, path=path, evidence=evidence)
 
     def _shortfalls(self, name: str) -> Iterator[ConfigProblem]:
         yield from self._time_problems(name)
@@ -196,14 +194,14 @@ class Part:
             yield self._problem(
                 f"{num_nodes} nodes, partition {name!r} takes jobs of at least {least} (MinNodes)",
                 hint="choose another partition",
-                blamed=(self.option_path("partition"), name),
+                path=self.option_path("partition"),
                 evidence=f"scontrol show partition {name}",
             )
         if (num_named := len(hosts(wanted, "nodelist"))) > num_nodes:
             yield self._problem(
                 f"{num_nodes} nodes, nodelist names {num_named} nodes",
                 hint=f"name at most {num_nodes}, or use exclude for the nodes that you do not want",
-                blamed=(self.option_path("nodelist"), wanted["nodelist"]),
+                path=self.option_path("nodelist"),
                 evidence=shlex.join(hostnames_command(wanted["nodelist"])),
             )
 
@@ -213,18 +211,10 @@ class Part:
         limit = limit_of(settings, "MaxNodes")
         return limit_of(settings, "MinNodes") or 0, num_fitting if limit is None else min(limit, num_fitting)
 
-    def _problem(
-        self, needs: str, *, hint: str, blamed: tuple[KeyPath, str], evidence: str, note: str = ""
-    ) -> ConfigProblem:
-        """What it needs and cannot have, with the key that asks for it and its value."""
-        return ConfigProblem(
-            message=f"trial can never start: {self.who} needs {needs}",
-            hint=hint,
-            path=blamed[0],
-            shown=blamed[1],
-            note=note,
-            evidence=evidence,
-        )
+    def _problem(self, needs: str, *, hint: str, path: KeyPath, evidence: str, note: str = "") -> ConfigProblem:
+        """What it needs and cannot have, with the key that asks for it."""
+        message = f"trial can never start: {self.who} needs {needs}"
+        return ConfigProblem(message, hint, path=path, note=note, evidence=evidence)
 
     def _too_big(self, name: str) -> ConfigProblem:
         allocation, evidence = self.allocation, shlex.join(nodes_command(name))
@@ -232,26 +222,22 @@ class Part:
             asked, setting = getattr(allocation, one.of_allocation), one.setting
             offered, biggest = self.facts.biggest(name, one, allocation.gpu_type)
             if asked > offered:
-                configured = getattr(self.plan.cluster, setting)
                 return self._problem(
                     f"{asked} {one.unit} on one node; {biggest}",
                     hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
                     "over more nodes; or ask for less",
-                    blamed=(self.count()[0], "") if configured is None else (("cluster", setting), str(configured)),
+                    path=self.source.first_given(("cluster", setting), self.count()),
                     evidence=evidence,
                 )
         return self._problem(
             f"{share_of_node(allocation)} together on one node, and no usable node of partition {name!r} has them",
             hint="ask for less per node, choose another partition, or exclude fewer nodes",
-            blamed=(
-                self.source.first_given(self.option_path("exclude"), self.count()[0]),
-                allocation.options.get("exclude", ""),
-            ),
+            path=self.source.first_given(self.option_path("exclude"), self.count()),
             evidence=evidence,
         )
 
     def _too_many(self, name: str, available: int, num_members: int) -> ConfigProblem:
-        allocation, kind, (path, shown) = self.allocation, self.largest_group, self.count()
+        allocation, kind, path = self.allocation, self.largest_group, self.count()
         num_fitting = len(self.fitting(name))
         offered = f"{num_fitting} such nodes of {num_members}"
         if available < num_fitting:
@@ -272,7 +258,7 @@ class Part:
         return self._problem(
             f"{allocation.num_nodes} nodes ({share_of_node(allocation)} each), partition {name!r} has {offered}",
             hint=", or ".join(hints) or "ask for less per task, or lower the groups' counts",
-            blamed=(path, shown),
+            path=path,
             note=f"{group.count} x {task} = {self._nodes_of(kind)} nodes",
             evidence=shlex.join(nodes_command(name)),
         )
@@ -335,7 +321,7 @@ def _not_together(chosen: Sequence[Part], nodes: Sequence[Node]) -> Iterator[Con
     """Components of a heterogeneous job never share a node; jobs may, and then share what it has."""
     allocations = [part.allocation for part in chosen]
     blamed = max(chosen, key=lambda part: part.allocation.num_nodes)
-    (path, shown), num_nodes = blamed.count(), sum(one.num_nodes for one in allocations)
+    path, num_nodes = blamed.count(), sum(one.num_nodes for one in allocations)
     if len(blamed.layout.components) > 1:
         who, amounts = "hetjob components, which never share a node,", [("nodes", num_nodes, len(nodes))]
         fits = blamed.count_that_fits(len(nodes) - num_nodes + blamed.allocation.num_nodes, blamed.partitions[0])
@@ -361,7 +347,6 @@ def _not_together(chosen: Sequence[Part], nodes: Sequence[Node]) -> Iterator[Con
                 f"the {len(nodes)} nodes that they could have",
                 hint=hint,
                 path=path,
-                shown=shown,
                 note=" + ".join(f"{it.name}: {describe(it)}" for it in allocations),
                 evidence=shlex.join(nodes_command()),
             )

@@ -91,7 +91,6 @@ def _problem(part: Part, excess: Excess) -> ConfigProblem:
         message=f"trial can never {excess.never}: {excess.said}{who}",
         hint=hint,
         path=part.option_path(field),
-        shown=allocation.options.get(field, ""),
         evidence=f"sacctmgr show {what},{excess.setting}",
     )
 

@@ -90,7 +90,6 @@ class _Checks:
             message=message,
             hint="; or ".join(hints) if hints else f"no layout that this version runs fits; {least}",
             path=("allocation",),
-            shown=self._allocation_text(),
             note=f"the largest part: {part} of {model}, {show_bytes(size)}"
             + ("" if peak.call == ANSWER else f", in {peak.call}"),
         )

@@ -97,5 +97,4 @@ def _check_gpus(plan: RunPlan, shape: ClusterShape) -> None:
         f"trial can never start: it needs {total} GPUs ({parts}), and {shape} are {shape.num_gpus}",
         hint=f"{enough} are enough; or lower d in the allocation",
         path=("allocation",),
-        shown=str(plan.config.get("allocation", "")),
     )

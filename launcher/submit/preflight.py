@@ -199,7 +199,7 @@ class _Checks:
             if error.complaint in known | {Complaint.TIME}:
                 return error
             asked_for, command = [f"{one.name}: {describe(one)}" for one in allocations], refusal_command(all_options)
-            raise explain_refusal(error, self.plan, asked_for, self.source, command=command) from error
+            raise explain_refusal(error, self.plan, asked_for, command=command) from error
 
 
 def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProblem]:
@@ -211,7 +211,6 @@ def _missing_images(asks: Sequence[Ask], plan: RunPlan) -> Iterator[ConfigProble
                 "container_image",
                 f"there is no image {image} on this machine",
                 hint="name one on a file system that the nodes see, too; if only they see it, add --no-checks",
-                shown=image,
             )
 
 
@@ -223,7 +222,6 @@ def _estimate(start: str, *, now: float) -> str:
     return "now" if away_s < 60.0 else "unknown" if away_s > _FAR_AWAY_S else start
 
 
-_EXTRA: KeyPath = ("launch", "extra_sbatch_arguments")
 _FIELD_BY_COMPLAINT: Mapping[Complaint, str] = {
     Complaint.RESERVATION: "reservation",
     Complaint.ACCOUNT: "account",
@@ -242,7 +240,7 @@ _LIMIT_HINT = (
 
 
 def explain_refusal(
-    error: SlurmError, plan: RunPlan, allocations: Sequence[str], source: ConfigSource, *, command: str
+    error: SlurmError, plan: RunPlan, allocations: Sequence[str], *, command: str
 ) -> UnsatisfiableError:
     """SLURM's own refusal, with what was asked for beside it and the key that it is about, as far as it says so.
 
@@ -251,32 +249,19 @@ def explain_refusal(
         allocations: what was asked for, a line each.
         command: the command that shows the answer.
     """
-    path, shown, place = _blamed(error, plan, source)
-    if error.complaint is Complaint.LIMIT:
-        hint = _LIMIT_HINT
-    elif path:
-        hint = "correct it"
-    else:
-        hint = "ask for less, or for something else; the administrators know this site's rules"
+    path = _blamed(error, plan)
+    hint = "correct it" if path else "ask for less, or for something else; the administrators know this site's rules"
+    hint = _LIMIT_HINT if error.complaint is Complaint.LIMIT else hint
     message = "\n".join([f"SLURM refuses this trial: {error.said}", *(f"asked for: {line}" for line in allocations)])
-    return UnsatisfiableError(
-        [ConfigProblem(message=message, hint=hint, path=path, shown=shown, place=place, evidence=command)]
-    )
+    return UnsatisfiableError([ConfigProblem(message, hint, path=path, evidence=command)])
 
 
-def _blamed(error: SlurmError, plan: RunPlan, source: ConfigSource) -> tuple[KeyPath, str, str]:
-    """The key, its value and, where it is an item of a list, the item's place."""
-    index = _named_argument(error, plan.launch.extra_sbatch_arguments)
-    if index is not None:
-        return _EXTRA, plan.launch.extra_sbatch_arguments[index], source.place((*_EXTRA, index))
-    field = _FIELD_BY_COMPLAINT.get(error.complaint, "")
-    value = getattr(plan.launch, field) if field else None
-    return (("launch", field), str(value), "") if value else ((), "", "")
-
-
-def _named_argument(error: SlurmError, arguments: Sequence[str]) -> int | None:
-    """Which of the extra options sbatch names: `--nice` itself, or `license` of `--licenses`."""
-    names = [argument.partition("=")[0] for argument in arguments]
+def _blamed(error: SlurmError, plan: RunPlan) -> KeyPath:
+    """The extra option that sbatch names, `--nice` itself or `license` of `--licenses`; else what it complains of."""
+    names = [argument.partition("=")[0] for argument in plan.launch.extra_sbatch_arguments]
     exact = [index for index, name in enumerate(names) if name in error.said]
     alike = [index for index, name in enumerate(names) if name.strip("-").rstrip("s") in error.said.lower()]
-    return next(iter([*exact, *alike]), None)
+    for index in (*exact, *alike):
+        return "launch", "extra_sbatch_arguments", index
+    field = _FIELD_BY_COMPLAINT.get(error.complaint, "")
+    return ("launch", field) if getattr(plan.launch, field, None) else ()

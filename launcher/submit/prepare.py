@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located, shorten
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -120,7 +120,7 @@ def prepare(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
         )
-    with located(loaded.source):
+    with located(loaded.source, experiment):
         _check_fileroot(fileroot, directory)
         # No two plans ever have the same uuid, whatever their names.
         identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
@@ -178,7 +178,8 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
         with importing_from(directory.code_path):
             plan, written = reallocated(plan, directory, allocation)
         plan = code.in_plan(plan)
-    found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
+    with located(NO_SOURCE, plan.config):
+        found = _CHECK_BY_MODE[plan.mode](plan, directory, has_checks=has_checks)
     return Submission(
         plan=plan,
         directory=directory,
@@ -225,19 +226,18 @@ def _still_runs(directory: TrialDirectory) -> bool:
 
 
 def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
-    path, shown = ("cluster", "fileroot"), shorten(str(fileroot))
+    path = ("cluster", "fileroot")
     try:
         check_plain_text(str(directory.path), what="the trial's folder")
         str(directory.path).encode()
     except ValueError as error:
-        raise ConfigError.of(str(error), hint="use a folder with a plain name", path=path, shown=shown) from error
+        raise ConfigError.of(str(error), hint="use a folder with a plain name", path=path) from error
     existing = next(parent for parent in (fileroot, *fileroot.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError.of(
             f"trials cannot be written below {fileroot}: {existing} is not a writable folder",
             hint="set cluster.fileroot or $CORRAL_FILEROOT to a folder of yours that every node sees",
             path=path,
-            shown=shown,
         )
 
 

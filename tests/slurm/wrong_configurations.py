@@ -359,7 +359,7 @@ OPTION_CASES = (
     RefusedCase(
         name="license-that-nobody-has",
         edit=_launch('extra_sbatch_arguments: ["--licenses=matlab:1"]'),
-        words=("SLURM refuses", "license", "launch.extra_sbatch_arguments: --licenses=matlab:1"),
+        words=("SLURM refuses", "license", "launch.extra_sbatch_arguments.0: --licenses=matlab:1"),
         line=20,
     ),
     RefusedCase(

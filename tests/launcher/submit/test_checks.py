@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Place, UnsatisfiableError
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Place, UnsatisfiableError, located
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.accounts import Accounts, Limits
@@ -385,7 +385,7 @@ def test_a_time_limit_that_is_signalled_at_once_is_refused(launch: dict[str, Any
     if not words:
         check_values(asks_of(plan, NO_SOURCE), plan, NO_SOURCE, now=NOON)
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused, located(NO_SOURCE, plan):
         check_values(asks_of(plan, NO_SOURCE), plan, NO_SOURCE, now=NOON)
     assert words in str(refused.value) and refused.value.exit_code == 2
 
@@ -447,12 +447,11 @@ def test_a_refusal_of_slurm_is_told_with_its_key_and_what_was_asked_for() -> Non
 
     def explained(said: str) -> str:
         error = SlurmError(f"sbatch failed with exit 1: {said}", complaint=complaint_of(said), said=said)
-        return str(
-            explain_refusal(error, plan, ["head: 1 x (3 CPUs, 64 MB)"], NO_SOURCE, command="sbatch --test-only x")
-        )
+        refusal = explain_refusal(error, plan, ["head: 1 x (3 CPUs, 64 MB)"], command="sbatch --test-only x")
+        return refusal.problems[0].showing(plan).render()
 
-    assert "launch.extra_sbatch_arguments: --licenses=a:1" in explained("Invalid license specification")
-    assert "launch.extra_sbatch_arguments: --nice=x" in explained("Invalid --nice value")
+    assert "launch.extra_sbatch_arguments.0: --licenses=a:1" in explained("Invalid license specification")
+    assert "launch.extra_sbatch_arguments.1: --nice=x" in explained("Invalid --nice value")
     assert "launch.qos: q" in explained("Invalid qos specification")
     assert "asked for: head: 1 x (3 CPUs, 64 MB)" in explained("something new")
     assert explained("something new").endswith("checked with: sbatch --test-only x")

@@ -86,7 +86,7 @@ def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> N
     assert problem.message.startswith("actor/0 cannot fit: model_worker 0-23 (d24) need 2")
     assert problem.message.endswith("of each GPU, and 74.0 GiB of its 80.0 GiB are usable")
     assert problem.note == "the largest part: activations of actor/0, 218.6 GiB, in actor_train"
-    assert (problem.path, problem.shown) == (("allocation",), "sglang:d2t4+fsdp:d24")
+    assert problem.path == ("allocation",)
     proposed = re.match(r"allocation (sglang:d2t4\+fsdp:\w+) fits", problem.hint)
     assert proposed is not None
     check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE)
