@@ -49,10 +49,8 @@ class ConfigProblem:
         """The same beside the value that stands at its key in a configuration, unless that holds further keys."""
         value = config
         for part in self.path:
-            if isinstance(value, list | tuple) and isinstance(part, int):
-                value = value[part]
-            else:
-                value = value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
+            value = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, str(part), None)
         is_shown = self.shown or not isinstance(value, str | int | float | Path | list | tuple)
         return self if is_shown else replace(self, shown=show_value(value))
 
