@@ -321,7 +321,7 @@ def _place_of_largest(
     """(rank, position, answer); of several ranks that have the largest, the first one counts."""
     index = int(np.abs(tokens.difference).argmax()) if len(tokens.answer) else None
     is_here = index is not None and bool(np.abs(tokens.difference[index]) == gap.largest)
-    first = context.max_over_ranks({"minus_rank": -float(context.dp_rank) if is_here else -float(context.dp_size)})
+    first = context.max_over_ranks({"minus_rank": -float(context.dp_rank) if is_here else -float(context.mesh.dims.dp)})
     dp_rank = int(-first["minus_rank"])
     position, uid = -1, ""
     if index is not None and context.dp_rank == dp_rank:

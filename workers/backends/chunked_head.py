@@ -15,7 +15,7 @@ A vocabulary may be cut over ranks: what each knows of the softmax from its own 
     rank 1: logits of tokens V/t .. 2V/t - 1 ──► SoftmaxSums ─┴─ all-reduce max, all-reduce sum ──► SoftmaxSums of all
 
 The logits themselves never travel: four numbers of each token do, in two collectives of a micro-batch. Every rank of
-the group gives the same hidden states and labels, and gets the same scores.
+the group gives the same hidden states and labels, and gets the same scores, and a part of the hidden states' gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,16 +46,15 @@ class SoftmaxSums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShare:
-    """Which rows of a head this rank has, and with whom it has all of them."""
+    """Which rows of a head this rank has, and with whom it has all of them.
+
+    The gradient of the hidden states is left to each rank in the part of its own rows: callers add the parts up.
+    """
 
     group: dist.ProcessGroup | None = None
     """The ranks that have the other rows; None where this one has them all."""
     first: int = 0
     """The token of this rank's first row. Rows that only fill a vocabulary up must be left out of every rank's."""
-    sums_hidden_gradient: bool = True
-    """Whether the gradient of the hidden states is summed over the group, so that every rank has it whole. False leaves
-    each rank the part of its own rows, for a caller whose own backward pass adds them up, such as the reduce-scatter
-    behind a gather of sequence shards."""
 
     def combine(self, sums: SoftmaxSums) -> SoftmaxSums:
         """The sums over the rows of all ranks, from those over this rank's; a collective of the group."""
@@ -104,7 +103,7 @@ def score_tokens(
         bias: [V].
         temperature: logits are divided by it, as the sampler did; 0 (greedy) is read as 1.
         dtype: type that the operands of products are rounded to; results are float32 whatever it is.
-        share: of a vocabulary that is cut over ranks; a collective of its group, in the backward pass, too.
+        share: of a vocabulary that is cut over ranks; a collective of its group.
         chunk_tokens: rows of logits that exist at once; None takes as many as a bounded number of bytes holds.
     """
     scale = 1.0 / temperature if temperature > 0.0 else 1.0
@@ -166,8 +165,6 @@ class _ChunkedScores(torch.autograd.Function):
                 if of_weight is not None:
                     _add_product(of_weight, of_products.T, inputs)
         if of_hidden is not None:
-            if ctx.share.group is not None and ctx.share.sums_hidden_gradient:
-                dist.all_reduce(of_hidden, group=ctx.share.group)
             of_hidden = of_hidden.to(hidden.dtype)
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)

@@ -104,15 +104,3 @@ HEADS: Mapping[str, Head] = MappingProxyType(
         "scalar": Head(_TOKENS, _SEQUENCES, ("scores",), KeyLayout.PER_ANSWER),
     }
 )
-
-
-def head_named(name: str) -> Head:
-    """The head of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    head = HEADS.get(name)
-    if head is None:
-        raise ValueError(f"unknown head {name!r}; heads are {', '.join(HEADS)}")
-    return head

@@ -31,7 +31,7 @@ from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
 from corral.workers.backends.files.adapters import Adapter, adapter_config
 from corral.workers.backends.files.share import WeightShare, companion_files
 from corral.workers.backends.files.weights import WeightBase
-from corral.workers.backends.heads import head_named
+from corral.workers.backends.heads import HEADS
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 from corral.workers.backends.lora import fold_sums
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
@@ -115,10 +115,10 @@ class MeshEngine(ABC):
     def __post_init__(self) -> None:
         assert self.lora is None or self.optimizer is not None, "adapters that nothing trains"
         assert self.optimizer is None or not self.is_held_low, "an optimizer changes float32"
-        self._head = head_named(self.head)
+        self._head = HEADS[self.head]
         config = self._load()
         self._companions: dict[str, bytes] = {}
-        if self.context.is_first:
+        if self.context.place == 0:
             self._companions = companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
 
     # --- what a backend says ----------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class MeshEngine(ABC):
         return WeightShare(
             weights=self._stored_weights(),
             rank=self.context.place,
-            num_ranks=self.context.world_size,
+            num_ranks=self.context.mesh.dims.world_size,
             companions=self._companions,
             adapter=self._adapter(),
         )
@@ -395,7 +395,7 @@ class MeshEngine(ABC):
         if self._adapter_config is None:
             return None
         tensors = dict(self._whole_trained())
-        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.is_first else None
+        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.place == 0 else None
 
     def _tell_of_missing_deltas(self, base: WeightBase) -> None:
         """Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing."""
@@ -418,7 +418,7 @@ class MeshEngine(ABC):
         header = train_state.TrainStateHeader(
             step=self.step,
             seed=self.seed,
-            num_ranks=self.context.world_size,
+            num_ranks=self.context.mesh.dims.world_size,
             extra=extra or {},
             sum_of_frozen=self._sum_of_frozen,
         )
@@ -440,7 +440,7 @@ class MeshEngine(ABC):
             )
         self.onload()
         self._hosted = None  # other moments take the place of these
-        place, num_places = self.context.place, self.context.world_size
+        place, num_places = self.context.place, self.context.mesh.dims.world_size
         first_file = place * header.num_ranks // num_places  # its own, if as many ranks have written
         self._read_share(
             train_state.StoredState(directory=directory, header=header, first_file=first_file, on_progress=on_progress)

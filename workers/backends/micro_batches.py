@@ -28,7 +28,7 @@ from corral.workers.shared_prompts.rows import (
     SharedRow,
     groups_of_row,
     pack_groups,
-    row_places,
+    shared_row,
 )
 
 _PADDING_TOKENS = 2  # the shortest answer that still predicts a token
@@ -160,9 +160,10 @@ def _pack(
     labels = input_ids[predicting + 1]
     shared = None
     if groups is not None:
-        (input_ids, position_ids, routed_experts), shared = _share(
-            groups, (input_ids, position_ids, routed_experts), device
-        )
+        sources, row = shared_row(groups, input_ids)
+        shared = SharedRow(groups, *(_sent(tensor, device) for tensor in row[1:]))
+        input_ids, position_ids = input_ids[sources], position_ids[sources]
+        routed_experts = None if routed_experts is None else routed_experts[sources]
     return MicroBatch(
         answers=answers,
         segment_lengths=segment_lengths,
@@ -176,23 +177,6 @@ def _pack(
         routed_experts=None if routed_experts is None else _sent(routed_experts, device),
         shared=shared,
     )
-
-
-def _share(
-    groups: tuple[PromptGroup, ...], by_token: tuple[Tensor, Tensor, Tensor | None], device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], SharedRow]:
-    """Ids, positions and experts of the tokens of a row, from those of answers laid end to end."""
-    sources, places, predicting, asked, questions = map(torch.from_numpy, row_places(groups))
-    input_ids, position_ids, experts = (None if tensor is None else tensor[sources] for tensor in by_token)
-    assert input_ids is not None and position_ids is not None
-    row = SharedRow(
-        groups=groups,
-        places=_sent(places, device),
-        predicting=_sent(predicting, device),
-        labels=_sent(input_ids[asked], device),
-        questions=_sent(questions, device),
-    )
-    return (input_ids, position_ids, experts), row
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -96,14 +96,8 @@ def share_attention(model: Any, group: dist.ProcessGroup) -> None:
     """Let the ranks of a group, which have some tokens of a row each, share the attention of every layer of a model.
 
     Raises:
-        ValueError: if they cannot share its heads equally, or it has layers whose attention is not computed here.
+        ValueError: if it has layers whose attention is not computed here.
     """
-    size = dist.get_world_size(group)
-    if model.config.num_attention_heads % size:
-        raise ValueError(
-            f"{size} context-parallel ranks cannot share the {model.config.num_attention_heads} attention heads of a "
-            f"{type(model).__name__} equally; choose c so that it divides them"
-        )
     for layer in layers_of(model):
         attention = getattr(layer, "self_attn", None)
         if not isinstance(attention, nn.Module):

@@ -42,11 +42,6 @@ _IN_COMMON = MappingProxyType(
 DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
 
 
-def data_parallel_mesh(world_size: int) -> Mesh:
-    """All ranks of a gang as data-parallel ranks of one model."""
-    return Mesh(ranks=tuple(range(world_size)), dims=ParallelDims(dp=world_size))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
     """One rank's place in one mesh, and the groups that it computes in there.
@@ -57,7 +52,7 @@ class ParallelContext:
 
     rank: int = 0
     """Number of this model worker in the gang, in whatever mesh."""
-    mesh: Mesh = data_parallel_mesh(1)
+    mesh: Mesh = Mesh(ranks=(0,), dims=ParallelDims())
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
     """All ranks of the mesh, by place; None where there is one, as in all groups."""
@@ -97,44 +92,14 @@ class ParallelContext:
         return self.coords.dp_rank
 
     @property
-    def dp_size(self) -> int:
-        """How many shares a batch has."""
-        return self.mesh.dims.dp
-
-    @property
-    def cp_size(self) -> int:
-        """How many parts a row of tokens has."""
-        return self.mesh.dims.cp
-
-    @property
-    def tp_size(self) -> int:
-        """How many parts a layer has."""
-        return self.mesh.dims.tp
-
-    @property
-    def shard_size(self) -> int:
-        """Over how many ranks a parameter's rows are cut."""
-        return self.dp_size * self.cp_size
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the mesh has."""
-        return self.mesh.dims.world_size
-
-    @property
     def place(self) -> int:
-        """Number of this rank within the mesh."""
+        """Number of this rank within the mesh; place 0 does what one does for all, such as writing a file."""
         return self.mesh.ranks.index(self.rank)
 
     @property
     def is_dp_head(self) -> bool:
         """Whether this rank holds the outputs of its data-parallel rank."""
         return self.mesh.dp_heads[self.dp_rank] == self.rank
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank does what one rank of the mesh does for all, such as writing a file."""
-        return self.place == 0
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value added up over the data-parallel ranks, in one collective; all ranks must pass the same names."""
@@ -207,8 +172,6 @@ def connect_store(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TCPS
         TimeoutError: if nobody answers there in time.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"rendezvous address {address!r} is not of the form host:port")
     timeout = timedelta(seconds=timeout_s)
     try:
         return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
@@ -223,28 +186,21 @@ def init_parallel(
     store: Store | None = None,
     device: torch.device | str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    join_timeout_s: float | None = None,
+    join_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelContext:
     """Join the gang, as a context of all its ranks; a gang of one forms no process group and needs no store.
 
     Args:
         timeout_s: how long a rank waits for others in a collective, of this group and of all that are formed in it.
-        join_timeout_s: how long for all to be there; None as `timeout_s`.
+        join_timeout_s: how long for all to be there.
 
     Raises:
-        ValueError: if the rank is outside the gang, or a gang of several has no store.
         TimeoutError: if the other ranks do not join in time.
     """
     device = torch.device(device)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a gang of {world_size} (ranks 0 to {world_size - 1})")
     if world_size == 1:
         return ParallelContext(device=device, timeout_s=timeout_s)
-    if store is None:
-        raise ValueError(
-            f"a gang of {world_size} ranks needs a rendezvous store: host_store on rank 0, connect_store on the others"
-        )
-    join_timeout_s = timeout_s if join_timeout_s is None else join_timeout_s
+    assert store is not None, "host_store on rank 0, connect_store on the others"
     try:
         # Apart from the group, whose one timeout is that of its collectives, too.
         store.set(_joined_key(rank), "")
@@ -259,7 +215,7 @@ def init_parallel(
         ) from error
     return ParallelContext(
         rank=rank,
-        mesh=data_parallel_mesh(world_size),
+        mesh=Mesh(ranks=tuple(range(world_size)), dims=ParallelDims(dp=world_size)),
         device=device,
         group=dist.group.WORLD,
         dp_group=dist.group.WORLD,
@@ -285,13 +241,10 @@ def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[st
     a group, because a rank computes for one of them at a time; none has the world's, in which data moves at any time.
 
     Raises:
-        ValueError: if a mesh has ranks that the world lacks.
         TimeoutError: if the other ranks do not form a group in time.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for name, mesh in meshes.items():
-        if unknown := sorted(set(mesh.ranks) - set(world.mesh.ranks)):
-            raise ValueError(f"mesh {name!r} has rank {unknown[0]}, but the gang's ranks are {world.mesh}")
         for ranks in (mesh.ranks, *chain.from_iterable(_groups_of(mesh).values())):
             if ranks not in groups:
                 groups[ranks] = _form_group(world, name, ranks)

@@ -7,6 +7,7 @@ This rank's part of a tensor is `local`, all of it is `whole`. Every function of
 mesh unless it says otherwise; of a tensor that is not cut it is plain arithmetic, so that one rank runs the same code.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -26,23 +27,13 @@ _SHARD: Final = "shard"
 
 
 def device_mesh(context: ParallelContext) -> DeviceMesh:
-    """The mesh of a layout as torch knows it, of those dimensions that have more than one rank; no collective.
-
-    Raises:
-        ValueError: if the layout has other dimensions, too, or its ranks have formed no groups.
-    """
+    """The mesh of a layout as torch knows it, of those dimensions that have more than one rank; no collective."""
     groups = {_SHARD: context.shard_group, TENSOR: context.tp_group}
-    sizes = {_SHARD: context.shard_size, TENSOR: context.tp_size}
-    names = tuple(name for name, size in sizes.items() if size > 1)
-    if context.shard_size * context.tp_size < context.world_size:
-        raise ValueError(
-            f"layout {context.mesh.dims} has pipeline parallelism, which the fsdp backend has not; use d, t and c alone"
-        )
-    formed = [group for name in names if (group := groups[name]) is not None]
-    if len(formed) < len(names):
-        raise ValueError(f"{context.world_size} ranks of layout {context.mesh.dims} need process groups")
-    ranks = torch.tensor(context.mesh.ranks).view([sizes[name] for name in names])
-    return DeviceMesh.from_group(formed, context.device.type, mesh=ranks, mesh_dim_names=names)
+    formed = {name: group for name, group in groups.items() if group is not None}
+    sizes = [group.size() for group in formed.values()]
+    assert math.prod(sizes) == len(context.mesh.ranks), f"{context.mesh.dims} has stages, or its ranks have no groups"
+    ranks = torch.tensor(context.mesh.ranks).view(sizes)
+    return DeviceMesh.from_group(list(formed.values()), context.device.type, mesh=ranks, mesh_dim_names=tuple(formed))
 
 
 def shard(model: Any, mesh: DeviceMesh, *, compute_dtype: torch.dtype = torch.float32) -> None:

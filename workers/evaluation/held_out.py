@@ -112,7 +112,7 @@ class Evaluator:
     """Evaluates a model on this rank's share of the held-out problems."""
 
     def __init__(self, config: EvaluationConfig, model: Path, *, reward: RewardSpec, context: ParallelContext) -> None:
-        share = slice(context.dp_rank, None, context.dp_size)
+        share = slice(context.dp_rank, None, context.mesh.dims.dp)
         self._problems = HeldOutProblems(config, model, reward=reward, share=share)
         self._context = context
 
@@ -121,7 +121,7 @@ class Evaluator:
         was_training = model.training
         model.eval()
         try:
-            sums = self._problems.put_to(model, batch_size=-(-batch_size // self._context.dp_size))
+            sums = self._problems.put_to(model, batch_size=-(-batch_size // self._context.mesh.dims.dp))
         finally:
             model.train(was_training)
         return means(self._context.sum_over_ranks(sums))

@@ -11,12 +11,12 @@ each token but the first is asked for once, by the place before it, and the answ
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from corral.scheduling.keys import ROUTED_EXPERTS
@@ -46,23 +46,7 @@ class PromptGroup(NamedTuple):
         return self.shared + sum(self.own)
 
 
-class RowPlaces(NamedTuple):
-    """A row of R tokens beside T tokens of n answers laid end to end."""
-
-    sources: Places
-    """[R] the token of an answer that each token of the row is."""
-    places: Places
-    """[T] where each token of the answers is in the row."""
-    predicting: Places
-    """[Q] the place before each token of the row that has one before it."""
-    asked: Places
-    """[Q] the place of that token."""
-    questions: Places
-    """[T - n] the question, of Q, that asks for each token of the answers but their first."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRow:
+class SharedRow(NamedTuple):
     """What a model is told and asked of a row that has prompts once; tensors are on the training device."""
 
     groups: tuple[PromptGroup, ...]
@@ -149,8 +133,15 @@ def groups_of_row(
     return tuple(groups) if any(group.shared for group in groups) else None
 
 
-def row_places(groups: Sequence[PromptGroup]) -> RowPlaces:
-    """Which token is where."""
+def shared_row(groups: tuple[PromptGroup, ...], input_ids: Tensor) -> tuple[Tensor, SharedRow]:
+    """Which token is where, on the host.
+
+    Args:
+        input_ids: [T] of the answers laid end to end.
+
+    Returns:
+        [R] int64, the token of the answers that each token of the row is; and the row.
+    """
     sources: list[Places] = []
     places: list[Places] = []
     token = place = 0
@@ -163,14 +154,13 @@ def row_places(groups: Sequence[PromptGroup]) -> RowPlaces:
             places += [shared, np.arange(place, place + own)]
             token += group.shared + own
             place += own
-    return _with_questions(np.concatenate(sources), np.concatenate(places), groups)
-
-
-def _with_questions(sources: Places, places: Places, groups: Sequence[PromptGroup]) -> RowPlaces:
+    source_of, place_of = np.concatenate(sources), np.concatenate(places)
     lengths = [group.shared + own for group in groups for own in group.own]
-    is_first = np.zeros(len(places), np.bool_)
-    is_first[[0, *accumulate(lengths[:-1])]] = True
-    (following,) = np.nonzero(~is_first)
+    following = np.delete(np.arange(token), [0, *accumulate(lengths[:-1])])  # all but the first of each answer
     # A place of the row follows one place only, whichever answer is read: it stands for the pair.
-    asked, one_of_each, questions = np.unique(places[following], return_index=True, return_inverse=True)
-    return RowPlaces(sources, places, places[following - 1][one_of_each], asked, questions)
+    asked, one_of_each, questions = np.unique(place_of[following], return_index=True, return_inverse=True)
+    predicting = place_of[following - 1][one_of_each]
+    labels = input_ids[source_of[asked]]
+    return torch.from_numpy(source_of), SharedRow(
+        groups, torch.from_numpy(place_of), torch.from_numpy(predicting), labels, torch.from_numpy(questions)
+    )

@@ -98,9 +98,7 @@ def batch(step: int) -> SequenceSample:
 
 def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:
     """What one data-parallel rank has of a batch: unequal shares."""
-    return some_of(
-        sample, [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
-    )
+    return some_of(sample, sample.uids[context.dp_rank :: context.mesh.dims.dp])
 
 
 def make_engine(model: Path, context: ParallelContext, variant: Variant) -> FSDPEngine:

@@ -151,9 +151,7 @@ def make_engine(directory: Path, context: ParallelContext, **settings: Any) -> F
 
 def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:
     """What one data-parallel rank has of a batch."""
-    return some_of(
-        sample, [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
-    )
+    return some_of(sample, sample.uids[context.dp_rank :: context.mesh.dims.dp])
 
 
 def train(engine: FSDPEngine, directory: Path) -> list[float]:

@@ -232,8 +232,3 @@ def test_a_model_whose_classifier_has_another_name_is_refused(tmp_path: Path) ->
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="GPT2ForTokenClassification .* no linear layer 'score'"):
         make_engine(tmp_path, "value")
-
-
-def test_an_unknown_head_is_named(actor: Path) -> None:
-    with pytest.raises(ValueError, match="unknown head 'critic'; heads are lm, value, scalar"):
-        make_engine(actor, "critic")

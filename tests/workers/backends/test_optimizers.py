@@ -54,7 +54,7 @@ def make_engine(directory: Path, context: ParallelContext | None = None, **overr
 def sample_of(step: int, context: ParallelContext | None = None) -> SequenceSample:
     sample = make_sample(LENGTHS, seed=step)
     if context is not None:
-        mine = [uid for number, uid in enumerate(sample.uids) if number % context.dp_size == context.dp_rank]
+        mine = [uid for number, uid in enumerate(sample.uids) if number % context.mesh.dims.dp == context.dp_rank]
         sample = some_of(sample, mine)
     return sample.with_key("loss_mask", response_mask(sample))
 

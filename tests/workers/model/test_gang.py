@@ -89,5 +89,5 @@ def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None
 def test_a_gang_of_one_needs_nobody(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         with joined_gang(context, context.specification(ModelWorkerSpec)) as (parallel, rendezvous):
-            assert (parallel.rank, parallel.world_size, parallel.group) == (0, 1, None)
+            assert (parallel.rank, parallel.mesh.dims.world_size, parallel.group) == (0, 1, None)
             assert rendezvous is None

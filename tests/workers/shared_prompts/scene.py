@@ -76,7 +76,7 @@ def counted_tokens(engine: FSDPEngine) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def add(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        counts.append(inputs[0].numel() * engine.context.cp_size)
+        counts.append(inputs[0].numel() * engine.context.mesh.dims.cp)
 
     hook = engine.model.get_submodule("model.embed_tokens").register_forward_pre_hook(add)
     yield counts
@@ -92,7 +92,7 @@ def train_actor(engine: FSDPEngine, *, num_steps: int = NUM_STEPS) -> list[dict[
     """Statistics of the steps of a PPO actor, on this rank's share of the prompts."""
     actor, context = PPOActorInterface(PPO), engine.context
     batches = [grouped_batch(step) for step in range(num_steps)]
-    own = [SequenceSample.gather(batch.unpack()[context.dp_rank :: context.dp_size]) for batch in batches]
+    own = [SequenceSample.gather(batch.unpack()[context.dp_rank :: context.mesh.dims.dp]) for batch in batches]
     return [actor.train_step(engine, batch, version=step) for step, batch in enumerate(own)]
 
 

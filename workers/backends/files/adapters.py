@@ -23,6 +23,7 @@ from torch import Tensor
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.trial.directory import fsync_directory
 from corral.workers.backends.files.tensors import write_tensors
+from corral.workers.backends.sharding import each_once
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_TENSORS
 
@@ -87,20 +88,15 @@ def read_adapter(directory: Path, parameters: Mapping[str, Tensor]) -> None:
         ValueError: if its tensors are not exactly these, naming one that differs.
     """
     path = directory / ADAPTER_TENSORS
+    wanted = {f"{ADAPTER_PREFIX}{name}": parameter for name, parameter in parameters.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     try:
         with safe_open(path, framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read the adapter {path}: {error}; give a directory that peft has written") from error
-    wanted = {f"{ADAPTER_PREFIX}{name}": parameter for name, parameter in parameters.items()}
-    if missing := sorted(wanted.keys() - stored.keys()):
-        raise ValueError(f"adapter {path} has no {missing[0]!r}; let lora.targets name the layers that it adapts")
-    if unknown := sorted(stored.keys() - wanted.keys()):
-        raise ValueError(f"adapter {path} has {unknown[0]!r}, which is not trained; name its layer in lora.targets")
-    for name, parameter in wanted.items():
-        if stored[name].shape != parameter.shape:
-            raise ValueError(
-                f"{name!r} of adapter {path} has shape {list(stored[name].shape)}, the model's has "
-                f"{list(parameter.shape)}; give the model that it was trained beside, and its rank"
-            )
-        parameter.copy_(stored[name])
+            stored = ((name, file.get_tensor(name)) for name in file.keys())
+            for name, tensor in each_once(shapes, stored, eta=1.0):
+                wanted[name].copy_(tensor)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(
+            f"cannot start from the adapter {path}: {error}; give a directory that peft has written beside this model, "
+            "its rank, and in lora.targets the layers that it adapts"
+        ) from error

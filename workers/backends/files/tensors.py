@@ -13,24 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-import torch
+import safetensors.torch
 from safetensors import safe_open
 from torch import Tensor
 
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 
-_DTYPE_NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES: Final = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 ONLY_FILE: Final = "model.safetensors"
 """The file of a model that has one; others have names that begin so, and are listed in:"""
 INDEX: Final = f"{ONLY_FILE}.index.json"

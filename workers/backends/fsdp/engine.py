@@ -55,7 +55,7 @@ class FSDPEngine(MeshEngine):
             is_held_low=self.is_held_low,
         )
         self._unshared_because = why_not_shared(
-            self._model, lora, ranks_of_row=context.cp_size, device=context.device, compute_dtype=compute_dtype
+            self._model, lora, ranks_of_row=context.mesh.dims.cp, device=context.device, compute_dtype=compute_dtype
         )
         recompute_layers(layers_of(self._model), self.recompute)
         self.num_parameters, self.num_trained = count_parameters(self._model)
@@ -100,7 +100,7 @@ class FSDPEngine(MeshEngine):
         context = self.context
         if context.cp_group is None:
             return self._own_scores(micro_batch, temperature)
-        part = cut_row(micro_batch, rank=context.coords.cp_rank, num_ranks=context.cp_size)
+        part = cut_row(micro_batch, rank=context.coords.cp_rank, num_ranks=context.mesh.dims.cp)
         return part.join(self._own_scores(part.micro_batch, temperature), self._head.layout, context.cp_group)
 
     def _own_scores(self, micro_batch: MicroBatch, temperature: float = 1.0) -> Tensor:
@@ -116,7 +116,7 @@ class FSDPEngine(MeshEngine):
         parameters = self._trained()
         if self.context.tp_group is not None:
             sum_gradients_of_own_parts(parameters.items(), self.context.tp_group)
-        return squared_norm(parameters.values(), tensor_ranks=self.context.tp_size, device=self.context.device)
+        return squared_norm(parameters.values(), tensor_ranks=self.context.mesh.dims.tp, device=self.context.device)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -208,7 +208,7 @@ def load_over_ranks(
     Raises:
         ValueError: if the layout cannot hold this model, or the directory has not all that the head needs.
     """
-    mesh = device_mesh(context) if context.world_size > 1 else None
+    mesh = device_mesh(context) if context.mesh.dims.world_size > 1 else None
     with ExitStack() as stack:
         stored = StoredExperts(model_directory, stack)
         model = load_model(model_directory, head, stored)
@@ -221,7 +221,7 @@ def load_over_ranks(
         cast_per_use(model)
         head.install(model)
         install_router_replay(model)
-        if mesh is not None and context.tp_size > 1:
+        if mesh is not None and context.mesh.dims.tp > 1:
             cut_layers(model, mesh[TENSOR])
         if context.cp_group is not None:
             share_attention(model, context.cp_group)

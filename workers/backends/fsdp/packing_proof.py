@@ -83,7 +83,7 @@ def _measure(
     ids = (np.arange(1, 1 + sum(_LENGTHS)) * _STRIDE % model.config.vocab_size).astype(np.int32)
     sample = SequenceSample.from_group("packed", {"input_ids": np.split(ids, [_LENGTHS[0]])})
     row, *sequences = make_micro_batches(sample, [[0, 1], [0], [1]], count=3, device=context.device)
-    part = cut_row(row, rank=context.coords.cp_rank, num_ranks=context.cp_size)
+    part = cut_row(row, rank=context.coords.cp_rank, num_ranks=context.mesh.dims.cp)
     layout = KeyLayout.PER_TOKEN if head.has_score_layer else KeyLayout.PER_SHIFTED_TOKEN
     alone: dict[str, list[Tensor]] = {}
     model.eval()
@@ -101,8 +101,8 @@ def _measure(
     reference = alone["sdpa"]
     apart = {"apart": _distance(torch.split(packed, [len(states) for states in reference]), reference)}
     apart["rounding"] = 0.0 if is_exact else _distance(alone["eager"], reference)
-    total = context.sum_over_mesh(apart)
-    return total["apart"] / context.world_size, _BOUND + _ROUNDING * total["rounding"] / context.world_size
+    total, num_ranks = context.sum_over_mesh(apart), context.mesh.dims.world_size
+    return total["apart"] / num_ranks, _BOUND + _ROUNDING * total["rounding"] / num_ranks
 
 
 def _distance(states: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

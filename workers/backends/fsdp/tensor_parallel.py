@@ -46,19 +46,12 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
     """Leave each rank its part of every layer of a whole model; before FSDP2 cuts what is left of them by rows.
 
     Args:
+        model: of a kind, and with heads and an inner size, that the ranks can share (experiments/checks/training.py).
         mesh: of one dimension, the tensor-parallel ranks.
 
     Raises:
-        ValueError: if the ranks cannot share heads and inner size of the layers equally, or do not know their kind.
+        ValueError: if the layers have other linear layers than those of these kinds.
     """
-    size = mesh.size()
-    config = model.config
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ValueError(
-                f"{size} tensor-parallel ranks cannot share {name} = {getattr(config, name)} of a "
-                f"{type(model).__name__} equally; choose t so that it divides it"
-            )
     for layer in layers_of(model):
         _check_kind(layer)
         for name in _BY_ROWS:
@@ -67,7 +60,7 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
             _cut_columns(layer.get_submodule(name), mesh)
         for name in _BEGINS_WITH_ALL:
             layer.get_submodule(name).register_forward_pre_hook(partial(_sum_gradient, mesh), with_kwargs=True)
-    if config.vocab_size % size == 0:  # others are copied whole
+    if model.config.vocab_size % mesh.size() == 0:  # others are copied whole
         _cut_vocabulary(model, mesh)
 
 
@@ -112,6 +105,7 @@ def _cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
         output.weight = embedding.weight
     else:
         _cut(output, mesh, weight=0, bias=0)
+    output.register_forward_pre_hook(partial(_sum_gradient, mesh), with_kwargs=True)
     output.share = VocabularyShare(mesh.get_group(), first=mesh.get_local_rank() * local(output.weight).shape[0])
 
 
@@ -170,7 +164,7 @@ class OwnTokens(nn.Embedding):
 def _sum_gradient(
     mesh: DeviceMesh, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a half of a layer: hands its input on, and sums the gradient that comes back over the ranks."""
+    """Before a half of a layer, or the output: hands its input on, and adds up the gradient that comes back."""
 
     def handed_on(input: Tensor) -> Tensor:
         return with_transpose(input, lambda whole: whole.view_as(whole), partial(_all_reduced, mesh.get_group()))

@@ -11,7 +11,7 @@ not used: it sends names between ranks as pickles, and takes Megatron's process-
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -71,14 +71,11 @@ _PLAIN: Final = dict(
 
 
 class Bridge:
-    """One model's two sets of names.
-
-    Raises:
-        ValueError: if the model is of a kind that would be computed otherwise than transformers does.
-    """
+    """One model's two sets of names."""
 
     def __init__(self, config: Any, groups: ProcessGroupCollection, *, head: str, dtype: torch.dtype) -> None:
-        check_model(config.to_dict())
+        refused = list(megatron_refusals(config.to_dict()))  # mbridge takes it without a word and computes otherwise
+        assert not refused, f"{refused} is refused at submission"
         config = copy.deepcopy(config)
         config.rope_theta = config.rope_parameters["rope_theta"]  # where mbridge looks for it
         if getattr(config, "head_dim", 0) is None:  # a Mixtral may leave it open, and mbridge computes with it
@@ -210,16 +207,3 @@ def cut_dimension(parameter: nn.Parameter) -> int:
     """Along which tensor-parallel ranks have their parts of a parameter that is cut."""
     dimension: int = getattr(parameter, "partition_dim")  # noqa: B009 - Megatron sets it, nn.Parameter has none
     return dimension
-
-
-def check_model(config: Mapping[str, Any]) -> None:
-    """Refuse what mbridge takes without a word and computes otherwise.
-
-    Raises:
-        ValueError: naming the key of config.json.
-    """
-    if refused := list(megatron_refusals(config)):
-        raise ValueError(
-            f"the megatron backend does not compute a model with {' and '.join(refused)} as transformers does; use the "
-            "fsdp backend"
-        )

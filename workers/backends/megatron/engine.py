@@ -98,7 +98,7 @@ class MegatronEngine(MeshEngine):
         adapters = Adapters(lora, stage, self._weights, self._bridge)
         adapters.initialize(self._bridge, seed=self.seed)
         frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
-        ranks, place = self.context.world_size, self.context.place
+        ranks, place = self.context.mesh.dims.world_size, self.context.place
         own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
         parts = _needed(self.directory, slices, own)
         own_sum = fold_sums(sum(sum_of_bits(name, part.to(self.compute_dtype)) for name, part in parts))

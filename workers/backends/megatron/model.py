@@ -191,7 +191,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         if group.size() > 1:
             # The gather's own backward pass adds the parts of the gradient up.
             first = group.rank() * self.vocab_size // group.size()
-            share = VocabularyShare(group, first, sums_hidden_gradient=False)
+            share = VocabularyShare(group, first)
         scores = score_tokens(
             hidden[row.predicting],
             weight,

@@ -104,7 +104,7 @@ class Pipeline:
 
     def _part(self, micro_batch: MicroBatch) -> RowPart:
         """This rank's tokens, and as many more as make them divisible among the ranks of a layer."""
-        rank, num_ranks = self._context.coords.cp_rank, self._context.cp_size
+        rank, num_ranks = self._context.coords.cp_rank, self._context.mesh.dims.cp
         return cut_row(micro_batch, rank=rank, num_ranks=num_ranks, part_multiple=self._part_multiple)
 
     def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
