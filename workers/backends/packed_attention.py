@@ -67,27 +67,15 @@ def packed_attention(
     if prompt_groups is not None:
         return attend_with_shared_prompts(query, key, value, groups=prompt_groups, scaling=scaling), None
     group: dist.ProcessGroup | None = getattr(module, _GROUP, None)
-    if group is not None:
-        query, key, value = to_heads(query, key, value, group)
-    if takes_one_call(setting_of(query, dropout=dropout, sliding_window=sliding_window)):
+    rows = (query, key, value) if group is None else to_heads(query, key, value, group)
+    if takes_one_call(setting_of(rows[0], dropout=dropout, sliding_window=sliding_window)):
+        longest = max(segment_lengths)
         output = attend_in_one_call(
-            query,
-            key,
-            value,
-            cu_seqlens=cu_seqlens,
-            longest=max(segment_lengths),
-            scaling=scaling,
-            sliding_window=sliding_window,
+            *rows, cu_seqlens=cu_seqlens, longest=longest, scaling=scaling, sliding_window=sliding_window
         )
     else:
         output = attend_by_runs(
-            query,
-            key,
-            value,
-            segment_lengths=segment_lengths,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
+            *rows, segment_lengths=segment_lengths, scaling=scaling, dropout=dropout, sliding_window=sliding_window
         )
     return output if group is None else to_tokens(output, group), None
 

@@ -1,7 +1,7 @@
 """Routers of a mixture of experts that can be told whom to choose: the experts that made a token compute it again.
 
     the generator's rows of a micro-batch ──► RoutedExperts.rows ──┐ by layer
-    hidden [T, H] ──► ReplayingRouter of a layer: its own logits ──┴──► experts [T, k], their weights of today
+    hidden [T, H] ──► router of a layer ──► its own logits ────────┴──► experts [T, k], their weights of today
 
 A generator and a trainer round differently, and where two experts are nearly equal, another one answers: a jump, where
 rounding alone would be a step (rollout routing replay, Ma et al. 2025, https://arxiv.org/abs/2510.11370). Replay says
@@ -12,11 +12,12 @@ backward pass gets the same experts, whatever has been computed in between.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -33,47 +34,37 @@ class RoutedExperts:
     """[T, layers with experts, top_k], see `MicroBatch`. It stays until the backward pass has ended."""
 
 
-class ReplayingRouter(nn.Module):
-    """Chooses as the router that it replaces, whose weight it has, but where it is told whom to choose."""
-
-    def __init__(self, router: _Router, routed: RoutedExperts, *, layer: int) -> None:
-        """
-        Args:
-            layer: among those with experts, counted from 0.
-        """
-        super().__init__()
-        self.weight: nn.Parameter = router.weight
-        self._top_k = int(router.top_k)
-        # A Mixtral's weights add up to 1 without being asked to, and stay in float32.
-        self._is_mixtral = isinstance(router, MixtralTopKRouter)
-        self._normalizes = self._is_mixtral or bool(router.norm_topk_prob)
-        self._routed = routed
-        self._layer = layer
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [..., H] of T tokens -> (logits [T, E], weights [T, k], experts [T, k] int64)."""
-        logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        probabilities = F.softmax(logits, dtype=torch.float32, dim=-1)
-        experts = torch.topk(probabilities, self._top_k, dim=-1).indices
-        if (rows := self._routed.rows) is not None:
-            told = rows[:, self._layer]
-            is_told = (told >= 0).all(dim=-1, keepdim=True)
-            experts = torch.where(is_told, told.long(), experts)
-        weights = probabilities.gather(-1, experts)
-        if self._normalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights if self._is_mixtral else weights.to(logits.dtype), experts
-
-
 def install_router_replay(model: Any) -> None:
     """Give a model routers that can be told whom to choose, if it has any; before it is cut over ranks."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _Router)]
-    if not found:
+    routers = [module for module in model.modules() if isinstance(module, _Router)]
+    if not routers:
         return
     routed = RoutedExperts()
-    for layer, (name, router) in enumerate(found):
-        model.set_submodule(name, ReplayingRouter(router, routed, layer=layer))
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(partial(_replayed, routed, layer))
     setattr(model, _ROUTED, routed)
+
+
+def _replayed(
+    routed: RoutedExperts, layer: int, router: Any, _: Any, chosen: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """After a router: its own choice, but where it is told whom to choose.
+
+    Args:
+        layer: among those with experts, counted from 0.
+        chosen: logits [T, E], weights [T, k], experts [T, k] int64.
+    """
+    if routed.rows is None:
+        return chosen
+    logits, _, own = chosen
+    told = routed.rows[:, layer]
+    experts = torch.where((told >= 0).all(dim=-1, keepdim=True), told.long(), own)
+    weights = F.softmax(logits, dtype=torch.float32, dim=-1).gather(-1, experts)
+    # A Mixtral's weights add up to 1 without being asked to, and stay in float32.
+    is_mixtral = isinstance(router, MixtralTopKRouter)
+    if is_mixtral or router.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights if is_mixtral else weights.to(logits.dtype), experts
 
 
 def tell_routers(model: Any, rows: Tensor | None) -> None:

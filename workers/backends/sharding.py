@@ -8,14 +8,14 @@ mesh unless it says otherwise; of a tensor that is not cut it is plain arithmeti
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from corral.scheduling.memory.model import cut_dim
@@ -117,11 +117,14 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor that every rank has whole: cut as `like` is, on its device; no collective."""
     assert whole.shape == like.shape, f"{tuple(whole.shape)} for {tuple(like.shape)}"
     whole = whole.to(like.device)
-    if not isinstance(like, DTensor):
-        return whole
+    return cut(whole, like.device_mesh, like.placements) if isinstance(like, DTensor) else whole
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of a tensor that every rank has whole; no collective."""
     # src_data_rank=None: every rank has the whole tensor itself, nothing needs to be sent. The rows are a view of it,
     # which would keep all of it in memory.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).clone()
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
 
 
 def whole(tensor: Tensor) -> Tensor:

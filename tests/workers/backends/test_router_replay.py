@@ -17,7 +17,7 @@ from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_batch import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.router_replay import ReplayingRouter, RoutedExperts
+from corral.workers.backends.router_replay import install_router_replay, tell_routers
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import (
@@ -143,18 +143,20 @@ ROUTERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_a_router_of_each_kind_weighs_whom_it_is_told_to_choose_as_its_own_choice(kind: str) -> None:
     torch.manual_seed(0)
-    router, routed = ROUTERS[kind], RoutedExperts()
+    router = ROUTERS[kind]
     torch.nn.init.normal_(router.weight)
-    replaying = ReplayingRouter(router, routed, layer=0)
     hidden = torch.randn(5, 16)
-    for own, expected in zip(replaying(hidden), router(hidden), strict=True):
-        assert torch.equal(own, expected)
+    own = router(hidden)
+    model = torch.nn.Sequential(router)
+    install_router_replay(model)
+    for expected, found in zip(own, router(hidden), strict=True):
+        assert torch.equal(found, expected)
     told = torch.tensor([[0, 3], [5, 1], [-1, -1], [2, 4], [3, 2]], dtype=torch.int16)
-    routed.rows = told[:, None]
-    logits, weights, experts = replaying(hidden)
+    tell_routers(model, told[:, None])
+    logits, weights, experts = router(hidden)
     for token, (row, chosen) in enumerate(zip(told.tolist(), experts.tolist(), strict=True)):
         if row[0] < 0:
-            assert chosen == router(hidden)[2][token].tolist()
+            assert chosen == own[2][token].tolist()
             continue
         assert chosen == row
         probabilities = [float(logits[token].exp()[expert] / logits[token].exp().sum()) for expert in row]

@@ -27,17 +27,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
+from corral.experiments.inputs.model_kinds import TENSOR_PARALLEL_MODELS
 from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
 from corral.workers.backends.context_parallel import with_transpose
 from corral.workers.backends.lora import AdaptedLinear, drop_columns, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
-from corral.workers.backends.sharding import is_cut_by_tensor, layers_of, local, local_with_gradient
+from corral.workers.backends.sharding import cut, is_cut_by_tensor, layers_of, local, local_with_gradient
 
 _BY_ROWS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_COLUMNS: Final = ("self_attn.o_proj", "mlp.down_proj")
-_ADAPTER: Final = (".lora_A", ".lora_B")  # of a linear layer that has one
 _BEGINS_WITH_ALL: Final = ("self_attn", "mlp")
 _SEES_OWN_HEADS: Final = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 
@@ -48,12 +48,9 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
     Args:
         model: of a kind, and with heads and an inner size, that the ranks can share (experiments/checks/training.py).
         mesh: of one dimension, the tensor-parallel ranks.
-
-    Raises:
-        ValueError: if the layers have other linear layers than those of these kinds.
     """
+    assert model.config.model_type in TENSOR_PARALLEL_MODELS, "layers of other kinds are refused at submission"
     for layer in layers_of(model):
-        _check_kind(layer)
         for name in _BY_ROWS:
             _cut_rows(layer.get_submodule(name), mesh)
         for name in _BY_COLUMNS:
@@ -62,20 +59,6 @@ def cut_layers(model: Any, mesh: DeviceMesh) -> None:
             layer.get_submodule(name).register_forward_pre_hook(partial(_sum_gradient, mesh), with_kwargs=True)
     if model.config.vocab_size % mesh.size() == 0:  # others are copied whole
         _cut_vocabulary(model, mesh)
-
-
-def _check_kind(layer: nn.Module) -> None:
-    linears = {
-        name: type(module)
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith(_ADAPTER)
-    }
-    if linears.keys() != {*_BY_ROWS, *_BY_COLUMNS} or not {*linears.values()} <= {CastingLinear, AdaptedLinear}:
-        kinds = ", ".join(f"{name} ({kind.__name__})" for name, kind in linears.items())
-        raise ValueError(
-            f"a {type(layer).__name__} with the linear layers {kinds} is none that tensor-parallel ranks can share; "
-            "use t1"
-        )
 
 
 def _cut_rows(module: Any, mesh: DeviceMesh) -> None:
@@ -117,9 +100,7 @@ def _cut(module: Any, mesh: DeviceMesh, *, weight: int, bias: int | None = None)
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    # src_data_rank=None: every rank has the whole tensor. A clone, since a view would keep all of it in memory.
-    part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None).clone()
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return nn.Parameter(cut(parameter.detach(), mesh, [Shard(dim)]), requires_grad=parameter.requires_grad)
 
 
 class OwnColumns(CastingLinear):

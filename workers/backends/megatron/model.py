@@ -73,15 +73,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedRow, **_: Any
     ) -> Tensor:
         """[T, heads, head_dim] each -> [T, heads * head_dim]."""
+        row, heads = packed_seq_params, [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        lengths, bounds = row.segment_lengths, row.cu_seqlens
         attended, _weights = packed_attention(
-            self,
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            attention_mask,
-            segment_lengths=packed_seq_params.segment_lengths,
-            cu_seqlens=packed_seq_params.cu_seqlens,
-            scaling=self._scale,
+            self, *heads, attention_mask, segment_lengths=lengths, cu_seqlens=bounds, scaling=self._scale
         )
         return attended[0].flatten(1)
 
