@@ -25,9 +25,10 @@ from transformers import AutoConfig
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends import train_state
 from corral.workers.backends.files.tensors import stored_slices
+from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.lora import fold_sums, sum_of_bits
 from corral.workers.backends.megatron.bridge import SCORE, SCORE_BIAS, Bridge
-from corral.workers.backends.megatron.experts import stack_experts, unstack_experts
+from corral.workers.backends.megatron.experts import stack_experts
 from corral.workers.backends.megatron.groups import process_groups
 from corral.workers.backends.megatron.lora import Adapters
 from corral.workers.backends.megatron.model import make_model
@@ -112,14 +113,18 @@ class MegatronEngine(MeshEngine):
         A collective of the model's ranks, as a model that is cut over ranks always is. Tensor by tensor: whole weights
         are there once, which is what the plan of memory counts.
         """
-        config = self._hf_config
-        with torch.device(self.context.device):
-            whole: nn.Module = self._head.model_class.from_config(config, dtype=self.compute_dtype)
+        whole = self._module_of_transformers(self.context.device)
         missing = dict(whole.named_parameters())  # a tied output is not named twice
         for name, tensor in self.export_weights():
             missing.pop(name).data.copy_(tensor)
         assert not missing, f"{sorted(missing)}"
         return whole
+
+    def _module_of_transformers(self, device: torch.device | str) -> nn.Module:
+        """Of this model's configuration, with weights that are to be written; on `meta` it has none."""
+        with torch.device(device):
+            module: nn.Module = self._head.model_class.from_config(self._hf_config, dtype=self.compute_dtype)
+        return module
 
     # --- computing --------------------------------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class MegatronEngine(MeshEngine):
         """See `MeshEngine.import_weights`."""
         self._require_trained_weights()
         self.onload()
-        given = unstack_experts(weights, self._bridge.expert_names)
+        given = as_stored(self._module_of_transformers("meta"), weights, dtype=torch.float32)
         self._weights.take_over(given, eta=eta, keeps_averages=self._optimizer is None)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

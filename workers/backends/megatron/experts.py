@@ -1,7 +1,7 @@
 """Mixtures of experts: where a token goes, and experts' matrices in the pieces that others hold them in.
 
     MicroBatch.routed_experts ──► row ──► Replay of each layer ──► its router: those experts, weighed as of now
-    a directory's matrices, one for each expert  ◄── stack_experts, unstack_experts ──►  a module's, stacked
+    a directory's matrices, one for each expert ──► stack_experts ──► a module's, stacked        (back: `as_stored`)
 
 A token goes to the experts that were recorded when it was generated ("rollout routing replay", Ma et al. 2025,
 https://arxiv.org/abs/2510.11370): generator and trainer compute a little differently, and a router near a tie would
@@ -84,11 +84,6 @@ class Replay:
     ) -> tuple[Tensor, Tensor]:
         """[tokens, experts] -> the scores of the k experts of each token, and which they are; Megatron's interface."""
         assert default_compute_topk is not None, "Megatron's router passes its own choice"
-        if self._experts.shape != (len(scores), topk):
-            raise ValueError(
-                f"routed_experts of a row are {tuple(self._experts.shape)}, and its router sends {len(scores)} tokens "
-                f"to {topk} experts each: they were recorded with another model"
-            )
         _, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
         is_unknown = (self._experts < 0).any(dim=1, keepdim=True)
         chosen = torch.where(is_unknown, own_choice, self._experts)
@@ -125,18 +120,6 @@ def stack_experts(
             del waiting[home], matrices, rows
 
 
-def unstack_experts(weights: Iterable[tuple[str, Tensor]], names: StoredNames) -> Iterator[tuple[str, Tensor]]:
-    """The inverse of `stack_experts`."""
-    for name, tensor in weights:
-        layer, _, kind = name.partition(".mlp.")
-        parts = {_GATE_UP: (names.gate, names.up), _DOWN: (names.down,)}.get(f".mlp.{kind}", ())
-        if not parts:
-            yield name.replace(".mlp.", f".{names.block}."), tensor
-        for expert, matrices in enumerate(tensor if parts else ()):
-            for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-                yield f"{layer}.{names.block}.experts.{expert}.{part}.weight", matrix
-
-
 def stored_names(config: Any) -> StoredNames:
     """Those of a model's kind."""
     return MIXTRAL_NAMES if config.model_type == "mixtral" else QWEN_NAMES
@@ -146,16 +129,11 @@ def place_in_module(name: str, shape: tuple[int, ...], names: StoredNames) -> tu
     """A directory's tensor -> the module's tensor that `stack_experts` puts it in, and where it begins there."""
     stored = names.of_expert(name)
     if stored is None:
-        return _in_module(name, names), (0,) * len(shape)
+        return name.replace(f".{names.block}.", ".mlp."), (0,) * len(shape)
     expert = int(stored["expert"])
     if stored["matrix"] == names.down:
         return f"{stored['layer']}{_DOWN}", (expert, 0, 0)
     return f"{stored['layer']}{_GATE_UP}", (expert, shape[0] if stored["matrix"] == names.up else 0, 0)
-
-
-def _in_module(name: str, names: StoredNames) -> str:
-    """Of what belongs to no expert."""
-    return name.replace(f".{names.block}.", ".mlp.")
 
 
 def expert_settings(config: Any) -> dict[str, Any]:

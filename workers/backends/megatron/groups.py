@@ -29,28 +29,26 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     def formed(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return alone if group is None else group
 
-    data, sharing = formed(context.dp_group), formed(context.shard_group)
-    tensor, pipeline = formed(context.tp_group), formed(context.pp_group)
-    experts, same_experts = formed(context.ep_group), formed(context.expert_dp_group)
-    model, mesh = formed(context.model_group), formed(context.group)
-    is_first, is_last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+    tensor, pipeline, sharing = formed(context.tp_group), formed(context.pp_group), formed(context.shard_group)
+    same_experts, model = formed(context.expert_dp_group), formed(context.model_group)
+    is_end = pipeline.rank() in (0, pipeline.size() - 1)
     return ProcessGroupCollection(
         tp=tensor,
         pp=pipeline,
         mp=model,
         cp=alone,
         tp_cp=tensor,
-        dp=data,
+        dp=formed(context.dp_group),
         dp_cp=sharing,
         tp_dp_cp=alone,
-        ep=experts,
+        ep=formed(context.ep_group),
         expt_tp=tensor,
         tp_ep=formed(context.tp_ep_group),
         tp_ep_pp=model,
         expt_dp=same_experts,
         intra_dp_cp=sharing,
         intra_expt_dp=same_experts,
-        intra_dist_opt=mesh,
-        embd=formed(context.ends_group) if is_first or is_last else None,
+        intra_dist_opt=formed(context.group),
+        embd=formed(context.ends_group) if is_end else None,
         pos_embd=None,
     )

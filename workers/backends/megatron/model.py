@@ -73,10 +73,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedRow, **_: Any
     ) -> Tensor:
         """[T, heads, head_dim] each -> [T, heads * head_dim]."""
-        row, heads = packed_seq_params, [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        lengths, bounds = row.segment_lengths, row.cu_seqlens
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        lengths, bounds = packed_seq_params.segment_lengths, packed_seq_params.cu_seqlens
         attended, _weights = packed_attention(
-            self, *heads, attention_mask, segment_lengths=lengths, cu_seqlens=bounds, scaling=self._scale
+            self, query, key, value, attention_mask, segment_lengths=lengths, cu_seqlens=bounds, scaling=self._scale
         )
         return attended[0].flatten(1)
 
@@ -147,11 +147,11 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         """[tokens of this rank, layers with experts, k] -> of those that it routes: of a cut row a part."""
         if experts is None or self.config.num_moe_experts is None:
             return None
-        num_sparse = sum(self.config.moe_layer_freq)
-        if experts.shape[1] != num_sparse:
+        own = sum(self.config.moe_layer_freq), self.config.moe_router_topk
+        if experts.shape[1:] != own:
             raise ValueError(
-                f"routed_experts have {experts.shape[1]} layers, and the model has {num_sparse} with experts: they "
-                "were recorded with another model"
+                f"routed_experts name {experts.shape[2]} experts in each of {experts.shape[1]} layers, and the model "
+                f"asks {own[1]} in each of {own[0]}: they were recorded with another model"
             )
         tensor_ranks = self.pg_collection.tp
         parts: tuple[Tensor, ...] = experts.chunk(tensor_ranks.size())
