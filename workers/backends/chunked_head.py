@@ -1,6 +1,6 @@
 """Hidden states ──► log-probabilities of the tokens that came next, without logits of more than one chunk of tokens.
 
-    hidden [T, H] ── chunk [n, H] ──► logits [n, V] ──► SoftmaxSums, four numbers a token ──► TokenScores [T]
+    hidden [T, H] ── chunk [n, H] ──► logits [n, V] ──► four sums of each token's softmax ──► TokenScores [T]
                                         │ let go                                (over ranks: VocabularyShare)
     gradient of logprobs [T] ──► logits [n, V] anew ──► one_hot - softmax ──► gradients of hidden and weight
 
@@ -11,8 +11,8 @@ gathers them as any others and a weight that is also the embedding's stays one.
 
 A vocabulary may be cut over ranks: what each knows of the softmax from its own tokens is put together.
 
-    rank 0: logits of tokens 0 .. V/t - 1    ──► SoftmaxSums ─┐
-    rank 1: logits of tokens V/t .. 2V/t - 1 ──► SoftmaxSums ─┴─ all-reduce max, all-reduce sum ──► SoftmaxSums of all
+    rank 0: logits of tokens 0 .. V/t - 1    ──► four sums ─┐
+    rank 1: logits of tokens V/t .. 2V/t - 1 ──► four sums ─┴─ all-reduce max, all-reduce sum ──► sums over all
 
 The logits themselves never travel: four numbers of each token do, in two collectives of a micro-batch. Every rank of
 the group gives the same hidden states and labels, and gets the same scores, and a part of the hidden states' gradient.
@@ -20,7 +20,7 @@ the group gives the same hidden states and labels, and gets the same scores, and
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,6 @@ from torch import Tensor, nn
 from corral.workers.backends.low_precision import CastingLinear, products_type
 from corral.workers.backends.sharding import local_with_gradient
 from corral.workers.backends.token_scores import TokenScores
-
-
-class SoftmaxSums(NamedTuple):
-    """What is known of each row's softmax from some of its columns: all [T] float32."""
-
-    largest: Tensor
-    """The largest logit z among them."""
-    exponentials: Tensor
-    """Sum of exp(z - largest)."""
-    weighted: Tensor
-    """Sum of (z - largest) exp(z - largest)."""
-    of_label: Tensor
-    """The label's logit; 0 where the label is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +43,18 @@ class VocabularyShare:
     first: int = 0
     """The token of this rank's first row. Rows that only fill a vocabulary up must be left out of every rank's."""
 
-    def combine(self, sums: SoftmaxSums) -> SoftmaxSums:
-        """The sums over the rows of all ranks, from those over this rank's; a collective of the group."""
+    def combine(self, sums: Tensor) -> Tensor:
+        """`_softmax_sums` [4, T] over the rows of all ranks, from those over this rank's; a collective of the group."""
         if self.group is None:
             return sums
-        largest = sums.largest.clone()
+        own_largest, exponentials, weighted, of_label = sums
+        largest = own_largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        below = sums.largest - largest
+        below = own_largest - largest
         factor = below.exp()
-        weighted = factor * (sums.weighted + below * sums.exponentials)
-        packed = torch.stack([factor * sums.exponentials, weighted, sums.of_label])
+        packed = torch.stack([factor * exponentials, factor * (weighted + below * exponentials), of_label])
         dist.all_reduce(packed, group=self.group)
-        return SoftmaxSums(largest, *packed.unbind())
+        return torch.stack([largest, *packed])
 
 
 WHOLE_VOCABULARY = VocabularyShare()
@@ -135,7 +122,7 @@ class _ChunkedScores(torch.autograd.Function):
             for chunk in _chunks(hidden.shape[0], chunk_tokens):
                 logits = _logits(_operand(hidden[chunk], dtype), rows, bias, scale)
                 sums[:, chunk] = _softmax_sums(logits, labels[chunk])
-        largest, total, weighted, of_label = share.combine(SoftmaxSums(*sums.unbind()))
+        largest, total, weighted, of_label = share.combine(sums)
         log_total = total.log()
         entropy = log_total - weighted / total  # in nats
         ctx.save_for_backward(hidden, weight, bias, labels, largest + log_total)
@@ -184,7 +171,14 @@ def _logits(inputs: Tensor, rows: Tensor, bias: Tensor | None, scale: float) -> 
 
 
 def _softmax_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """The four of `SoftmaxSums` as [4, n], of logits [n, V] that are used up; a label may be none of the columns."""
+    """What is known of each row's softmax from some of its columns: [4, n] float32.
+
+    The largest logit z among them; the sum of exp(z - largest); the sum of (z - largest) exp(z - largest); and the
+    label's logit, 0 where the label is not among them.
+
+    Args:
+        logits: [n, V], which are used up.
+    """
     is_own, columns = _own_columns(labels, logits.shape[1])
     of_label = logits.gather(1, columns).squeeze(1) * is_own
     largest = logits.amax(1)

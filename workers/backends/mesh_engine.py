@@ -209,7 +209,8 @@ class MeshEngine(ABC):
         may_step: StepCondition | None = None,
     ) -> dict[str, float]:
         """See `TrainEngine.train_batch`."""
-        _, config = self._require_optimizer()
+        config = self.optimizer
+        assert config is not None, "a model that is never trained has no optimizer"
         local_count = float(np.count_nonzero(sample.data[counted])) if len(sample) else 0.0
         count = self.context.sum_over_ranks({"count": local_count})["count"]
         if count == 0.0:
@@ -305,7 +306,8 @@ class MeshEngine(ABC):
 
     def _make_step(self, rate: float) -> None:
         """One update of weights and moments with the gradients as they are."""
-        set_learning_rate(self._optimizer, rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
         self._optimizer.step()
 
     def _trained_tensors(self) -> list[Tensor]:
@@ -325,11 +327,6 @@ class MeshEngine(ABC):
         sums = [local(tensor).sum() for tensor in self._trained_tensors()]
         is_finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())  # one wait for the device, not one a sum
         return self.context.sum_over_mesh({"not_finite": float(not is_finite)})["not_finite"] == 0.0
-
-    def _require_optimizer(self) -> tuple[Any, OptimizerConfig]:
-        if self._optimizer is None or self.optimizer is None:
-            raise ValueError(f"the model from {self.directory} was loaded without an optimizer and cannot be trained")
-        return self._optimizer, self.optimizer
 
     def _require_trained_weights(self) -> None:
         if self._adapter_config is not None:
@@ -498,12 +495,6 @@ class DeviceSums:
     def on_host(self) -> dict[str, float]:
         """All sums, of which there must be any, after one wait for the device."""
         return dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
-
-
-def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Give every group of parameters its share of the rate of this step."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_ratio", 1.0)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:

@@ -12,10 +12,11 @@ ranks: torch's object collectives pickle, so they are not used anywhere.
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,9 +198,11 @@ def init_parallel(
     Raises:
         TimeoutError: if the other ranks do not join in time.
     """
+    mesh = Mesh(ranks=tuple(range(world_size)), dims=ParallelDims(dp=world_size))
     device = torch.device(device)
+    context = ParallelContext(rank=rank, mesh=mesh, device=device, timeout_s=timeout_s)
     if world_size == 1:
-        return ParallelContext(device=device, timeout_s=timeout_s)
+        return context
     assert store is not None, "host_store on rank 0, connect_store on the others"
     try:
         # Apart from the group, whose one timeout is that of its collectives, too.
@@ -213,16 +216,7 @@ def init_parallel(
             f"rank {rank} waited {join_timeout_s:.0f} s for the other {world_size - 1} ranks of its gang to join: "
             f"{error}"
         ) from error
-    return ParallelContext(
-        rank=rank,
-        mesh=Mesh(ranks=tuple(range(world_size)), dims=ParallelDims(dp=world_size)),
-        device=device,
-        group=dist.group.WORLD,
-        dp_group=dist.group.WORLD,
-        shard_group=dist.group.WORLD,
-        expert_dp_group=dist.group.WORLD,
-        timeout_s=timeout_s,
-    )
+    return _with_groups(context, {mesh.ranks: dist.group.WORLD})
 
 
 def _joined_key(rank: int) -> str:
@@ -248,7 +242,10 @@ def mesh_contexts(world: ParallelContext, meshes: Mapping[str, Mesh]) -> dict[st
         for ranks in (mesh.ranks, *chain.from_iterable(_groups_of(mesh).values())):
             if ranks not in groups:
                 groups[ranks] = _form_group(world, name, ranks)
-    return {name: _context_in(mesh, world, groups) if world.rank in mesh else None for name, mesh in meshes.items()}
+    return {
+        name: _with_groups(replace(world, mesh=mesh), groups) if world.rank in mesh else None
+        for name, mesh in meshes.items()
+    }
 
 
 def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -276,13 +273,12 @@ def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
     return along | {"ends_group": [tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in along["pp_group"]]}
 
 
-def _context_in(
-    mesh: Mesh, world: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+def _with_groups(
+    context: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 ) -> ParallelContext:
-    own = {
-        name: next((groups[ranks] for ranks in all_ranks if world.rank in ranks), None)
-        for name, all_ranks in _groups_of(mesh).items()
+    """A place with the groups that it has, found by their ranks."""
+    own: dict[str, Any] = {
+        name: next((groups.get(ranks) for ranks in all_ranks if context.rank in ranks), None)
+        for name, all_ranks in _groups_of(context.mesh).items()
     }
-    return ParallelContext(
-        rank=world.rank, mesh=mesh, device=world.device, timeout_s=world.timeout_s, group=groups[mesh.ranks], **own
-    )
+    return replace(context, group=groups.get(context.mesh.ranks), **own)

@@ -18,7 +18,6 @@ There is no random state to keep: every step seeds itself from (seed, step, data
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
-from corral.workers.backends.files.parts import Part, PartFiles, stored_name
+from corral.workers.backends.files.parts import Part, fill_parts, stored_name
 from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.host_copies import host_copies
 from corral.workers.backends.lora import is_adapter
@@ -154,13 +153,8 @@ class StoredState:
             ValueError: if files lack some of the values.
         """
         names = [shard_name(file, self.header.num_ranks) for file in range(self.header.num_ranks)]
-        with ExitStack() as stack:
-            files = PartFiles(
-                [self.directory / name for name in names[self.first_file :] + names[: self.first_file]], stack
-            )
-            for part in parts:
-                files.fill(part)
-                self.on_progress()
+        paths = [self.directory / name for name in names[self.first_file :] + names[: self.first_file]]
+        fill_parts(parts, paths, on_progress=self.on_progress)
 
     def check(self, sizes: Mapping[str, Iterable[int]], kept: Callable[[str], Collection[str]] | None) -> None:
         """Refuse a state that is not of this model, or not of its optimizer.

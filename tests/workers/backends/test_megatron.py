@@ -221,7 +221,7 @@ def hold_what_was_planned(_: ParallelContext, directory: Path) -> None:
             adapters = Adapters(rank=lora.rank, layers=frozenset(engine._adapters.layers if engine._adapters else ()))
         role = RoleModel(sizes=sizes, backend="megatron", optimizer="adamw", adapters=adapters)
         held = role.on_gpu("actor", ParallelDims(), []).held
-        optimizer, _config = engine._require_optimizer()
+        optimizer = engine._optimizer
         moments = [state[name] for _, state in optimizer.state.items() for name in ("exp_avg", "exp_avg_sq")]
         assert sum(tensor.nbytes for tensor in engine._trainee.parameters()) == held["parameters"]
         assert engine.num_trained * 4 == held["gradients"]

@@ -8,7 +8,7 @@ number of a row, whose beginning and end are boxes then, too.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -37,39 +37,40 @@ def stored_name(name: str, start: Sequence[int]) -> str:
     return f"{name}[{','.join(map(str, start))}]"
 
 
-class PartFiles:
-    """The files of all ranks, each opened when something is sought that the ones before it lack.
+def fill_parts(parts: Iterable[Part], paths: Sequence[Path], *, on_progress: Callable[[], None]) -> None:
+    """Read each part's values into it; of the files no others are read.
 
-    Parts of one tensor in several files are the same, or have no value in common.
+    Parts of one tensor in several files are the same, or have no value in common. A file is opened when something is
+    sought that the ones before it lack.
+
+    Args:
+        paths: of the files of all ranks, in the order in which they are searched.
+        on_progress: called after every part.
+
+    Raises:
+        ValueError: if some of the values are in no file.
     """
+    with ExitStack() as stack:
+        opened = cache(lambda path: _parts_in(stack.enter_context(safe_open(path, framework="pt"))))
+        for part in parts:
+            if missing := _num_missing(part, map(opened, paths)):
+                raise ValueError(f"{paths[0].parent} lacks {missing} of the values of {part.name}: files are missing")
+            on_progress()
 
-    def __init__(self, paths: Sequence[Path], stack: ExitStack) -> None:
-        """
-        Args:
-            paths: in the order in which they are searched.
-            stack: closes them.
-        """
-        self._paths = paths
-        self._opened = cache(lambda path: _parts_in(stack.enter_context(safe_open(path, framework="pt"))))
 
-    def fill(self, part: Part) -> None:
-        """Read a part's values into it; of the files no others are read.
-
-        Raises:
-            ValueError: if some of them are in no file.
-        """
-        missing = part.values.numel()
-        seen: set[Box] = set()
-        for path in self._paths:
-            if not missing:
-                return
-            for start, stored in self._opened(path).get(part.name, ()):
-                box = (start, tuple(stored.get_shape()))
-                if box not in seen:  # ranks that hold the same have all written it
-                    seen.add(box)
-                    missing -= _copy_common(stored, box, part)
-        if missing:
-            raise ValueError(f"{self._paths[0].parent} lacks {missing} of the values of {part.name}: files are missing")
+def _num_missing(part: Part, files: Iterable[Mapping[str, list[tuple[tuple[int, ...], Any]]]]) -> int:
+    """How many of a part's values are in none of the files, after those that are in one are read."""
+    missing = part.values.numel()
+    seen: set[Box] = set()
+    for stored_parts in files if missing else ():
+        for start, stored in stored_parts.get(part.name, ()):
+            box = (start, tuple(stored.get_shape()))
+            if box not in seen:  # ranks that hold the same have all written it
+                seen.add(box)
+                missing -= _copy_common(stored, box, part)
+        if not missing:
+            break
+    return missing
 
 
 def _parts_in(file: Any) -> Mapping[str, list[tuple[tuple[int, ...], Any]]]:

@@ -12,7 +12,6 @@ They are read once, when the model is loaded: that directory may be a commit, wh
 """
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,10 +90,8 @@ def companion_files(directory: Path, config: Any, head: Head, *, dtype: torch.dt
         model = head.saved_class.from_config(copy.deepcopy(config), dtype=dtype)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        written = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    written = {"config.json": model.config.to_json_string().encode()}
+    if model.can_generate():
+        written["generation_config.json"] = model.generation_config.to_json_string().encode()
     found = [path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()]
     return written | {path.name: path.read_bytes() for path in found}

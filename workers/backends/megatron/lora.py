@@ -128,9 +128,6 @@ class Adapters:
 
         Args:
             base: the parameters of the stage; as it is now it tells which tensors each of them is made of.
-
-        Raises:
-            ValueError: if the stage has no layer that is meant, so that nothing is trained there.
         """
         assert not bridge.num_experts, "adapters beside a mixture of experts are refused at submission"
         self._config = config
@@ -144,13 +141,7 @@ class Adapters:
                 if any(map(config.adapts, matrices)):
                     num_groups = layer.self_attention.num_query_groups_per_partition if path == _QKV else 1
                     parameters |= _adapt(layer.get_submodule(path), matrices, config, num_groups=num_groups)
-        if not parameters:
-            first, last = stage.decoder.layers[0].layer_number - 1, stage.decoder.layers[-1].layer_number - 1
-            raise ValueError(
-                f"no linear layer of the stage with layers {first} to {last} has a name that ends in "
-                f"{', '.join(config.targets or ())!r}, so that it would train nothing; name one of each stage in "
-                "lora.targets, or use fewer stages (p)"
-            )
+        assert parameters, "a stage that would train nothing is refused at submission"
         for name, parameter in base.parameters.items():
             if bridge.is_score_layer(name):
                 parameter.requires_grad_(True)

@@ -42,8 +42,6 @@ class Pipeline:
         self._trainee = trainee
         self._groups = groups
         self._context = context
-        self._has_head = groups.pp.rank() == groups.pp.size() - 1
-        self._part_multiple = groups.tp.size() if stage.config.sequence_parallel else 1
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """The scores of each micro-batch, on every rank: [entries, numbers] float32."""
@@ -64,7 +62,7 @@ class Pipeline:
             return loss(scores, micro_batch), torch.ones((), dtype=torch.int, device=scores.device), {}
 
         shared = self._run(micro_batches, lose, temperature=temperature, forward_only=False)
-        if not self._has_head:
+        if not self._stage.post_process:
             with torch.no_grad():
                 for scores, micro_batch in zip(shared, micro_batches, strict=True):
                     loss(scores, micro_batch)
@@ -104,8 +102,9 @@ class Pipeline:
 
     def _part(self, micro_batch: MicroBatch) -> RowPart:
         """This rank's tokens, and as many more as make them divisible among the ranks of a layer."""
-        rank, num_ranks = self._context.coords.cp_rank, self._context.mesh.dims.cp
-        return cut_row(micro_batch, rank=rank, num_ranks=num_ranks, part_multiple=self._part_multiple)
+        dims, cp_rank = self._context.mesh.dims, self._context.coords.cp_rank
+        multiple = dims.tp if self._stage.config.sequence_parallel else 1
+        return cut_row(micro_batch, rank=cp_rank, num_ranks=dims.cp, part_multiple=multiple)
 
     def _shared(self, collected: list[Tensor], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The scores that the last stage has, on all of them."""
@@ -116,6 +115,6 @@ class Pipeline:
         sizes = [sum(head.layout.lengths(micro_batch.segment_lengths)) for micro_batch in micro_batches]
         shape = (sum(sizes), len(head.names))
         device = micro_batches[0].input_ids.device
-        packed = torch.cat(collected) if self._has_head else torch.empty(shape, dtype=torch.float32, device=device)
+        packed = torch.cat(collected) if collected else torch.empty(shape, dtype=torch.float32, device=device)
         dist.broadcast(packed, group=pipeline, group_src=pipeline.size() - 1)
         return list(torch.split(packed, sizes))

@@ -13,6 +13,7 @@ boxes at most. Values keep their order: a box is a view of the share.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Places:
             whole: the shape that each has there.
         """
         self._bridge = bridge
-        self._rows: dict[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor, list[tuple[int, ...]]]] = {}
+        self._rows: dict[tuple[str, tuple[int, ...]], tuple[Tensor, list[tuple[int, ...]]]] = {}
         self._width = {name: own.shape[1] if own.ndim > 1 else None for name, own in parameters.items()}
         self._stretches = {
             name: list(self._stretches_of(name, whole[name], parameter)) for name, parameter in parameters.items()
@@ -71,16 +72,15 @@ class Places:
         return {stretch.name for stretch in self._stretches[name]}
 
     def _stretches_of(self, name: str, whole: tuple[int, ...], parameter: nn.Parameter) -> Iterator[Stretch]:
-        stored_tensors, stored_rows, shapes = self._rows_of(name, whole)
+        stored_rows, shapes = self._rows_of(name, whole)
         own_rows, column = self._own_rows(name, whole, parameter)
-        tensors, rows = stored_tensors[own_rows], stored_rows[own_rows]
-        is_break = (tensors.diff() != 0) | (rows.diff() != 1)
-        bounds = [0, *(is_break.nonzero().flatten() + 1).tolist(), len(own_rows)]
+        rows = stored_rows[own_rows]
+        bounds = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
         stored_names = self._bridge.stored_names(name)
-        for first, end in zip(bounds, bounds[1:], strict=False):
-            number = int(tensors[first])
+        for first, end in pairwise(bounds):
+            number, row = divmod(int(rows[first]), whole[0] + 1)
             home, start = place_in_module(stored_names[number], shapes[number], self._bridge.expert_names)
-            yield Stretch(first, end - first, home, moved(start, int(rows[first]), column, ndim=len(whole)))
+            yield Stretch(first, end - first, home, moved(start, row, column, ndim=len(whole)))
 
     def _own_rows(self, name: str, whole: tuple[int, ...], parameter: nn.Parameter) -> tuple[Tensor, int]:
         """Which rows of the whole parameter this rank has, and which of their columns is its first."""
@@ -89,19 +89,18 @@ class Places:
             return rows, self._bridge.tensor_rank * parameter.shape[1]
         return self._bridge.own_part(name, rows.view(-1, *(1 for _ in whole[1:])), parameter).flatten(), 0
 
-    def _rows_of(self, name: str, whole: tuple[int, ...]) -> tuple[Tensor, Tensor, list[tuple[int, ...]]]:
-        """Of each row of a whole parameter: in which stored tensor it is, and at which row; and their shapes."""
+    def _rows_of(self, name: str, whole: tuple[int, ...]) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """Of each row of a whole parameter, n * (rows + 1) + its row in stored tensor n; and these tensors' shapes."""
         kind = (re.sub(r"\d+", "", name), whole)  # the same in all layers, and not made for each of them
         if kind not in self._rows:
             numbers = torch.arange(whole[0], dtype=torch.int32).view(-1, *(1 for _ in whole[1:])).expand(whole)
-            tensors, rows = torch.empty(2, whole[0], dtype=torch.int64)
+            rows = torch.empty(whole[0], dtype=torch.int64)
             shapes = []
             for number, (_, stored) in enumerate(self._bridge.to_stored(name, numbers)):
                 held = (stored if stored.ndim == 1 else stored[:, 0]).long()
-                tensors[held] = number
-                rows[held] = torch.arange(len(held))
+                rows[held] = number * (whole[0] + 1) + torch.arange(len(held))
                 shapes.append(tuple(stored.shape))
-            self._rows[kind] = tensors, rows, shapes
+            self._rows[kind] = rows, shapes
         return self._rows[kind]
 
 
