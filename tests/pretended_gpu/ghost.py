@@ -51,7 +51,6 @@ from corral.workers.backends.parallel_context import ParallelContext, init_paral
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine import engine
 from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
-from corral.workers.engine.weights import WeightLayout
 
 GB: Final = 1e9
 LENGTH: Final = 4096  # tokens of each answer
@@ -203,9 +202,8 @@ def _load_from_nowhere(directory: Path, *, dtype: torch.dtype, device: str) -> t
     return model.eval().requires_grad_(False), frozenset()
 
 
-def _stage_from_nowhere(directory: Path, layout: WeightLayout) -> dict[str, torch.Tensor]:
-    shapes = {name: shape for name, shape in layout.shapes.items() if name not in layout.pieces} | dict(layout.fused)
-    return {name: torch.empty(shape, dtype=layout.dtype, device="cuda") for name, shape in shapes.items()}
+def _stage_from_nowhere(directory: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty_like(tensor, device="cuda") for name, tensor in parameters.items()}
 
 
 def choose_evenly(sizes: DecoderSizes) -> torch.library.Library | None:

@@ -23,7 +23,7 @@ from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_gre
 from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.weights import Checksums, WeightLayout, WeightsRejectedError, model_with, stage_weights
+from corral.workers.engine.weights import Checksums, WeightsRejectedError, model_with, stage_weights
 
 __all__ = [
     "DTYPES",
@@ -99,7 +99,6 @@ class GenerationEngine(ContinuousBatch):
         self._model, eos_token_ids = load_model(self.model_directory, dtype=DTYPES[dtype], device=device)
         self.checksums = Checksums(self._model)
         """Of the live weights."""
-        self._layout = WeightLayout.of(self._model)
         self._quantization = quantization
         has_tokenizer = (self.model_directory / "tokenizer.json").is_file()
         super().__init__(
@@ -125,7 +124,8 @@ class GenerationEngine(ContinuousBatch):
         Raises:
             WeightsRejectedError: if they are unreadable, incomplete or of another model.
         """
-        model = model_with(stage_weights(directory, self._layout), self._model)
+        live = self._model
+        model = model_with(stage_weights(directory, dict(live.named_parameters())), live)
         decoder = Decoder(model, quantization=self._quantization)
         decoder.pack_weights()
         return StagedModel(directory, model, decoder, Checksums(model))

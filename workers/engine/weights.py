@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -39,86 +38,49 @@ class WeightsRejectedError(ValueError):
     """A weight directory is unreadable or does not fit the model; the old weights are still in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a parameter that has a tensor of its own in files: an expert's."""
-
-    parameter: str
-    expert: int
-    rows: slice
-
-
-@dataclass(frozen=True, slots=True)
-class WeightLayout:
-    """The names, shapes and dtype that a weight directory must have."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """By the names in files."""
-    pieces: Mapping[str, Piece]
-    """By the names in files, of those tensors that are parts of a parameter; all others are parameters."""
-    fused: Mapping[str, tuple[int, ...]]
-    """The shapes of the parameters that consist of pieces."""
-    dtype: torch.dtype
-    has_tied_head: bool
-
-    @classmethod
-    def of(cls, model: nn.Module) -> WeightLayout:
-        shapes: dict[str, tuple[int, ...]] = {}
-        pieces: dict[str, Piece] = {}
-        fused: dict[str, tuple[int, ...]] = {}
-        for name, parameter in model.named_parameters():
-            own = dict(_pieces_of(name, parameter.shape))
-            shapes |= {stored: _shape_of(piece, parameter.shape) for stored, piece in own.items()}
-            pieces |= own
-            (fused if own else shapes)[name] = tuple(parameter.shape)
-        any_parameter = next(model.parameters())
-        return cls(shapes, pieces, fused, dtype=any_parameter.dtype, has_tied_head=_TIED_HEAD not in shapes)
+def _as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of parameters by the names in files: transformers has all experts of a layer in one tensor, and files have
+    them one by one."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        mixture, _, fused = name.rpartition(".")
+        if not mixture.endswith(".experts"):
+            stored[name] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[fused]
+        for expert, weights in enumerate(tensor):
+            for part, weight in zip(parts, weights.chunk(len(parts)), strict=True):
+                stored[f"{mixture}.{expert}.{part}.weight"] = weight
+    return stored
 
 
-def _pieces_of(parameter: str, shape: torch.Size) -> Iterator[tuple[str, Piece]]:
-    """transformers has all experts of a layer in one tensor, and files have them one by one."""
-    mixture, _, name = parameter.rpartition(".")
-    if not mixture.endswith(".experts"):
-        return
-    num_rows = shape[1]
-    parts = {
-        "gate_up_proj": {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, num_rows)},
-        "down_proj": {"down_proj": slice(0, num_rows)},
-    }
-    for expert in range(shape[0]):
-        for part, rows in parts[name].items():
-            yield f"{mixture}.{expert}.{part}.weight", Piece(parameter, expert, rows)
-
-
-def _shape_of(piece: Piece, shape: torch.Size) -> tuple[int, ...]:
-    return (piece.rows.stop - piece.rows.start, shape[2])
-
-
-def stage_weights(directory: Path, layout: WeightLayout) -> dict[str, Tensor]:
+def stage_weights(directory: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read a Hugging Face safetensors directory completely, or refuse it.
 
     That the files are those that were published is for the worker to see, whatever engine reads them then: see
     `workers/generation/weight_updates.py`. Read, not mapped: the values must be here now, and not when the engine
     stands still.
 
+    Args:
+        parameters: of the live model, whose names, shapes and dtypes are wanted.
+
     Returns:
-        By parameter name, on the CPU, in the engine's dtype.
+        By parameter name, on the CPU.
 
     Raises:
         WeightsRejectedError: naming the file or tensor, what was expected and what was found.
     """
     with _rejecting(directory):
         stored = _stored_tensors(directory)
-        _check(layout, stored)  # all headers before the first value: a wrong model is refused in milliseconds
-        tensors = {name: torch.empty(shape, dtype=layout.dtype) for name, shape in layout.fused.items()}
+        _check(_as_stored(parameters), stored)  # all headers before the first value: a wrong model is refused at once
+        tensors = {name: torch.empty(live.shape, dtype=live.dtype) for name, live in parameters.items()}
+        targets = _as_stored(tensors)
+        if (second := stored.get(_TIED_HEAD)) is not None:
+            targets.setdefault(_TIED_HEAD, torch.empty(second.shape, dtype=next(iter(tensors.values())).dtype))
         for name, place in stored.items():
-            tensor = _read(name, place, layout.dtype)
-            if (piece := layout.pieces.get(name)) is None:
-                tensors[name] = tensor
-            else:
-                tensors[piece.parameter][piece.expert, piece.rows] = tensor
-    if layout.has_tied_head:
-        _take_out_tied_head(tensors)
+            _read(name, place, targets[name])
+    if _TIED_HEAD in targets and _TIED_HEAD not in tensors:
+        _check_tied_head(targets[_TIED_HEAD], tensors)
     return tensors
 
 
@@ -159,14 +121,13 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: files[file_name][name] for name, file_name in weight_map.items()}
 
 
-def _check(layout: WeightLayout, stored: Mapping[str, StoredTensor]) -> None:
-    if missing := sorted(layout.shapes.keys() - stored.keys()):
+def _check(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise WeightsRejectedError(f"{len(missing)} tensors are missing: {_some(missing)}")
-    known = layout.shapes.keys() | ({_TIED_HEAD} if layout.has_tied_head else set())
-    if unknown := sorted(stored.keys() - known):
+    if unknown := sorted(stored.keys() - wanted.keys() - {_TIED_HEAD}):
         raise WeightsRejectedError(f"{len(unknown)} tensors are not the model's: {_some(unknown)}")
     for name, place in stored.items():
-        if (shape := layout.shapes.get(name, place.shape)) != place.shape:
+        if name in wanted and (shape := tuple(wanted[name].shape)) != place.shape:
             raise WeightsRejectedError(f"tensor {name} has shape {place.shape}, the model's is {shape}")
         if place.dtype not in _LOADABLE_DTYPES:
             raise WeightsRejectedError(
@@ -179,21 +140,20 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= _NAMES_IN_MESSAGE else f"{shown}, ..."
 
 
-def _read(name: str, place: StoredTensor, dtype: torch.dtype) -> Tensor:
-    stored = torch.empty(place.shape, dtype=_LOADABLE_DTYPES[place.dtype])
-    place.read_into(stored.view(-1).view(torch.uint8).numpy().data)
-    tensor = stored.to(dtype)
-    if not bool(torch.isfinite(tensor).all()):
-        raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {dtype}")
-    return tensor
+def _read(name: str, place: StoredTensor, target: Tensor) -> None:
+    """Into a contiguous tensor of its shape."""
+    dtype = _LOADABLE_DTYPES[place.dtype]
+    values = target if target.dtype == dtype else torch.empty(place.shape, dtype=dtype)
+    place.read_into(values.view(-1).view(torch.uint8).numpy().data)
+    if values is not target:
+        target.copy_(values)
+    if not bool(torch.isfinite(target).all()):
+        raise WeightsRejectedError(f"tensor {name} holds NaN or infinity as {target.dtype}")
 
 
-def _take_out_tied_head(tensors: dict[str, Tensor]) -> None:
+def _check_tied_head(head: Tensor, tensors: Mapping[str, Tensor]) -> None:
     """Some writers store the tied head a second time; a different one would silently not be used."""
-    head = tensors.pop(_TIED_HEAD, None)
-    if head is not None and not any(
-        torch.equal(head, tensor) for name, tensor in tensors.items() if "embed_tokens" in name
-    ):
+    if not any(torch.equal(head, tensor) for name, tensor in tensors.items() if "embed_tokens" in name):
         raise WeightsRejectedError(f"the model ties {_TIED_HEAD} to its embedding, but the file's two differ")
 
 

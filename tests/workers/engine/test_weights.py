@@ -20,7 +20,7 @@ from corral.workers.engine.engine import (
     WeightsRejectedError,
 )
 from corral.workers.engine.linear import Linear
-from corral.workers.engine.weights import WeightLayout, stage_weights
+from corral.workers.engine.weights import stage_weights
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(
@@ -175,12 +175,10 @@ def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path
 def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
     tensors = {f"w{index}": torch.zeros(1) for index in range(1000)}
     save_file(tensors, tmp_path / "model.safetensors")
-    shapes = dict.fromkeys(tensors, (1,))
-    layout = WeightLayout(shapes, pieces={}, fused={}, dtype=torch.float32, has_tied_head=False)
     held = []
     for times in (10, 60):
         for _ in range(times):
-            stage_weights(tmp_path, layout)
+            stage_weights(tmp_path, tensors)
         gc.collect()
         held.append(psutil.Process().memory_info().rss)
     assert held[1] - held[0] < 1.5 * 2**20  # 60 bytes for each of 60,000 tensors would be 3.6 MB

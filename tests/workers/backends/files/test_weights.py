@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.files.weights import as_stored, copy_own, write_weights
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.engine.weights import WeightLayout, model_with, stage_weights
+from corral.workers.engine.weights import model_with, stage_weights
 from tests.workers.backends.training_helpers import load_reference, read_weights, save_tiny_model
 from tests.workers.checkpoint.sealing import describe
 
@@ -116,7 +116,7 @@ def test_files_of_any_number_of_ranks_are_one_model(num_ranks: int, max_shard_by
     with torch.no_grad():
         for parameter in loaded.parameters():
             parameter.zero_()
-    loaded = model_with(stage_weights(directory, WeightLayout.of(loaded)), loaded)
+    loaded = model_with(stage_weights(directory, dict(loaded.named_parameters())), loaded)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
