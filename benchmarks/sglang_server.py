@@ -21,7 +21,7 @@ from corral.experiments.config.rollout import EngineConfig, SglangConfig
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.streams.https import open_session
 from tests.workers.trusted import connection_to, trust
@@ -73,16 +73,14 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
         engine=EngineConfig.model_validate({"dtype": dtype, "max_running_requests": max_running_requests}),
         sglang=SglangConfig(python=sglang_python(SglangConfig()), flags=dict(flags)),
     )
+    keys = {"api_key": Secret(_KEY), "admin_key": Secret(_KEY + ", as administrator")}
+    access = ServerAccess(address=_ADDRESS, trust=trust(), **keys)
     with asyncio.Runner() as runner:
         session = runner.run(_session())
-        client = GenerationServerClient(session, api_key=_KEY, admin_key=_KEY + ", as administrator")
         backend = SglangBackend(
             spec=spec,
-            client=client,
-            address=_ADDRESS,
-            api_key=Secret(_KEY),
-            admin_key=Secret(_KEY + ", as administrator"),
-            trust=trust(),
+            access=access,
+            session=session,
             log_path=folder / "sglang.log",
             seed=1,
             start_timeout_s=_START_TIMEOUT_S,

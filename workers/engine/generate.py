@@ -51,7 +51,7 @@ class GenerateEndpoint:
             logger.warning("answers come without their text: %s", error)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = parse(GenerateBody, await request.read())
+        body = parse(await request.read())
         plan = self._plan(body)
         if len(plan) > self._capacity:
             raise BadRequestError(

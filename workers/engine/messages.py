@@ -1,6 +1,6 @@
 """The JSON of the generation server: SGLang's request and response bodies, checked at the border.
 
-    body --parse()--> GenerateBody | CheckWeightsBody
+    body --parse()--> GenerateBody
                  `--> BadRequestError (status 400), naming the field
     RequestOutput --generate_reply()--> {"output_ids": ..., "meta_info": ...}
     message --error_body()--> {"error": {"message": ...}}
@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -119,25 +119,14 @@ class GenerateBody(_Body):
         return [self.input_ids] if self.is_single else self.input_ids
 
 
-class CheckWeightsBody(_Body):
-    """POST /weights_checker."""
-
-    action: Literal["checksum"] = "checksum"
-    skip_tensor_list: list[str] | None = None
-    """Parts of names of tensors that are left out."""
-
-
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-def parse(kind: type[BodyT], body: bytes) -> BodyT:
+def parse(body: bytes) -> GenerateBody:
     """Check a JSON body; an empty one stands for {}.
 
     Raises:
         BadRequestError: naming the fields and what is wrong with them.
     """
     try:
-        return kind.model_validate_json(body or b"{}")
+        return GenerateBody.model_validate_json(body or b"{}")
     except ValidationError as error:
         problems = [_problem(entry) for entry in error.errors(include_url=False)]
         shown = "; ".join(problems[:_ERRORS_IN_MESSAGE])

@@ -3,12 +3,11 @@
     client --HTTP--> [ key | size | schema | limits ] --> EngineLoop (its own thread) --> future --> JSON
                         401   413    400      400         /generate: generate.py
 
-    POST /generate /weights_checker        GET /health /ready /get_model_info /metrics
+    POST /generate        GET /health /ready /get_model_info /metrics
 
-Every endpoint wants `Authorization: Bearer <api key>`; where there is an administrator's key, /weights_checker wants
-that one, as SGLang has it. Errors are {"error": {"message": ...}}. 503 means "not now": paused (/ready, /health), queue
-full, engine stopped. A client that goes away has its requests aborted. What changes the engine (weights, pauses) has no
-endpoint: who runs this server has its loop.
+Every endpoint wants `Authorization: Bearer <api key>`. Errors are {"error": {"message": ...}}. 503 means "not now":
+paused (/ready, /health), queue full, engine stopped. A client that goes away has its requests aborted. What changes the
+engine (weights, pauses) has no endpoint: who runs this server has its loop.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from aiohttp import web
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.generate import GenerateEndpoint
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
-from corral.workers.engine.messages import CheckWeightsBody, error_body, parse
+from corral.workers.engine.messages import error_body
 from corral.workers.streams.https import serve
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OF_THE_ADMINISTRATOR = "/weights_checker"
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
 
 
@@ -51,7 +49,6 @@ class EngineServer:
         host: str,
         *,
         tls: ssl.SSLContext,
-        admin_key: str | None = None,
         max_body_bytes: int = 64 * 2**20,
         max_queued_requests: int = 4096,
     ) -> None:
@@ -59,16 +56,14 @@ class EngineServer:
         Args:
             engine: handed over; only this server's thread may use it from `start` on.
             api_key: what clients must send as bearer token.
-            admin_key: what is wanted instead of it for /weights_checker; None is the same key.
             host: address to bind; the system chooses the port.
             tls: how the server proves itself to its clients.
             max_body_bytes: larger bodies are answered 413.
             max_queued_requests: beyond these, /generate answers 503.
         """
-        if not api_key or admin_key == "":
-            raise ValueError("a key is empty; every endpoint is protected by one")
+        if not api_key:
+            raise ValueError("the key is empty; every endpoint is protected by it")
         self._expected_authorization = f"Bearer {api_key}".encode()
-        self._expected_of_administrator = f"Bearer {admin_key or api_key}".encode()
         self._host = host
         self._tls = tls
         self._max_body_bytes = max_body_bytes
@@ -107,7 +102,6 @@ class EngineServer:
     def _routes(self) -> list[web.RouteDef]:
         return [
             web.post("/generate", self._generate.answer),
-            web.post("/weights_checker", self._check_weights),
             web.get("/health", self._health),
             web.get("/ready", self._health),
             web.get("/get_model_info", self._get_model_info),
@@ -128,18 +122,9 @@ class EngineServer:
     @web.middleware
     async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        is_for_administrator = request.path == _OF_THE_ADMINISTRATOR
-        expected = self._expected_of_administrator if is_for_administrator else self._expected_authorization
-        if not hmac.compare_digest(given, expected):
-            key = "administrator's key" if is_for_administrator else "api key"
-            return _error(401, f"this wants the header 'Authorization: Bearer <{key}>' of the trial")
+        if not hmac.compare_digest(given, self._expected_authorization):
+            return _error(401, "this wants the header 'Authorization: Bearer <api key>' of the trial")
         return await handler(request)
-
-    async def _check_weights(self, request: web.Request) -> web.Response:
-        body = parse(CheckWeightsBody, await request.read())
-        checksums = self._engine.checksums
-        held = await asyncio.to_thread(checksums.of, checksums.names(skipped=body.skip_tensor_list or ()))
-        return web.json_response({"success": True, "message": "Success", "ranks": [{"checksums": held}]})
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.loop.ended.done():

@@ -4,7 +4,7 @@
                  any failure: WeightsRejectedError, and the old weights serve on untouched
 
 All of it may run in another thread while the engine generates. Values are converted to the engine's dtype, exactly as
-at the start of the server. Which weights it computes with is asked as of SGLang's /weights_checker:
+at the start of the server. Which weights it computes with is said as SGLang's /weights_checker says it:
 
     new weights, the old ones generate on --Checksums.of--> hashed, and kept beside the tensor's count of writes
     between two steps, live by now ---------Checksums.of--> the same, not hashed but for what was written into since

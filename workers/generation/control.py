@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.generation.server_client import RefusedError, ServerError, call
+from corral.workers.generation.server_client import RefusedError, ServerError, call, decoded
 from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
 
@@ -176,10 +176,7 @@ class ControlClient:
         """
         timeout_s = self._update_timeout_s + _UPDATE_MARGIN_S
         answer = await self._order(f"{control_url}/stage", published, sources, timeout_s)
-        try:
-            return msgspec.json.decode(answer, type=Staged)
-        except msgspec.MsgspecError as error:
-            raise ServerError(f"{control_url}/stage answered {answer[:100]!r}: {error}") from error
+        return decoded(answer, Staged, url=f"{control_url}/stage")
 
     async def bring_to(self, control_url: str, published: PublishedWeights, *, sources: Sequence[str] = ()) -> None:
         """Until the worker's server holds these weights; as `stage`."""

@@ -5,9 +5,8 @@ new weights ──prepare: read and built beside the old ones──► swap: one
 """
 
 import asyncio
-import ssl
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -17,8 +16,8 @@ from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedMode
 from corral.workers.engine.loop import EngineStoppedError
 from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError
-from corral.workers.generation.backend import NewWeights, Progress
-from corral.workers.generation.server_client import ServerError
+from corral.workers.generation.backend import NewWeights, Progress, ServerAccess
+from corral.workers.generation.server_client import Fingerprints, ServerError
 
 _CHANGE_TIMEOUT_S = 60.0  # the engine changes over after its present decode step, which takes far less
 
@@ -38,21 +37,14 @@ def load_engine(spec: GenerationServerSpec, *, device: str, seed: int) -> Genera
     )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EmbeddedBackend:
     """Loads the engine when it starts; an engine that fails ends the worker, whose process it shares."""
 
-    load_engine: Callable[[], GenerationEngine]
-    """Reads the initial weights."""
-    _: KW_ONLY
-    api_key: str
-    """What clients must send as bearer token."""
-    admin_key: str
-    """What those must send who change the server."""
-    address: str
-    """The interface to listen on."""
-    tls: ssl.SSLContext
-    """How the server proves itself."""
+    spec: GenerationServerSpec
+    access: ServerAccess
+    device: str
+    seed: int
     _server: EngineServer = field(init=False)
     _engine: GenerationEngine | None = field(default=None, init=False)
     _prepared: StagedModel | None = field(default=None, init=False)
@@ -60,8 +52,9 @@ class EmbeddedBackend:
     async def start(self) -> str:
         """Load the weights and listen."""
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._engine = self.load_engine()
-        self._server = EngineServer(self._engine, self.api_key, self.address, tls=self.tls, admin_key=self.admin_key)
+        self._engine = load_engine(self.spec, device=self.device, seed=self.seed)
+        key, tls = self.access.api_key.reveal(), self.access.trust.server()
+        self._server = EngineServer(self._engine, key, self.access.address, tls=tls)
         return await self._server.start()
 
     def progress(self) -> Progress:
@@ -75,6 +68,17 @@ class EmbeddedBackend:
             tokens_generated=engine.tokens_generated,
             version=engine.version,
         )
+
+    async def held(self) -> tuple[str, Path]:
+        """See `GenerationBackend.held`."""
+        assert self._engine is not None
+        return self._engine.version, self._engine.model_directory
+
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        """See `GenerationBackend.fingerprints`."""
+        assert self._engine is not None
+        held = self._engine.checksums
+        return [await asyncio.to_thread(held.of, held.names(skipped=skipped))]
 
     async def prepare(self, weights: Path) -> None:
         """Read and check them beside those that it generates with; ServerError if they are not its model's."""
@@ -105,7 +109,9 @@ class EmbeddedBackend:
         except EngineStoppedError as error:
             raise ServerError(str(error)) from error
         except TimeoutError as error:
-            raise ServerError(f"a decode step of {self.address} did not end before it had to change over") from error
+            raise ServerError(
+                f"a decode step of {self.access.address} did not end before it had to change over"
+            ) from error
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""

@@ -12,13 +12,13 @@ import json
 import logging
 import time
 from contextlib import closing
-from functools import partial
+
+import aiohttp
 
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.restarts import RestartBudget
-from corral.workers.generation.backend import BackendLostError, GenerationBackend
+from corral.workers.generation.backend import BackendLostError, GenerationBackend, ServerAccess
 from corral.workers.generation.control import ControlServer
-from corral.workers.generation.server_client import GenerationServerClient
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.streams.https import open_session
@@ -37,14 +37,12 @@ class GenerationServer(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(GenerationServerSpec)
-        self._backend: GenerationBackend | None = None
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
 
     async def _main(self) -> None:
-        secrets, trust = self.context.secrets, self.context.trust
-        api_key, admin_key = secrets.http_api_key.reveal(), secrets.http_admin_key.reveal()
+        admin_key, trust = self.context.secrets.http_admin_key.reveal(), self.context.trust
         staging = make_staging(
             self._spec.weights,
             trial_uuid=self.context.plan.trial.uuid,
@@ -54,9 +52,8 @@ class GenerationServer(Worker):
         )
         async with open_session(trust.client()) as session:
             with closing(staging):
-                client = GenerationServerClient(session, api_key=api_key, admin_key=admin_key)
-                updates = WeightUpdates(client, staging, mode=self._spec.weights.update_mode)
-                backend = self._backend = make_backend(self._spec, self.context, client=client)
+                updates = WeightUpdates(staging, mode=self._spec.weights.update_mode)
+                backend = make_backend(self._spec, self.context, session=session)
                 control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
                 try:
                     await self._keep_serving(backend, updates, await control.start())
@@ -124,46 +121,27 @@ class GenerationServer(Worker):
 
 
 def make_backend(
-    spec: GenerationServerSpec, context: WorkerContext, *, client: GenerationServerClient
+    spec: GenerationServerSpec, context: WorkerContext, *, session: aiohttp.ClientSession
 ) -> GenerationBackend:
     """
     Args:
-        client: by which a server in another process is told to take over weights.
+        session: in which a server in another process is told to take over weights.
     """
-    seed = context.plan.seed * 1009 + spec.index
+    secrets, seed = context.secrets, context.plan.seed * 1009 + spec.index
+    access = ServerAccess(
+        address=context.address, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=context.trust
+    )
     if spec.backend == "sglang":
-        return _sglang(spec, context, seed=seed, client=client)
-    return _embedded(spec, context, seed=seed)
+        from corral.workers.generation.sglang import SglangBackend
 
-
-def _embedded(spec: GenerationServerSpec, context: WorkerContext, *, seed: int) -> GenerationBackend:
+        log_path = context.trial.worker_log(context.attempt, "sglang", spec.index)
+        timeout_s = context.plan.supervision.setup_timeout_s
+        return SglangBackend(
+            spec=spec, access=access, session=session, log_path=log_path, seed=seed, start_timeout_s=timeout_s
+        )
     import torch  # which takes seconds
 
-    from corral.workers.generation.embedded import EmbeddedBackend, load_engine
+    from corral.workers.generation.embedded import EmbeddedBackend
 
     device = "cuda" if context.check_gpus(torch.cuda.device_count()) else "cpu"
-    return EmbeddedBackend(
-        partial(load_engine, spec, device=device, seed=seed),
-        api_key=context.secrets.http_api_key.reveal(),
-        admin_key=context.secrets.http_admin_key.reveal(),
-        address=context.address,
-        tls=context.trust.server(),
-    )
-
-
-def _sglang(
-    spec: GenerationServerSpec, context: WorkerContext, *, seed: int, client: GenerationServerClient
-) -> GenerationBackend:
-    from corral.workers.generation.sglang import SglangBackend
-
-    return SglangBackend(
-        spec=spec,
-        client=client,
-        address=context.address,
-        api_key=context.secrets.http_api_key,
-        admin_key=context.secrets.http_admin_key,
-        trust=context.trust,
-        log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
-        seed=seed,
-        start_timeout_s=context.plan.supervision.setup_timeout_s,
-    )
+    return EmbeddedBackend(spec=spec, access=access, device=device, seed=seed)

@@ -1,29 +1,28 @@
-"""Calls of a generation server's HTTP API, with a key and a deadline each, and one error for all that can go wrong.
+"""Calls of a server's HTTP API, with a key and a deadline each, and one error for all that can go wrong.
 
-    caller ──GET, POST──► server ──► text, or a JSON object
+    caller ──GET, POST──► server ──► text, or JSON of one kind
                 `──► ServerError: refused, gone, or silent
 
-    the worker's side, how its server takes over weights and which it holds:
+    the worker's side, how its server of SGLang takes over weights and which it holds:
     paused: pause_generation (mode) ──► load: update_weights_from_disk ──► fingerprints: weights_checker
                                                     version ◄── continue_generation ◄──┘
 
 `retract` and `abort` leave no running request, and `load` has the cache flushed. `in_place` leaves them their keys and
 values, and the cache is not flushed: a server that was asked to would refuse, after the weights have changed.
-So SGLang is told to take over weights; what is only asked for is asked of the embedded engine, too. The version is what
-`/get_model_info` says: SGLang's server info keeps the one that it was started with.
+The version is what `/model_info` says: SGLang's server info keeps the one that it was started with.
 """
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from corral.experiments.config.rollout import UpdateMode
 
+T = TypeVar("T")
 Fingerprints = Mapping[str, str]
 """By the name of a tensor, as 16 hexadecimal digits."""
 
@@ -62,16 +61,12 @@ async def call(
     return text
 
 
-async def get_json(session: aiohttp.ClientSession, url: str, *, key: str, timeout_s: float) -> dict[str, Any]:
-    """The object that GET answers; raises as `call` does, also if it is none."""
-    text = await call(session, url, key=key, timeout_s=timeout_s)
+def decoded(text: str, kind: type[T], *, url: str) -> T:
+    """What a JSON answer says; ServerError if it is not of this kind."""
     try:
-        answer = json.loads(text)
-    except ValueError as error:
-        raise ServerError(f"{url} answered no JSON: {text[:100]!r}") from error
-    if not isinstance(answer, dict):
-        raise ServerError(f"{url} answered no JSON object: {text[:100]!r}")
-    return answer
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ServerError(f"{url} answered {text[:100]!r}: {error}") from error
 
 
 _ANSWER_TIMEOUT_S = 5.0
@@ -89,21 +84,29 @@ class _Checked(msgspec.Struct):
     ranks: list[_Rank]
 
 
-class GenerationServerClient:
-    """Calls of the worker that the server belongs to."""
+class _ModelInfo(msgspec.Struct):
+    """What /model_info answers, as far as it is read."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, api_key: str, admin_key: str) -> None:
+    weight_version: str
+    model_path: str
+
+
+class SglangClient:
+    """Calls of the worker that a server of SGLang belongs to."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, api_key: str, admin_key: str) -> None:
         """
         Args:
             api_key: of those who generate.
             admin_key: for what changes the server.
         """
+        self.url = url
         self._session = session
         self._api_key = api_key
         self._admin_key = admin_key
 
     @asynccontextmanager
-    async def paused(self, url: str, mode: UpdateMode) -> AsyncIterator[None]:
+    async def paused(self, mode: UpdateMode) -> AsyncIterator[None]:
         """While the block runs the server makes no token; afterwards requests go on as the mode has it.
 
         Guarantee: a block that raises leaves the server paused: nobody knows which weights it would go on with.
@@ -111,11 +114,11 @@ class GenerationServerClient:
         Raises:
             ServerError: naming the call that failed.
         """
-        await self._post(url, "/pause_generation", {"mode": mode}, _PAUSE_TIMEOUT_S)
+        await self._post("/pause_generation", {"mode": mode}, _PAUSE_TIMEOUT_S)
         yield
-        await self._post(url, "/continue_generation", {}, _PAUSE_TIMEOUT_S)
+        await self._post("/continue_generation", {}, _PAUSE_TIMEOUT_S)
 
-    async def load(self, url: str, *, version: str, weights: Path, flush_cache: bool, timeout_s: float) -> None:
+    async def load(self, *, version: str, weights: Path, flush_cache: bool, timeout_s: float) -> None:
         """Read other weights.
 
         Args:
@@ -126,38 +129,30 @@ class GenerationServerClient:
             ServerError: it says nothing, and may still read.
         """
         body = {"model_path": str(weights), "weight_version": version, "flush_cache": flush_cache}
-        await self._post(url, "/update_weights_from_disk", body, timeout_s)
+        await self._post("/update_weights_from_disk", body, timeout_s)
 
-    async def give_up_requests(self, url: str) -> None:
+    async def give_up_requests(self) -> None:
         """End all requests with the tokens that they have, once the server goes on."""
-        await self._post(url, "/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
+        await self._post("/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
 
-    async def version(self, url: str) -> str:
-        """The tag of the weights that the server says it holds."""
-        return await self._model_info(url, "weight_version")
+    async def held(self) -> tuple[str, Path]:
+        """The tag of the weights that the server says it holds, and the directory that they were read from."""
+        info = decoded(await self.get("/model_info"), _ModelInfo, url=f"{self.url}/model_info")
+        return info.weight_version, Path(info.model_path)
 
-    async def model_path(self, url: str) -> Path:
-        """The directory that they were read from."""
-        return Path(await self._model_info(url, "model_path"))
-
-    async def fingerprints(self, url: str, *, skipped: Sequence[str]) -> list[Fingerprints]:
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
         """What each rank of the server computes from its tensors, but for those whose names contain one of `skipped`.
 
         Raises:
             ServerError: it cannot be asked, or does not answer in this form.
         """
-        body: dict[str, object] = {"action": "checksum", "skip_tensor_list": list(skipped)}
-        text = await self._post(url, "/weights_checker", body, _CHECK_TIMEOUT_S)
-        try:
-            return [rank.checksums for rank in msgspec.json.decode(text, type=_Checked).ranks]
-        except msgspec.MsgspecError as error:
-            raise ServerError(f"{url}/weights_checker answered {text[:100]!r}: {error}") from error
+        body = {"action": "checksum", "skip_tensor_list": list(skipped)}
+        text = await self._post("/weights_checker", body, _CHECK_TIMEOUT_S)
+        return [rank.checksums for rank in decoded(text, _Checked, url=f"{self.url}/weights_checker").ranks]
 
-    async def _model_info(self, url: str, name: str) -> str:
-        info = await get_json(self._session, f"{url}/get_model_info", key=self._api_key, timeout_s=_ANSWER_TIMEOUT_S)
-        if name not in info:
-            raise ServerError(f"{url}/get_model_info names no {name}")
-        return str(info[name])
+    async def get(self, path: str) -> str:
+        """What those are answered who generate."""
+        return await call(self._session, self.url + path, key=self._api_key, timeout_s=_ANSWER_TIMEOUT_S)
 
-    async def _post(self, url: str, path: str, body: dict[str, object], timeout_s: float) -> str:
-        return await call(self._session, url + path, key=self._admin_key, timeout_s=timeout_s, body=body)
+    async def _post(self, path: str, body: Mapping[str, object], timeout_s: float) -> str:
+        return await call(self._session, self.url + path, key=self._admin_key, timeout_s=timeout_s, body=body)

@@ -17,22 +17,21 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
 
 from corral.experiments.trial.directory import write_new_file
-from corral.experiments.trial.secrets import Secret, SecretFilter
-from corral.experiments.trial.trust import Trust
+from corral.experiments.trial.secrets import SecretFilter
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.generation.backend import BackendLostError, NewWeights, Progress
+from corral.workers.generation.backend import BackendLostError, NewWeights, Progress, ServerAccess
 from corral.workers.generation.server_client import (
-    GenerationServerClient,
+    Fingerprints,
     RefusedError,
     ServerError,
-    call,
-    get_json,
+    SglangClient,
 )
 from corral.workers.generation.sglang_command import (
     check_gpus,
@@ -44,12 +43,10 @@ from corral.workers.generation.sglang_command import (
 from corral.workers.generation.sglang_process import GPU_GRACE_S, STOP_GRACE_S, SglangProcess
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.lifecycle.worker import BadConfigurationError
-from corral.workers.streams.https import open_session
 
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
-_LOOK_TIMEOUT_S = 5.0
 _READY_INTERVAL_S = 0.2
 _EXIT_USAGE = 2  # of argparse
 
@@ -59,14 +56,9 @@ class SglangBackend:
     """Starts, watches and ends one SGLang server."""
 
     spec: GenerationServerSpec
-    client: GenerationServerClient
-    """By which it is told to take over weights."""
-    address: str
-    """The interface to listen on."""
-    api_key: Secret
-    admin_key: Secret
-    trust: Trust
-    """By which it proves itself; its own settings lie in the same private folder while it reads them."""
+    access: ServerAccess
+    session: aiohttp.ClientSession
+    """In which it is asked, and told to take over weights."""
     log_path: Path
     seed: int
     start_timeout_s: float
@@ -79,7 +71,8 @@ class SglangBackend:
     _process: SglangProcess | None = field(default=None, init=False)
     _lost: str = field(default="", init=False)
     """Why nobody knows which weights it holds: it is paused then, and is to be started anew."""
-    _url: str = field(default="", init=False)
+    _client: SglangClient = field(init=False)
+    """Of the server that was started last."""
     _progress: Progress = field(
         default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0, version=""), init=False
     )
@@ -97,22 +90,32 @@ class SglangBackend:
             BackendLostError: if it ended, or was not ready in time.
         """
         self._lost = ""
-        secrets_file = self.trust.secrets_directory / f"sglang-{self.spec.index}.yaml"
+        access = self.access
+        api_key, admin_key = access.api_key.reveal(), access.admin_key.reveal()
+        secrets_file = access.trust.secrets_directory / f"sglang-{self.spec.index}.yaml"
         secrets_file.unlink(missing_ok=True)
-        keys = secret_settings(api_key=self.api_key.reveal(), admin_key=self.admin_key.reveal())
-        write_new_file(secrets_file, keys.encode())
+        write_new_file(secrets_file, secret_settings(api_key=api_key, admin_key=admin_key).encode())
         try:
-            with _bound_socket(self.address) as bound:
-                self._url = f"https://{self.address}:{bound.getsockname()[1]}"
+            with _bound_socket(access.address) as bound:
+                url = f"https://{access.address}:{bound.getsockname()[1]}"
+                self._client = SglangClient(self.session, url, api_key=api_key, admin_key=admin_key)
                 self._process = self._launch(bound, secrets_file)
             await self._until_ready(self._process)
         finally:
             secrets_file.unlink(missing_ok=True)
-        return self._url
+        return url
 
     def progress(self) -> Progress:
         """What the server last said."""
         return self._progress
+
+    async def held(self) -> tuple[str, Path]:
+        """See `GenerationBackend.held`."""
+        return await self._client.held()
+
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        """See `GenerationBackend.fingerprints`."""
+        return await self._client.fingerprints(skipped=skipped)
 
     async def prepare(self, weights: Path) -> None:
         """Nothing: SGLang reads and changes its weights in one go."""
@@ -120,12 +123,11 @@ class SglangBackend:
     async def swap(self, new: NewWeights) -> float:
         """See `GenerationBackend.swap`; the seconds are from the order to pause to the answer of that to go on."""
         if self._lost:
-            raise ServerError(f"{self._url} is about to be started again: {self._lost}")
-        before = replace(
-            new, version=await self.client.version(self._url), directory=await self.client.model_path(self._url)
-        )
+            raise ServerError(f"{self._client.url} is about to be started again: {self._lost}")
+        version, directory = await self._client.held()
+        before = replace(new, version=version, directory=directory)
         ordered = time.monotonic()
-        async with self.client.paused(self._url, new.mode):
+        async with self._client.paused(new.mode):
             try:
                 failed = await self._take_over(new, before)
             except BaseException as error:
@@ -152,7 +154,7 @@ class SglangBackend:
             logger.warning("reads version %s again, which it held: %s", before.version, again)
             await new.proof.expect(before.directory)
             await self._load(before)
-        await self.client.give_up_requests(self._url)
+        await self._client.give_up_requests()
         return failure if again is not None else None
 
     async def _try_load(self, weights: NewWeights) -> ServerError | None:
@@ -166,8 +168,7 @@ class SglangBackend:
     async def _load(self, weights: NewWeights) -> None:
         self._is_reading = True
         try:
-            await self.client.load(
-                self._url,
+            await self._client.load(
                 version=weights.version,
                 weights=weights.directory,
                 flush_cache=weights.mode != "in_place",
@@ -184,22 +185,22 @@ class SglangBackend:
             BackendLostError: if it died, or hangs.
         """
         assert self._process is not None
-        async with open_session(self.trust.client()) as session:
-            heard_at = time.monotonic()
-            while True:
-                self._raise_if_ended(self._process)
-                if self._lost:
-                    raise BackendLostError(f"SGLang at {self._url} cannot go on: {self._lost}")
-                try:
-                    self._progress = await self._look(session)
+        heard_at = time.monotonic()
+        while True:
+            self._raise_if_ended(self._process)
+            if self._lost:
+                raise BackendLostError(f"SGLang at {self._client.url} cannot go on: {self._lost}")
+            try:
+                self._progress = await self._look()
+                heard_at = time.monotonic()
+            except ServerError as error:
+                silent_s = time.monotonic() - heard_at
+                if self._is_reading:
                     heard_at = time.monotonic()
-                except ServerError as error:
-                    silent_s = time.monotonic() - heard_at
-                    if self._is_reading:
-                        heard_at = time.monotonic()
-                    elif silent_s > self.spec.sglang.probe_timeout_s:
-                        raise BackendLostError(f"SGLang at {self._url} hangs: {silent_s:.0f} s of {error}") from error
-                await asyncio.sleep(_LOOK_INTERVAL_S)
+                elif silent_s > self.spec.sglang.probe_timeout_s:
+                    url = self._client.url
+                    raise BackendLostError(f"SGLang at {url} hangs: {silent_s:.0f} s of {error}") from error
+            await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def stop(self) -> None:
         """End the server and its children."""
@@ -214,12 +215,11 @@ class SglangBackend:
             raise BadConfigurationError(str(error)) from error
         command = sglang_command(
             self.spec,
-            host=self.address,
+            host=self.access.address,
             port=bound.getsockname()[1],
             descriptor=bound.fileno(),
-            identity=self.trust.path,
+            identity=self.access.trust.path,
             seed=self.seed,
-            version=self.spec.initial_version,
             secrets_file=secrets_file,
             has_gpu=gpu,
         )
@@ -233,7 +233,7 @@ class SglangBackend:
                 log_path=self.log_path,
                 descriptors=[bound.fileno()],
                 grace_s=GPU_GRACE_S if gpu else STOP_GRACE_S,
-                scrub=SecretFilter([self.api_key, self.admin_key]).scrub,
+                scrub=SecretFilter([self.access.api_key, self.access.admin_key]).scrub,
             )
         except OSError as error:
             raise BadConfigurationError(
@@ -242,22 +242,21 @@ class SglangBackend:
 
     async def _until_ready(self, process: SglangProcess) -> None:
         deadline = time.monotonic() + self.start_timeout_s
-        async with open_session(self.trust.client()) as session:
-            while True:
-                if process.poll() == _EXIT_USAGE:
-                    raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
-                self._raise_if_ended(process)
-                try:
-                    await call(session, f"{self._url}/ready", key="", timeout_s=_LOOK_TIMEOUT_S)
-                    self._progress = await self._look(session)
-                    return
-                except ServerError as error:
-                    if time.monotonic() > deadline:
-                        raise BackendLostError(
-                            f"SGLang at {self._url} was not ready within {self.start_timeout_s:.0f} s "
-                            f"({error}); its log is {self.log_path}"
-                        ) from error
-                await asyncio.sleep(_READY_INTERVAL_S)
+        while True:
+            if process.poll() == _EXIT_USAGE:
+                raise BadConfigurationError(f"SGLang does not know its flags: {process.last_words()}")
+            self._raise_if_ended(process)
+            try:
+                await self._client.get("/ready")
+                self._progress = await self._look()
+                return
+            except ServerError as error:
+                if time.monotonic() > deadline:
+                    raise BackendLostError(
+                        f"SGLang at {self._client.url} was not ready within {self.start_timeout_s:.0f} s "
+                        f"({error}); its log is {self.log_path}"
+                    ) from error
+            await asyncio.sleep(_READY_INTERVAL_S)
 
     def _raise_if_ended(self, process: SglangProcess) -> None:
         code = process.poll()
@@ -268,15 +267,12 @@ class SglangBackend:
         log = self.log_path
         raise BackendLostError(f"SGLang ended {how}{because}; its log is {log}, which ends\n{process.last_words()}")
 
-    async def _look(self, session: aiohttp.ClientSession) -> Progress:
+    async def _look(self) -> Progress:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
-        key = self.api_key.reveal()
-        await get_json(session, f"{self._url}/server_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
-        metrics = await call(session, f"{self._url}/metrics", key=key, timeout_s=_LOOK_TIMEOUT_S)
-        info = await get_json(session, f"{self._url}/model_info", key=key, timeout_s=_LOOK_TIMEOUT_S)
-        if "weight_version" not in info:
-            raise ServerError(f"{self._url}/model_info names no weight_version")
-        return read_progress(metrics, version=str(info["weight_version"]))
+        await self._client.get("/server_info")
+        metrics = await self._client.get("/metrics")
+        version, _ = await self._client.held()
+        return read_progress(metrics, version=version)
 
 
 def read_progress(metrics: str, *, version: str) -> Progress:

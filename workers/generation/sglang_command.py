@@ -23,7 +23,6 @@ def sglang_command(
     host: str,
     port: int,
     seed: int,
-    version: str,
     descriptor: int,
     identity: Path,
     secrets_file: Path,
@@ -33,7 +32,6 @@ def sglang_command(
 
     Args:
         descriptor: inherited; of a socket that is bound to `host` and `port`.
-        version: tag of the initial weights.
         identity: `Trust.path`, by which the server proves itself.
         secrets_file: what `secret_settings` gives, as a file that only its owner can read.
     """
@@ -42,7 +40,7 @@ def sglang_command(
     ours: dict[str, FlagValue] = {
         "config": str(secrets_file),
         "model-path": str(spec.initial_weights),
-        "weight-version": version,
+        "weight-version": spec.initial_version,
         "host": host,
         "port": port,
         "ssl-keyfile": str(identity),

@@ -13,7 +13,7 @@
 The tensors are whole and under their own names in every engine: none that SGLang fuses (q, k, v; gate, up), and none
 that is large. That every other tensor was loaded is not shown by this; see docs/rollout.md for what shows it.
 
-A server that cannot be asked (a model with other names, an engine that answers no /weights_checker) is believed, and
+A server that cannot be asked (a model with other names, a server that answers no /weights_checker) is believed, and
 the log says so once. One that was found stale is believed no more before a check finds that it holds what it says.
 """
 
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Final
 
 from corral.workers.engine.stored_tensors import StoredTensor, stored_tensors
-from corral.workers.generation.server_client import Fingerprints, GenerationServerClient, ServerError
+from corral.workers.generation.backend import GenerationBackend
+from corral.workers.generation.server_client import Fingerprints, ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,8 @@ class StaleServerError(ServerError):
 class WeightProof:
     """Of one server, from its start on."""
 
-    def __init__(self, client: GenerationServerClient, url: str) -> None:
-        self._client = client
+    def __init__(self, backend: GenerationBackend, url: str) -> None:
+        self._backend = backend
         self._url = url
         self._probe: Probe | None = None
         """Of what it holds."""
@@ -151,8 +152,8 @@ class WeightProof:
             if not expected.fingerprints:
                 raise ValueError(f"{weights} has none of the tensors that would be looked at")
             if self._probe is None:
-                directory = await self._client.model_path(self._url)
-                self._held = await self._client.fingerprints(self._url, skipped=expected.skipped)
+                _, directory = await self._backend.held()
+                self._held = await self._backend.fingerprints(skipped=expected.skipped)
                 self._probe = await asyncio.to_thread(Probe.of, directory)
         except (OSError, ValueError, KeyError, ServerError) as error:
             self._believe(error)
@@ -169,7 +170,7 @@ class WeightProof:
         if self._next is None:
             return
         try:
-            held = await self._client.fingerprints(self._url, skipped=self._next.skipped)
+            held = await self._backend.fingerprints(skipped=self._next.skipped)
         except ServerError as error:
             self._believe(error)
             return

@@ -21,7 +21,7 @@ from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.generation.backend import GenerationBackend, NewWeights
-from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
 from corral.workers.weight_transport.filling import Arrived, StagedVersion, StagingError
 
@@ -38,9 +38,8 @@ class WeightsTornError(ServerError):
 class WeightUpdates:
     """What the manager asks a generation worker for."""
 
-    def __init__(self, client: GenerationServerClient, staging: "WeightStaging", *, mode: UpdateMode) -> None:
+    def __init__(self, staging: "WeightStaging", *, mode: UpdateMode) -> None:
         """mode: what an update does to the requests under way."""
-        self._client = client
         self._staging = staging
         self._mode = mode
         self._lock = asyncio.Lock()
@@ -63,7 +62,7 @@ class WeightUpdates:
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
-        self._serving = (backend, url, WeightProof(self._client, url))
+        self._serving = (backend, url, WeightProof(backend, url))
         self._is_doubted = False
 
     def ended(self) -> None:
@@ -108,7 +107,7 @@ class WeightUpdates:
             if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
             backend, url, proof = self._serving
-            if not self._is_doubted and await self._client.version(url) == version:
+            if not self._is_doubted and (await backend.held())[0] == version:
                 return
             before, self._staged = self._staged, None
             if before is not None and before[0] == (version, weights, digest):
@@ -121,7 +120,7 @@ class WeightUpdates:
             new = NewWeights(version=version, directory=staged.path, mode=self._mode, timeout_s=timeout_s, proof=proof)
             stopped_s = await self._swap(backend, new)
             has_changed = time.monotonic()
-            if (held := await self._client.version(url)) != version:
+            if (held := (await backend.held())[0]) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
             await asyncio.to_thread(self._staging.taken_over)
             self.last = update = WeightUpdate(

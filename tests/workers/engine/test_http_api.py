@@ -327,8 +327,7 @@ def test_a_wrong_generate_request_is_answered_400_and_says_why(client: Client, b
         ("/generate", b"\xff\xfe"),
         ("/generate", b"[" * 50_000),
         ("/generate", b'{"input_ids": "\\ud800"}'),
-        ("/weights_checker", b'{"action": "reset"}'),
-        ("/weights_checker", b"null"),
+        ("/generate", b"null"),
     ],
 )
 def test_a_malformed_body_is_answered_400_with_a_message(client: Client, path: str, body: bytes) -> None:
@@ -346,7 +345,6 @@ def test_a_body_beyond_the_limit_is_answered_413(client: Client) -> None:
     ("method", "path"),
     [
         ("POST", "/generate"),
-        ("POST", "/weights_checker"),
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/get_model_info"),

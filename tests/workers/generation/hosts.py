@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import NewWeights, Progress
 from corral.workers.generation.control import ControlClient, ControlServer, Staged
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.server_client import Fingerprints, ServerError
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session, serve
 from corral.workers.weight_transport.filling import Encode, Encoded, Filling, StagedVersion, whole
@@ -39,12 +38,7 @@ class LabelServer:
 
     async def start(self) -> str:
         application = web.Application()
-        application.add_routes(
-            [
-                web.get("/get_model_info", self._info),
-                web.get("/ready", self._ok),
-            ]
-        )
+        application.add_routes([web.get("/ready", self._ok)])
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
         return await serve(self._runner, LOOPBACK, trust().server())
 
@@ -53,6 +47,12 @@ class LabelServer:
 
     def progress(self) -> Progress:
         return Progress(running=0, queued=0, tokens_generated=0, version=self.version)
+
+    async def held(self) -> tuple[str, Path]:
+        return self.version, Path(self.path)
+
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        raise ServerError("it has no weights")
 
     async def prepare(self, weights: Path) -> None:
         pass
@@ -66,9 +66,6 @@ class LabelServer:
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({})
-
-    async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version, "model_path": self.path})
 
 
 class RememberingStaging(WeightStaging):
@@ -95,12 +92,11 @@ class Host:
         """How often it read a whole version of the shared file system."""
         self._weights = HostWeights(self.memory, TRIAL, owner=f"generation_server/{number}")
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(self) -> None:
         self.transport = RememberingStaging(
             self._weights, encode=self._encode, peers=Peers(ADMIN_KEY, trust().client())
         )
-        client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
-        self.updates = WeightUpdates(client, self.transport, mode="retract")
+        self.updates = WeightUpdates(self.transport, mode="retract")
         self.url = await self.server.start()
         self.updates.serves(self.server, self.url)
         self._control = ControlServer(self.updates, admin_key=ADMIN_KEY, address=LOOPBACK, tls=trust().server())
@@ -135,7 +131,7 @@ class Hosts:
 
     def add(self) -> Host:
         host = Host(self._folder, len(self.all))
-        self.run(host.start(self._session))
+        self.run(host.start())
         self.all.append(host)
         return host
 

@@ -20,9 +20,8 @@ from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.engine.engine import PauseMode
-from corral.workers.generation.backend import GenerationBackend
-from corral.workers.generation.embedded import EmbeddedBackend, load_engine
-from corral.workers.generation.server_client import GenerationServerClient
+from corral.workers.generation.backend import GenerationBackend, ServerAccess
+from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.streams.https import open_session
@@ -104,7 +103,6 @@ class Served:
 
     backend: GenerationBackend
     client: Client
-    server_client: GenerationServerClient
     updates: WeightUpdates
     loop: LoopThread
     log_path: Path
@@ -124,7 +122,7 @@ class Served:
     @contextmanager
     def taking(self, transport: WeightStaging, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
         """The same server, brought to new weights by another transport, or in another mode."""
-        updates = WeightUpdates(self.server_client, transport, mode=mode)
+        updates = WeightUpdates(transport, mode=mode)
         updates.serves(self.backend, self.client.url)
         with closing(transport):
             yield replace(self, updates=updates)
@@ -182,15 +180,14 @@ def serving(
             admin_key=ADMIN_KEY,
             tls=trust().client(),
         )
-        server_client = GenerationServerClient(session, api_key=API_KEY, admin_key=ADMIN_KEY)
-        updates = WeightUpdates(server_client, transport, mode=transport_config.update_mode)
+        updates = WeightUpdates(transport, mode=transport_config.update_mode)
         if kind == "hf":
             backend: GenerationBackend = embedded(weights)
         else:
             backend = sglang(
                 weights,
                 folder,
-                server_client,
+                session,
                 flags=flags or {},
                 probe_timeout_s=probe_timeout_s,
                 tensor_parallel_size=tensor_parallel_size,
@@ -200,7 +197,7 @@ def serving(
             url = loop.run(backend.start())
             updates.serves(backend, url)
             client = Client(url)
-            yield Served(backend, client, server_client, updates, loop, folder / "sglang.log")
+            yield Served(backend, client, updates, loop, folder / "sglang.log")
         finally:
             loop.run(backend.stop())
             loop.run(session.close())
@@ -209,15 +206,12 @@ def serving(
                 client.pool.shutdown()
 
 
+def access() -> ServerAccess:
+    return ServerAccess(address=LOOPBACK, api_key=Secret(API_KEY), admin_key=Secret(ADMIN_KEY), trust=trust())
+
+
 def embedded(weights: Path) -> EmbeddedBackend:
-    spec = server_spec("hf", weights)
-    return EmbeddedBackend(
-        lambda: load_engine(spec, device="cpu", seed=1),
-        api_key=API_KEY,
-        admin_key=ADMIN_KEY,
-        address=LOOPBACK,
-        tls=trust().server(),
-    )
+    return EmbeddedBackend(spec=server_spec("hf", weights), access=access(), device="cpu", seed=1)
 
 
 def server_spec(
@@ -238,18 +232,15 @@ def server_spec(
 
 
 def sglang(
-    weights: Path, folder: Path, client: GenerationServerClient, *, flags: Mapping[str, FlagValue], **config: Any
+    weights: Path, folder: Path, session: aiohttp.ClientSession, *, flags: Mapping[str, FlagValue], **config: Any
 ) -> SglangBackend:
     spec = server_spec("sglang", weights, **config)
     # Else the server says only every 40 tokens how many requests it runs. Unchecked: a trial may not set all of them.
     unchecked = spec.sglang.model_copy(update={"flags": {"decode-log-interval": 1, **flags}})
     return SglangBackend(
         spec=spec.model_copy(update={"sglang": unchecked}),
-        client=client,
-        address=LOOPBACK,
-        api_key=Secret(API_KEY),
-        admin_key=Secret(ADMIN_KEY),
-        trust=trust(),
+        access=access(),
+        session=session,
         log_path=folder / "sglang.log",
         seed=1,
         start_timeout_s=DEADLINE_S,

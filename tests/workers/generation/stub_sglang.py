@@ -15,7 +15,7 @@ from pathlib import Path
 ANSWERS = {
     "/ready": "",
     "/server_info": "{}",
-    "/model_info": '{"weight_version": "0.0"}',
+    "/model_info": '{"weight_version": "0.0", "model_path": "/model"}',
     "/metrics": "sglang:num_running_reqs 2.0\n",
 }
 

@@ -22,7 +22,7 @@ from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.generation.backend import BackendLostError
-from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import WeightsTornError
@@ -429,9 +429,9 @@ def test_after_fifty_adapters_a_server_has_the_bits_of_the_last_merged_weights(
                 assert bytes_of_last_update(taking) < 0.15 * (version.path / "model.safetensors").stat().st_size
     [(old, _, switch), (new, _, end)] = spans_of(running[0].result(DEADLINE_S))
     assert (old, new, end) == ("0.49", "0.50", 400) and 0 < switch < 400
-    by_adapters = served.client.order("/weights_checker", action="checksum")["ranks"]
+    by_adapters = served.run(served.backend.fingerprints(skipped=()))
     served.bring_to("1.0", version.path)
-    assert served.client.order("/weights_checker", action="checksum")["ranks"] == by_adapters
+    assert served.run(served.backend.fingerprints(skipped=())) == by_adapters
     answer = served.client.generate(SHORT, max_new_tokens=12, temperature=0, ignore_eos=True)
     assert answer["output_ids"] == reference_greedy(load_reference(version.path), SHORT, max_new_tokens=12)
 
@@ -475,10 +475,10 @@ def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
         patch.setattr(GenerationEngine, "apply_weights", apply)
         return
 
-    async def load(self: GenerationServerClient, url: str, *, version: str, **rest: Any) -> None:
+    async def load(self: SglangClient, *, version: str, **rest: Any) -> None:
         await asyncio.to_thread(served.client.order, "/update_weight_version", new_version=version)
 
-    patch.setattr(GenerationServerClient, "load", load)
+    patch.setattr(SglangClient, "load", load)
 
 
 def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(

@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
-from corral.experiments.trial.secrets import Secret
 from corral.workers.generation.backend import NewWeights
-from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import Probe, WeightProof
 from corral.workers.streams.https import open_session
-from tests.workers.generation.servers import LOOPBACK, server_spec
+from tests.workers.generation.servers import LOOPBACK, access, server_spec
 from tests.workers.trusted import trust
 
 Load = Literal["succeeds", "fails", "hangs", "loads nothing", "loads others", "loads nothing and hides it"]
@@ -39,7 +39,7 @@ class Server:
     async def answer(self, request: web.Request) -> web.Response:
         name = request.path.removeprefix("/")
         body: dict[str, Any] = json.loads(await request.read() or "{}")
-        if name == "get_model_info":
+        if name == "model_info":
             return web.json_response({"weight_version": self.version, "model_path": str(self.path)})
         if name == "weights_checker":
             ranks = [{"checksums": Probe.of(self.held).fingerprints}]
@@ -77,14 +77,13 @@ def update(
         await web.TCPSite(runner, LOOPBACK, 0, ssl_context=trust().server()).start()
         url = f"https://{LOOPBACK}:{runner.addresses[0][1]}"
         async with open_session(trust().client()) as session:
-            client = GenerationServerClient(session, api_key="a", admin_key="b")
-            backend = backend_at(url, folder, client)
+            backend = backend_at(url, folder, session)
             new = NewWeights(
                 version="0.2",
                 directory=folder / "new",
                 mode="retract",
                 timeout_s=1.0,
-                proof=WeightProof(client, url),
+                proof=WeightProof(backend, url),
             )
             await new.proof.expect(new.directory)
             error = None
@@ -100,19 +99,16 @@ def update(
     return asyncio.run(run())
 
 
-def backend_at(url: str, folder: Path, client: GenerationServerClient) -> SglangBackend:
+def backend_at(url: str, folder: Path, session: aiohttp.ClientSession) -> SglangBackend:
     backend = SglangBackend(
         spec=server_spec("sglang", folder),
-        client=client,
-        address=LOOPBACK,
-        api_key=Secret("a"),
-        admin_key=Secret("b"),
-        trust=trust(),
+        access=access(),
+        session=session,
         log_path=folder / "log",
         seed=1,
         start_timeout_s=1.0,
     )
-    backend._url = url
+    backend._client = SglangClient(session, url, api_key="a", admin_key="b")
     return backend
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from corral.workers.generation.backend import BackendLostError
-from corral.workers.generation.server_client import GenerationServerClient, ServerError
+from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, Served, serving, wait_until
@@ -26,14 +26,14 @@ class Loads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.before: list[Callable[[], object]] = []
-        load = GenerationServerClient.load
+        load = SglangClient.load
 
-        async def told(client: GenerationServerClient, url: str, **rest: Any) -> None:
+        async def told(client: SglangClient, **rest: Any) -> None:
             if self.before:
                 self.before.pop(0)()
-            await load(client, url, **rest)
+            await load(client, **rest)
 
-        monkeypatch.setattr(GenerationServerClient, "load", told)
+        monkeypatch.setattr(SglangClient, "load", told)
 
 
 def check(answers: list[Any], references: list[Any], *, version: str) -> int:

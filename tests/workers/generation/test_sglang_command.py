@@ -43,7 +43,6 @@ def command(
         host="10.0.0.7",
         port=4711,
         seed=5,
-        version="0.0",
         descriptor=11,
         identity=Path("/trial/secrets/server.pem"),
         secrets_file=Path("/trial/secrets/sglang-0.yaml"),
