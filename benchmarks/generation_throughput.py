@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
-from corral.workers.engine.engine import DTYPES, GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import DTYPES, GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.engine_parts import PARTS, clocked_parts  # noqa: E402 - found through the line above

@@ -22,7 +22,9 @@ import torch
 
 from corral.workers.engine import batch
 from corral.workers.engine.attention import RowSpan, RowSpans
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.engine_parts import clocked_parts  # noqa: E402 - found through the line above

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, RequestOutput, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest, RequestOutput
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -50,7 +50,9 @@ from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext, init_parallel, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine import engine
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 
 GB: Final = 1e9
 LENGTH: Final = 4096  # tokens of each answer

@@ -16,7 +16,9 @@ from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.mesh_engine import DeviceSums
 from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from tests.pretended_gpu import cuda
 from tests.workers.backends.layout_scene import MakeEngine, Variant, batch, make_engine, save_tiny
 from tests.workers.backends.megatron_scene import make_megatron

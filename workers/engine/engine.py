@@ -19,24 +19,9 @@ import torch
 from torch import nn
 
 from corral.workers.engine.answer_text import text_decoder
-from corral.workers.engine.batch import ContinuousBatch, PauseMode, generate_greedily
-from corral.workers.engine.decoder import Decoder, Quantization, UnsupportedModelError, check_supported
-from corral.workers.engine.requests import GenerationRequest, RequestOutput
-from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.weights import Checksums, WeightsRejectedError, model_with, stage_weights
-
-__all__ = [
-    "DTYPES",
-    "GenerationEngine",
-    "GenerationRequest",
-    "PauseMode",
-    "RequestOutput",
-    "SamplingParams",
-    "StagedModel",
-    "UnsupportedModelError",
-    "WeightsRejectedError",
-    "generate_greedily",
-]
+from corral.workers.engine.batch import ContinuousBatch
+from corral.workers.engine.decoder import Decoder, Quantization, check_supported
+from corral.workers.engine.weights import Checksums, model_with, stage_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

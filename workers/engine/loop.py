@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -40,24 +41,6 @@ class ChangedOver(NamedTuple):
     """The weights of before, whose memory is given back when this is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    function: Callable[[], None]
-    future: Future[Any]
-
-    def run(self) -> None:
-        """ValueError is the caller's to answer; anything else ends the engine too."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.function()
-        except ValueError as error:
-            self.future.set_exception(error)
-        except BaseException as error:
-            self.future.set_exception(error)
-            raise
-
-
 class EngineLoop:
     """Runs an engine in its own thread. Every method may be called from any thread.
 
@@ -72,11 +55,11 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.ended: Future[None] = Future()
         """Done when the thread ends: with None after `stop`, with the exception of a failed step."""
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._futures: dict[str, Future[RequestOutput]] = {}
         self._listeners: dict[str, OutputListener] = {}
         self._is_stopping = False
-        self._is_closed = False
+        self._stopped: EngineStoppedError | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
@@ -165,49 +148,54 @@ class EngineLoop:
         return future
 
     def _post(self, command: Callable[[], None], future: Future[Any]) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._inbox.put(_Command(command, future))
+        def run() -> None:
+            """ValueError is the caller's to answer; anything else ends the engine too."""
+            if not future.set_running_or_notify_cancel():
                 return
-        future.set_exception(EngineStoppedError("the generation engine has stopped"))
+            try:
+                if self._stopped is None:
+                    command()
+                else:
+                    future.set_exception(self._stopped)
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, ValueError):
+                    raise
+
+        with self._lock:
+            if self._stopped is None:
+                self._inbox.put(run)
+                return
+        run()
 
     def _run(self) -> None:
+        reason = "has stopped"
         try:
             while not self._is_stopping:
-                self._run_commands()
+                self._run_commands(wait=not self.engine.has_work)
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
                     self._tell_listeners()
             self._deliver(self.engine.abort(None))
         except BaseException as error:
             logger.exception("the generation engine failed; requests in flight are lost")
-            self.failure = error
-        self._close()
+            self.failure, reason = error, f"has failed: {error!r}"
+        self._close(EngineStoppedError(f"the generation engine {reason}"))
 
-    def _run_commands(self) -> None:
-        """Everything in the inbox; waits for the first one when there is nothing else to do."""
-        is_idle = not self.engine.has_work
-        while (command := self._next_command(wait=is_idle)) is not None:
-            is_idle = False
-            command.run()
+    def _run_commands(self, *, wait: bool) -> None:
+        """Everything in the inbox, and the first of it even if that is still to come."""
+        with suppress(queue.Empty):
+            self._inbox.get(block=wait)()
+            while True:
+                self._inbox.get_nowait()()
 
-    def _next_command(self, *, wait: bool) -> _Command | None:
-        try:
-            return self._inbox.get(block=wait)
-        except queue.Empty:
-            return None
-
-    def _close(self) -> None:
+    def _close(self, stopped: EngineStoppedError) -> None:
         """Answer everyone who still waits, and let nobody wait from now on."""
         with self._lock:
-            self._is_closed = True
-        reason = "has stopped" if self.failure is None else f"has failed: {self.failure!r}"
-        error = EngineStoppedError(f"the generation engine {reason}")
-        while (command := self._next_command(wait=False)) is not None:
-            if command.future.set_running_or_notify_cancel():
-                command.future.set_exception(error)
+            self._stopped = stopped
+        self._run_commands(wait=False)
         for future in self._futures.values():
-            future.set_exception(error)
+            future.set_exception(stopped)
         self._futures.clear()
         self._listeners.clear()
         if self.failure is None:

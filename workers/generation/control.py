@@ -24,12 +24,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.server_client import RefusedError, ServerError, call, decoded
-from corral.workers.generation.weight_updates import WeightsTornError, WeightUpdates
+from corral.workers.generation.weight_updates import Staged, UpdateOrder, WeightsTornError, WeightUpdates
 from corral.workers.streams.https import serve
 
 _SLOWEST_BYTES_PER_S = 10e6  # who takes a file slower than this is faster with the shared file system
@@ -76,31 +75,6 @@ _SHUTDOWN_TIMEOUT_S = 1.0
 _TORN = 422  # the weights are at fault, and not the server: whoever has published them is to hear of it
 
 
-class BringTo(BaseModel):
-    """POST /bring_to, and POST /stage, which is the first part of it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    version: str = Field(min_length=1)
-    weights: Path
-    """A directory."""
-    digest: str | None
-    """Digest of its manifest; None where whoever published it knows none."""
-    timeout_s: float = Field(gt=0.0)
-    """Longest time that staging them may take, and again reading them."""
-    sources: list[str] = Field(default=[])
-    """Control URLs of workers on other hosts that hold them, in the order in which they are to be asked."""
-
-
-class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /stage answers."""
-
-    is_held: bool
-    """Whether other hosts can have the version from this worker."""
-    failed_sources: list[str]
-    """Those that did not give what they were asked for."""
-
-
 class ControlServer:
     """Answers the manager on the running loop."""
 
@@ -136,20 +110,17 @@ class ControlServer:
             return web.Response(status=401, text="this wants the administrator's key of the trial")
         try:
             return await handler(request)
-        except ValidationError as error:
+        except msgspec.MsgspecError as error:
             return web.Response(status=400, text=str(error))
         except ServerError as error:
             return web.Response(status=_TORN if isinstance(error, WeightsTornError) else 409, text=str(error))
 
     async def _bring_to(self, request: web.Request) -> web.Response:
-        await self._updates.bring_to(**BringTo.model_validate_json(await request.read()).model_dump())
+        await self._updates.bring_to(msgspec.json.decode(await request.read(), type=UpdateOrder))
         return web.Response()
 
     async def _stage(self, request: web.Request) -> web.Response:
-        order = BringTo.model_validate_json(await request.read())
-        arrived = await self._updates.stage(**order.model_dump())
-        is_held = order.digest is not None and self._updates.held(order.digest) is not None
-        staged = Staged(is_held=is_held, failed_sources=list(arrived.failed_sources))
+        staged = await self._updates.stage(msgspec.json.decode(await request.read(), type=UpdateOrder))
         return web.Response(body=msgspec.json.encode(staged), content_type="application/json")
 
 
@@ -184,9 +155,13 @@ class ControlClient:
         await self._order(f"{control_url}/bring_to", published, sources, timeout_s)
 
     async def _order(self, url: str, published: PublishedWeights, sources: Sequence[str], timeout_s: float) -> str:
-        body = {**msgspec.structs.asdict(published), "timeout_s": self._update_timeout_s, "sources": list(sources)}
+        order = UpdateOrder(
+            **msgspec.structs.asdict(published), timeout_s=self._update_timeout_s, sources=list(sources)
+        )
         try:
-            return await call(self._session, url, key=self._admin_key, timeout_s=timeout_s, body=body)
+            return await call(
+                self._session, url, key=self._admin_key, timeout_s=timeout_s, body=msgspec.to_builtins(order)
+            )
         except RefusedError as error:
             if error.status == _TORN:
                 raise WeightsTornError(str(error)) from error

@@ -12,7 +12,8 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import GenerationEngine, PauseMode, StagedModel
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.loop import EngineStoppedError
 from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError

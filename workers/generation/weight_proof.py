@@ -22,7 +22,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -72,27 +71,15 @@ class Probe:
         )
 
 
-class Held(StrEnum):
-    """What fingerprints say of a server after an update."""
-
-    NEW = "new"
-    """In every tensor that can be compared with the files."""
-    STALE = "stale"
-    """It holds other values than the files in at least one of those."""
-    UNMOVED = "unmoved"
-    """None can be compared with the files, and none has changed, though the files have: rounding may do that, too."""
-    UNKNOWN = "unknown"
-    """None can be compared with the files."""
-
-
 def compare(
     *,
     files_before: Fingerprints,
     files: Fingerprints,
     held_before: Sequence[Fingerprints],
     held: Sequence[Fingerprints],
-) -> tuple[Held, list[str]]:
-    """What a server holds after an update, and the tensors that show it where it is stale.
+) -> tuple[list[str], bool]:
+    """The tensors in which a server is stale: it holds other values than the files. And whether it is unmoved: none can
+    be compared with the files, and none has changed, though the files have; rounding may do that, too.
 
     Args:
         files_before: of the version that it held until now.
@@ -102,22 +89,18 @@ def compare(
 
     Example:
         compare(files_before={"a": "1"}, files={"a": "2"}, held_before=[{"a": "1"}], held=[{"a": "1"}])
-        # (Held.STALE, ["a"])
+        # (["a"], False)
     """
-    stale: set[str] = set()
-    is_comparable, moved = False, []
+    compared: dict[str, bool] = {}
+    moved = []
     for before, after in zip(held_before, held, strict=False):
         for name in files.keys() & files_before.keys() & before.keys() & after.keys():
             if before[name] == files_before[name]:
-                is_comparable = True
-                stale |= {name} if after[name] != files[name] else set()
+                compared[name] = compared.get(name, True) and after[name] == files[name]
             elif files[name] != files_before[name]:
                 moved.append(after[name] != before[name])
-    if stale:
-        return Held.STALE, sorted(stale)
-    if is_comparable:
-        return Held.NEW, []
-    return (Held.UNMOVED if moved and not any(moved) else Held.UNKNOWN), []
+    stale = sorted(name for name, is_new in compared.items() if not is_new)
+    return stale, not compared and bool(moved) and not any(moved)
 
 
 class StaleServerError(ServerError):
@@ -185,19 +168,19 @@ class WeightProof:
         if self._next is None or self._probe is None:
             return
         before = self._probe
-        state, stale = compare(
+        stale, is_unmoved = compare(
             files_before=before.comparable_with(self._next),
             files=self._next.fingerprints,
             held_before=self._held,
             held=held,
         )
-        self._is_stale = state is Held.STALE
-        if self._is_stale:
+        self._is_stale = bool(stale)
+        if stale:
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
             )
-        if state is Held.UNMOVED:
+        if is_unmoved:
             logger.warning(
                 "%s shows no change after an update, in fingerprints of a way of its own: its weights are rounded so "
                 "that this step does not show, or it has not loaded them",

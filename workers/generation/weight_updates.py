@@ -13,17 +13,19 @@ as it has it.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
+from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import GenerationBackend, NewWeights
 from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
-from corral.workers.weight_transport.filling import Arrived, StagedVersion, StagingError
+from corral.workers.weight_transport.filling import StagedVersion, StagingError
 
 if TYPE_CHECKING:  # it loads torch, and the manager, which speaks to this end, does not
     from corral.workers.weight_transport.staging import WeightStaging
@@ -33,6 +35,28 @@ logger = logging.getLogger(__name__)
 
 class WeightsTornError(ServerError):
     """A weight directory is not what was published; the server was not touched."""
+
+
+class UpdateOrder(PublishedWeights, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the manager says: these weights, POST /bring_to; or POST /stage, which is the first part of it."""
+
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)]
+    """Longest time that staging them may take, and again reading them."""
+    sources: list[str] = []
+    """Control URLs of workers on other hosts that hold them, in the order in which they are to be asked."""
+
+    @property
+    def published(self) -> PublishedWeights:
+        return PublishedWeights(version=self.version, weights=self.weights, digest=self.digest)
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What /stage answers."""
+
+    is_held: bool
+    """Whether other hosts can have the version from this worker."""
+    failed_sources: list[str]
+    """Those that did not give what they were asked for."""
 
 
 class WeightUpdates:
@@ -46,7 +70,7 @@ class WeightUpdates:
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
         self._is_doubted = False
         """Whether the server does not hold what it says it holds."""
-        self._staged: tuple[tuple[str, Path, str | None], StagedVersion] | None = None
+        self._staged: tuple[PublishedWeights, StagedVersion] | None = None
         """What `stage` has brought and verified, and what it was asked for, until the next update."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
@@ -69,40 +93,28 @@ class WeightUpdates:
         """There is no server to update, until `serves` names one."""
         self._serving = None
 
-    async def stage(
-        self, *, version: str, weights: Path, digest: str | None, timeout_s: float, sources: Sequence[str]
-    ) -> Arrived:
+    async def stage(self, order: UpdateOrder) -> Staged:
         """The first part of `bring_to`, which then finds it done.
 
         Raises:
             WeightsTornError, ServerError: as `bring_to`.
         """
         async with self._lock:
-            staged = await self._stage(version, weights, digest, timeout_s, sources)
-            self._staged = ((version, weights, digest), staged)
-            return staged
+            staged = await self._stage(order)
+            self._staged = (order.published, staged)
+        is_held = order.digest is not None and self.held(order.digest) is not None
+        return Staged(is_held=is_held, failed_sources=list(staged.failed_sources))
 
-    async def bring_to(
-        self,
-        *,
-        version: str,
-        weights: Path,
-        digest: str | None,
-        timeout_s: float,
-        sources: Sequence[str] = (),
-    ) -> None:
-        """Load `weights` unless the server holds `version` already; what becomes of running requests is the mode's.
-
-        Args:
-            digest: of their manifest; None where whoever published them knows none.
-            timeout_s: longest time for staging them, and again for the server to read them.
-            sources: control URLs of workers on other hosts that hold them.
+    async def bring_to(self, order: UpdateOrder) -> None:
+        """Load the weights unless the server holds their version already; what becomes of running requests is the
+        mode's.
 
         Raises:
             WeightsTornError: naming the file that differs.
             StaleServerError: the server says that it has taken them over, and has not.
             ServerError: naming the call that failed, or what staging waited for.
         """
+        version = order.version
         async with self._lock:
             if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
@@ -110,15 +122,22 @@ class WeightUpdates:
             if not self._is_doubted and (await backend.held())[0] == version:
                 return
             before, self._staged = self._staged, None
-            if before is not None and before[0] == (version, weights, digest):
+            if before is not None and before[0] == order.published:
                 staged = before[1]
             else:
-                staged = await self._stage(version, weights, digest, timeout_s, sources)
+                staged = await self._stage(order)
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
             await proof.expect(staged.path)
-            new = NewWeights(version=version, directory=staged.path, mode=self._mode, timeout_s=timeout_s, proof=proof)
-            stopped_s = await self._swap(backend, new)
+            new = NewWeights(
+                version=version, directory=staged.path, mode=self._mode, timeout_s=order.timeout_s, proof=proof
+            )
+            try:
+                stopped_s = await backend.swap(new)
+            except StaleServerError:
+                self._is_doubted = True
+                raise
+            self._is_doubted = False
             has_changed = time.monotonic()
             if (held := (await backend.held())[0]) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
@@ -142,23 +161,17 @@ class WeightUpdates:
                 update.stopped_s,
             )
 
-    async def _stage(
-        self, version: str, weights: Path, digest: str | None, timeout_s: float, sources: Sequence[str]
-    ) -> StagedVersion:
+    async def _stage(self, order: UpdateOrder) -> StagedVersion:
         try:
             return await asyncio.to_thread(
-                self._staging.stage, version, weights, digest, timeout_s=timeout_s, sources=sources
+                self._staging.stage,
+                order.version,
+                order.directory,
+                order.digest,
+                timeout_s=order.timeout_s,
+                sources=order.sources,
             )
         except CorruptCheckpointError as error:
-            raise WeightsTornError(f"weights in {weights} were refused: {error}") from error
+            raise WeightsTornError(f"weights in {order.weights} were refused: {error}") from error
         except StagingError as error:
             raise ServerError(str(error)) from error
-
-    async def _swap(self, backend: GenerationBackend, new: NewWeights) -> float:
-        try:
-            stopped_s = await backend.swap(new)
-        except StaleServerError:
-            self._is_doubted = True
-            raise
-        self._is_doubted = False
-        return stopped_s

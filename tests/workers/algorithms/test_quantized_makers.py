@@ -18,7 +18,9 @@ from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
 
 VOCABULARY = 40

@@ -15,7 +15,9 @@ from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts

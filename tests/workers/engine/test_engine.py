@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from corral.workers.engine import batch
-from corral.workers.engine.engine import (
-    GenerationEngine,
+from corral.workers.engine.batch import PauseMode, generate_greedily
+from corral.workers.engine.decoder import UnsupportedModelError
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import (
+    AbortFinish,
     GenerationRequest,
-    PauseMode,
+    LengthFinish,
     RequestOutput,
-    SamplingParams,
-    UnsupportedModelError,
-    generate_greedily,
+    StopFinish,
+    VersionSpan,
 )
-from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, VersionSpan
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import (
     CONTEXT_LENGTH,
     EOS_TOKEN_ID,

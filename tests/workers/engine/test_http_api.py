@@ -15,8 +15,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from corral.workers.engine.engine import GenerationEngine, PauseMode, RequestOutput, WeightsRejectedError
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import RequestOutput
 from corral.workers.engine.server import EngineServer
+from corral.workers.engine.weights import WeightsRejectedError
 from tests.workers.engine.tiny_models import (
     add_tokenizer,
     load_reference,

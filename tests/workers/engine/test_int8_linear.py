@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.linear import Int8Linear, quantize
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.workers.engine.engine import (
-    GenerationEngine,
-    GenerationRequest,
-    PauseMode,
-    RequestOutput,
-    SamplingParams,
-)
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
-from corral.workers.engine.requests import AbortFinish
+from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import save_tiny_model
 
 DEADLINE_S = 120.0

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, PauseMode, SamplingParams
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import (
     EXPERT_LAYERS,
     NUM_EXPERTS,

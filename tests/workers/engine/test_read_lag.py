@@ -16,15 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from corral.workers.engine import engine as engine_module
-from corral.workers.engine.engine import (
-    GenerationEngine,
-    GenerationRequest,
-    PauseMode,
-    RequestOutput,
-    SamplingParams,
-    StagedModel,
-)
-from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish
+from corral.workers.engine.batch import PauseMode
+from corral.workers.engine.engine import GenerationEngine, StagedModel
+from corral.workers.engine.requests import AbortFinish, GenerationRequest, LengthFinish, RequestOutput, StopFinish
+from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import VOCAB_SIZE, add_tokenizer, save_tiny_model
 
 PROMPTS = [(7,), (5, 9, 3, 33), tuple(range(14, 51))]

@@ -13,14 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corral.workers.engine.engine import (
-    GenerationEngine,
-    GenerationRequest,
-    SamplingParams,
-    WeightsRejectedError,
-)
+from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.linear import Linear
-from corral.workers.engine.weights import stage_weights
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
+from corral.workers.engine.weights import WeightsRejectedError, stage_weights
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import NewWeights, Progress
-from corral.workers.generation.control import ControlClient, ControlServer, Staged
+from corral.workers.generation.control import ControlClient, ControlServer
 from corral.workers.generation.server_client import Fingerprints, ServerError
-from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.generation.weight_updates import Staged, WeightUpdates
 from corral.workers.streams.https import open_session, serve
 from corral.workers.weight_transport.filling import Encode, Encoded, Filling, StagedVersion, whole
 from corral.workers.weight_transport.host_weights import HostWeights

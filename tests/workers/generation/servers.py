@@ -19,11 +19,11 @@ from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangCon
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import PauseMode
+from corral.workers.engine.batch import PauseMode
 from corral.workers.generation.backend import GenerationBackend, ServerAccess
 from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.sglang import SglangBackend
-from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.generation.weight_updates import UpdateOrder, WeightUpdates
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
 from tests.workers.loop_thread import LoopThread, loop_thread
@@ -113,11 +113,10 @@ class Served:
 
     def bring_to(self, version: str, weights: Path, *, digest: str | None = None, sources: Sequence[str] = ()) -> None:
         """As the manager asks for it."""
-        self.run(
-            self.updates.bring_to(
-                version=version, weights=weights, digest=digest, timeout_s=DEADLINE_S, sources=sources
-            )
+        order = UpdateOrder(
+            version=version, weights=str(weights), digest=digest, timeout_s=DEADLINE_S, sources=list(sources)
         )
+        self.run(self.updates.bring_to(order))
 
     @contextmanager
     def taking(self, transport: WeightStaging, *, mode: UpdateMode = "retract") -> Iterator["Served"]:

@@ -25,7 +25,7 @@ from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
-from corral.workers.generation.weight_updates import WeightsTornError
+from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
 from corral.workers.rollout.group_maker import GenerationClient, RouteFunction, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.streams.https import open_session
@@ -491,7 +491,8 @@ def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
         assert setback is None
         num_chunks += 1
         if num_chunks == 2:
-            await served.updates.bring_to(version="0.1", weights=models[1], digest=None, timeout_s=DEADLINE_S)
+            order = UpdateOrder(version="0.1", weights=str(models[1]), digest=None, timeout_s=DEADLINE_S)
+            await served.updates.bring_to(order)
         return served.client.url
 
     answers = served.run(sample_group(route, num_answers=16, max_new_tokens=40, new_tokens_per_chunk=2))

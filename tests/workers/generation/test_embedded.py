@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from corral.workers.engine.engine import GenerationEngine, GenerationRequest, SamplingParams
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 from corral.workers.generation.embedded import load_engine
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.generation.servers import server_spec

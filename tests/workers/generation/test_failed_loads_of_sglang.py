@@ -11,6 +11,7 @@ import pytest
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
+from corral.workers.generation.weight_updates import UpdateOrder
 from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, Served, serving, wait_until
 
@@ -106,9 +107,8 @@ def test_no_token_is_made_by_other_weights_than_its_tag_says(tmp_path: Path, mon
         scheduler = process_of(served, "scheduler")
         loads.before = [scheduler.suspend]
         with pytest.raises(ServerError, match="update_weights_from_disk failed: no answer within 2 s"):
-            served.run(
-                served.updates.bring_to(version="0.3", weights=models[3], digest=None, timeout_s=2.0, sources=())
-            )
+            order = UpdateOrder(version="0.3", weights=str(models[3]), digest=None, timeout_s=2.0)
+            served.run(served.updates.bring_to(order))
         scheduler.send_signal(signal.SIGCONT)  # it now reads the weights that nobody waits for any more
         with pytest.raises(BackendLostError, match="cannot go on: which weights it holds is unknown"):
             watching.result(DEADLINE_S)

@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.generation.weight_proof import Held, Probe, compare
+from corral.workers.generation.weight_proof import Probe, compare
 from tests.workers.engine.tiny_models import save_tiny_model
 
 OLD, NEW, OTHER = "0" * 16, "1" * 16, "2" * 16
+State = tuple[list[str], bool]
+FINE: State = ([], False)
+STALE: State = (["probed"], False)
+UNMOVED: State = ([], True)
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -61,20 +65,22 @@ def test_a_model_without_such_tensors_has_no_fingerprints(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("file", "before", "after", "state"),
     [
-        pytest.param(NEW, OLD, NEW, Held.NEW, id="it holds the new one"),
-        pytest.param(NEW, OLD, OLD, Held.STALE, id="it holds the old one"),
-        pytest.param(NEW, OLD, OTHER, Held.STALE, id="it holds what is in no file"),
-        pytest.param(OLD, OLD, OLD, Held.NEW, id="this tensor did not change"),
-        pytest.param(OLD, OLD, OTHER, Held.STALE, id="this tensor did not change, and it holds another"),
-        pytest.param(NEW, "a", "b", Held.UNKNOWN, id="it hashes in a way of its own, and its own has changed"),
-        pytest.param(NEW, "a", "a", Held.UNMOVED, id="it hashes in a way of its own, and its own has not changed"),
-        pytest.param(OLD, "a", "a", Held.UNKNOWN, id="it hashes in a way of its own, and nothing changed"),
+        pytest.param(NEW, OLD, NEW, FINE, id="it holds the new one"),
+        pytest.param(NEW, OLD, OLD, STALE, id="it holds the old one"),
+        pytest.param(NEW, OLD, OTHER, STALE, id="it holds what is in no file"),
+        pytest.param(OLD, OLD, OLD, FINE, id="this tensor did not change"),
+        pytest.param(OLD, OLD, OTHER, STALE, id="this tensor did not change, and it holds another"),
+        pytest.param(NEW, "a", "b", FINE, id="it hashes in a way of its own, and its own has changed"),
+        pytest.param(NEW, "a", "a", UNMOVED, id="it hashes in a way of its own, and its own has not changed"),
+        pytest.param(OLD, "a", "a", FINE, id="it hashes in a way of its own, and nothing changed"),
     ],
 )
-def test_a_server_is_stale_if_it_shows_anything_but_the_change(file: str, before: str, after: str, state: Held) -> None:
+def test_a_server_is_stale_if_it_shows_anything_but_the_change(
+    file: str, before: str, after: str, state: State
+) -> None:
     files_before, files = {"probed": OLD}, {"probed": file}
     alone = compare(files_before=files_before, files=files, held_before=[{"probed": before}], held=[{"probed": after}])
-    assert alone == (state, ["probed"] if state is Held.STALE else [])
+    assert alone == state
     fine = {rank: {"fine": rank} for rank in (OLD, NEW)}
     beside_one_that_is_fine = compare(
         files_before=files_before | fine[OLD],
@@ -82,16 +88,16 @@ def test_a_server_is_stale_if_it_shows_anything_but_the_change(file: str, before
         held_before=[{"probed": before}, fine[OLD]],
         held=[{"probed": after}, fine[NEW]],
     )
-    assert beside_one_that_is_fine == ((Held.STALE, ["probed"]) if state is Held.STALE else (Held.NEW, []))
+    assert beside_one_that_is_fine == (STALE if state == STALE else FINE)
 
 
 def test_one_of_several_tensors_that_moved_is_enough_for_a_server_that_rounds() -> None:
     files_before, files = {"a": OLD, "b": OLD}, {"a": NEW, "b": NEW}
     before, after = {"a": "x", "b": "y"}, {"a": "x", "b": "z"}
-    assert compare(files_before=files_before, files=files, held_before=[before], held=[after]) == (Held.UNKNOWN, [])
+    assert compare(files_before=files_before, files=files, held_before=[before], held=[after]) == FINE
 
 
 def test_tensors_that_a_rank_does_not_have_say_nothing() -> None:
     held = [{"a": OLD}]
-    assert compare(files_before={"a": OLD}, files={"a": NEW}, held_before=held, held=[{}]) == (Held.UNKNOWN, [])
-    assert compare(files_before={}, files={"a": NEW}, held_before=held, held=held) == (Held.UNKNOWN, [])
+    assert compare(files_before={"a": OLD}, files={"a": NEW}, held_before=held, held=[{}]) == FINE
+    assert compare(files_before={}, files={"a": NEW}, held_before=held, held=held) == FINE
