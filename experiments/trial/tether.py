@@ -15,13 +15,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _EXIT_ORPHANED = 1
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+def die_with_parent(number: signal.Signals = signal.SIGKILL, *, parent: int | None = None) -> Callable[[], None]:
     """What `subprocess.Popen(preexec_fn=...)` runs in the child, between fork and exec: no orphan is ever started.
 
     To be used from the parent's main thread, as the kernel means the thread that forks. It takes no lock and imports
     nothing, so that other threads of the parent do not matter.
+
+    Args:
+        parent: None is this process; a process that ties itself names its own.
     """
-    parent = os.getpid()
+    parent = parent or os.getpid()
     # Found before the fork; PyDLL keeps the interpreter's lock, which a forked child has nobody to share with.
     prctl = ctypes.PyDLL(None).prctl
 

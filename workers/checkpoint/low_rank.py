@@ -19,8 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-ADAPTER_FOLDER: Final = "adapter"
-"""Of an adapter within a version of the weights: whoever loads a model takes every safetensors file of its folder."""
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_TENSORS: Final = "adapter_model.safetensors"
 ADAPTER_PREFIX: Final = "base_model.model."

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST_NAME: Final = "manifest.json"
+ADAPTER_FOLDER: Final = "adapter"
+"""Of an adapter within a version of the weights: whoever loads a model takes every safetensors file of its folder."""
 _RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
 
 

@@ -10,7 +10,6 @@ knows whether SLURM will start the job again. When that process dies, this one d
 """
 
 import argparse
-import ctypes
 import logging
 import os
 import shutil
@@ -33,14 +32,13 @@ from corral.experiments.trial.evaluation import (
     read_result,
 )
 from corral.experiments.trial.removal import remove_file
+from corral.experiments.trial.tether import die_with_parent
 from corral.workers.engine.engine import DTYPES, load_model
 from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
 from corral.workers.lifecycle.worker import WrongDevicesError
 from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
@@ -131,15 +129,6 @@ def _clean_up(request: EvaluationRequest) -> None:
         shutil.rmtree(request.weights, ignore_errors=True)
 
 
-def _leave_signals_to_parent() -> None:
-    parent = os.getppid()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went away before the wish was registered
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one evaluation; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -148,7 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("request", type=Path, help="what to evaluate: step-*.request.json")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs that the job was given")
     arguments = parser.parse_args(argv)
-    _leave_signals_to_parent()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # left to the parent
+    die_with_parent(parent=os.getppid())()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s: %(message)s")
     try:
         request = EvaluationRequest.model_validate_json(arguments.request.read_bytes())
@@ -156,12 +147,9 @@ def main(argv: list[str] | None = None) -> int:
             atomic_write(
                 request.result, evaluate(request, gpus=arguments.gpus).model_dump_json(indent=1).encode() + b"\n"
             )
-    except ValueError as error:
+    except (ValueError, WrongDevicesError) as error:
         logger.error("%s", error)
-        return WorkerExit.BAD_CONFIGURATION
-    except WrongDevicesError as error:
-        logger.error("%s", error)
-        return WorkerExit.WRONG_DEVICES
+        return WorkerExit.WRONG_DEVICES if isinstance(error, WrongDevicesError) else WorkerExit.BAD_CONFIGURATION
     _clean_up(request)
     return WorkerExit.DONE
 

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from corral.workers.checkpoint.durable_file import PIECE_BYTES, FileEntry
-from corral.workers.checkpoint.low_rank import ADAPTER_FOLDER, AdapterError, LowRank, read_adapter
-from corral.workers.weight_transport.filling import Encoded, Filling, Held, NoWayError, Pieces, Way
+from corral.workers.checkpoint.low_rank import AdapterError, LowRank, read_adapter
+from corral.workers.checkpoint.manifest import ADAPTER_FOLDER
+from corral.workers.weight_transport.filling import Filling, FindWay, Held, NoWayError, Pieces, Way, whole
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +35,19 @@ _SUFFIX: Final = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def by_adapter(version: Filling) -> Encoded:
-    """The version's adapter where a version is held; its own files are not among them, since no server reads them."""
-    files = version.manifest.files
-    adapter = {name for name in files if name.startswith(f"{ADAPTER_FOLDER}/")}
-    served = {name: entry for name, entry in files.items() if name not in adapter}
-    adapted = _prepare(version.weights, version.into, version.held) if adapter and version.held.versions else None
-    if adapted is None:
-        return Encoded(files=served)
-    return Encoded(
-        files=served,
-        find_way=adapted.find_way,
-        bytes_read=sum(files[name].size for name in adapter) + adapted.base_bytes,
-        settle=adapted.doubt_base,
-    )
-
-
-def _prepare(weights: Path, into: Path, held: Held) -> "_Adapted | None":
-    """What the files of a version are made of besides those that are held; None where that cannot be read."""
+def by_adapter(version: Filling) -> FindWay:
+    """The version's adapter, where a version is held and that can be read."""
+    adapter = [entry for name, entry in version.manifest.files.items() if name.startswith(f"{ADAPTER_FOLDER}/")]
+    if not adapter or not version.held.versions:
+        return whole(version)
     try:
-        model, added = read_adapter(weights / ADAPTER_FOLDER)
-        return _Adapted(added, into / BASE_FILE, _take_base(model, added.keys(), into, held), held)
+        model, added = read_adapter(version.weights / ADAPTER_FOLDER)
+        base_bytes = _take_base(model, added.keys(), version.into, version.held)
     except (AdapterError, OSError, SafetensorError) as error:
-        logger.warning("%s is read whole, since nothing can be made from its adapter: %s", weights, error)
-        return None
+        logger.warning("%s is read whole, since nothing can be made from its adapter: %s", version.weights, error)
+        return whole(version)
+    version.bytes_read += base_bytes + sum(entry.size for entry in adapter)
+    return _Adapted(added, version.into / BASE_FILE, version.held).find_way
 
 
 def _take_base(model: Path, names: Set[str], into: Path, held: Held) -> int:
@@ -82,22 +73,17 @@ class _Adapted:
     added: Mapping[str, LowRank]
     """By weight."""
     base: Path
-    """W0 of these weights."""
-    base_bytes: int
-    """That were read for it now."""
+    """W0 of these weights. It may be what is wrong where a file is not what it should be, and is removed then, so that
+    the next version reads it anew."""
     held: Held
 
     def find_way(self, name: str, expected: FileEntry) -> Way | None:
         """By the newest file of this name, whose weights have the same places if it has the same size."""
         for path, files in self.held.versions:
             if name.endswith(_SUFFIX) and (entry := files.get(name)) is not None and entry.size == expected.size:
-                return Way(origin=f"{path / name} and the adapter", pieces=self._pieces(path / name))
+                origin, doubt = f"{path / name} and the adapter", partial(self.base.unlink, missing_ok=True)
+                return Way(origin=origin, pieces=self._pieces(path / name), failed=doubt)
         return None
-
-    def doubt_base(self, came_otherwise: Set[str]) -> None:
-        """It may be what was wrong with files that were not made of it; then the next version reads it anew."""
-        if any(name.endswith(_SUFFIX) for name in came_otherwise):
-            self.base.unlink()
 
     def _pieces(self, path: Path) -> Pieces:
         try:

@@ -21,15 +21,14 @@ from pathlib import Path
 
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX, DeltaError, PieceFile, Readable, apply_delta, read_header
-from corral.workers.weight_transport.filling import Encoded, Filling, NoWayError, Pieces, Way
+from corral.workers.weight_transport.filling import Filling, FindWay, NoWayError, Pieces, Way
 
 logger = logging.getLogger(__name__)
 
 
-def by_deltas(version: Filling) -> Encoded:
-    """Deltas where they lead from what is held; they are not among the files, since no server reads them."""
-    served = {name: entry for name, entry in version.manifest.files.items() if not name.endswith(DELTA_SUFFIX)}
-    return Encoded(files=served, find_way=partial(_find_way, version))
+def by_deltas(version: Filling) -> FindWay:
+    """Deltas where they lead from what is held."""
+    return partial(_find_way, version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

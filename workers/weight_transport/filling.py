@@ -23,16 +23,22 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
 from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, for_each_file, write_hashed
-from corral.workers.checkpoint.manifest import MANIFEST_NAME, CorruptCheckpointError, Manifest, read_manifest
+from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
+from corral.workers.checkpoint.manifest import (
+    ADAPTER_FOLDER,
+    MANIFEST_NAME,
+    CorruptCheckpointError,
+    Manifest,
+    read_manifest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,23 +113,19 @@ class NoWayError(Exception):
     """A file does not come from where it was expected; says why."""
 
 
-def _nothing() -> Pieces:
-    yield from ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """How a file comes."""
 
     origin: str
     """For messages."""
-    pieces: Pieces = field(default_factory=_nothing)
+    pieces: Pieces
     """Raises NoWayError or OSError."""
     bytes_read: int = 0
     """Of the shared file system."""
     bytes_received: int = 0
     """From another host."""
-    failed: Callable[[], None] = lambda: None
+    failed: Callable[[], object] = lambda: None
     """Called when it was not what it should be."""
 
 
@@ -160,20 +162,7 @@ class Held:
         return frozenset(files[name] for _, files in self.versions if name in files)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """What an encoding says of a version."""
-
-    files: Mapping[str, FileEntry]
-    """Those that servers read."""
-    find_way: FindWay = lambda name, expected: None
-    bytes_read: int = 0
-    """Of the shared file system, for all ways together."""
-    settle: Callable[[Set[str]], None] = lambda names: None
-    """Called at the end with the names of the files that came another way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Filling:
     """A version, and where it goes."""
 
@@ -184,6 +173,8 @@ class Filling:
     held: Held
     on_progress: Callable[[], None]
     """Called in any thread for every piece; what it raises ends the work."""
+    bytes_read: int = 0
+    """Of the shared file system, by an encoding for all its ways together."""
 
     def fill(self, encode: "Encode", others: Sequence[FindWay] = ()) -> Arrived:
         """Write the files that servers read, and the manifest.
@@ -202,21 +193,19 @@ class Filling:
                 raise CorruptCheckpointError(
                     f"{self.weights}/{MANIFEST_NAME}: expected names inside of it, got {name!r}"
                 )
-        encoded = encode(self)
-        finders: list[FindWay] = [self._link]
-        finders += [partial(self._take, find) for find in (encoded.find_way, *others)]
-        brought = for_each_file(lambda name: self._bring(name, encoded.files[name], finders), encoded.files)
+        served = {name: entry for name, entry in self.manifest.files.items() if _is_served(name)}
+        finders = [encode(self), *others]
+        brought = for_each_file(lambda name: self._bring(name, served[name], finders), served)
         data = (self.weights / MANIFEST_NAME).read_bytes()
         (self.into / MANIFEST_NAME).write_bytes(data)
-        read_whole = {name for name, (number, _) in brought.items() if number > 1}
-        encoded.settle(read_whole)
+        num_made = sum(number <= 0 for number, _ in brought.values())
         logger.info(
             "%s/%s: %d of %d files from the version before, %d read whole",
             self.weights.parent.name,
             self.weights.name,
-            len(brought) - len(read_whole),
+            num_made,
             len(brought),
-            len(read_whole),
+            len(brought) - num_made,
         )
         if others and (num_read := sum(number == len(finders) for number, _ in brought.values())):
             logger.warning(
@@ -225,22 +214,34 @@ class Filling:
                 len(brought),
                 self.weights,
             )
+        ways = [way for _, way in brought.values() if way is not None]
         return Arrived(
-            bytes_read=sum(way.bytes_read for _, way in brought.values()) + encoded.bytes_read + len(data),
-            bytes_received=sum(way.bytes_received for _, way in brought.values()),
+            bytes_read=sum(way.bytes_read for way in ways) + self.bytes_read + len(data),
+            bytes_received=sum(way.bytes_received for way in ways),
         )
 
-    def _bring(self, name: str, expected: FileEntry, finders: Sequence[FindWay]) -> tuple[int, Way]:
-        """The number of the first who had it, after all of them the shared file system."""
+    def _bring(self, name: str, expected: FileEntry, finders: Sequence[FindWay]) -> tuple[int, Way | None]:
+        """The number of the first who had it, after all of them the shared file system, and the way; -1 and None for a
+        second name for what is held."""
         target = self.into / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (same := self.held.file(name, expected)) is not None:
+            try:
+                os.link(same, target)
+                return -1, None
+            except OSError as error:
+                logger.warning("%s is read whole, from the next that has it: %s", self.weights / name, error)
         for number, find in enumerate(finders):
+            way = None
             try:
                 if (way := find(name, expected)) is not None:
+                    self._write(name, way, expected)
                     return number, way
             except (NoWayError, OSError) as error:
                 logger.warning("%s is read whole, from the next that has it: %s", self.weights / name, error)
                 target.unlink(missing_ok=True)
+                if way is not None:
+                    way.failed()
         path = self.weights / name
         way = Way(origin=str(path), pieces=_content(path, expected), bytes_read=expected.size)
         try:
@@ -248,22 +249,6 @@ class Filling:
         except NoWayError as error:
             raise CorruptCheckpointError(str(error)) from error
         return len(finders), way
-
-    def _link(self, name: str, expected: FileEntry) -> Way | None:
-        """A second name for what is held."""
-        if (same := self.held.file(name, expected)) is None:
-            return None
-        os.link(same, self.into / name)
-        return Way(origin=str(same))
-
-    def _take(self, find: FindWay, name: str, expected: FileEntry) -> Way | None:
-        if (way := find(name, expected)) is not None:
-            try:
-                self._write(name, way, expected)
-            except (NoWayError, OSError):
-                way.failed()
-                raise
-        return way
 
     def _write(self, name: str, way: Way, expected: FileEntry) -> None:
         digest = ContentDigest()
@@ -275,15 +260,18 @@ class Filling:
             raise NoWayError(f"{way.origin}: {mismatch(expected.digest, actual)}")
 
 
-class Encode(Protocol):
-    """Which files of a version servers read, and how they come from what is held."""
-
-    def __call__(self, version: Filling) -> Encoded: ...
+Encode = Callable[[Filling], FindWay]
+"""How the files of a version come from what is held."""
 
 
-def whole(version: Filling) -> Encoded:
-    """All files as they are."""
-    return Encoded(files=version.manifest.files)
+def whole(version: Filling) -> FindWay:
+    """In no other way than as they are."""
+    return lambda name, expected: None
+
+
+def _is_served(name: str) -> bool:
+    """Whether servers read it: deltas and adapters are for hosts."""
+    return not name.endswith(DELTA_SUFFIX) and not name.startswith(f"{ADAPTER_FOLDER}/")
 
 
 def _content(path: Path, expected: FileEntry) -> Pieces:

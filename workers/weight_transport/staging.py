@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -122,13 +122,7 @@ class WeightStaging:
                 arrived = _verify(weights, digest, self._patience(version, timeout_s))
             except OSError as error:
                 raise StagingError(f"version {version} could not be staged from {weights}: {error}") from error
-        return StagedVersion(
-            path=path,
-            bytes_read=arrived.bytes_read,
-            bytes_received=arrived.bytes_received,
-            failed_sources=arrived.failed_sources,
-            seconds=time.monotonic() - started,
-        )
+        return StagedVersion(path=path, seconds=time.monotonic() - started, **asdict(arrived))
 
     def taken_over(self) -> None:
         """The server reads what was staged last; files of older versions may go."""

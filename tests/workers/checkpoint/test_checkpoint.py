@@ -27,8 +27,14 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta
-from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER
-from corral.workers.checkpoint.manifest import CorruptCheckpointError, SealedDirectory, verify_manifest, write_manifest
+from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG
+from corral.workers.checkpoint.manifest import (
+    ADAPTER_FOLDER,
+    CorruptCheckpointError,
+    SealedDirectory,
+    verify_manifest,
+    write_manifest,
+)
 from corral.workers.checkpoint.removal import Remover
 from tests.workers.checkpoint.sealing import describe
 

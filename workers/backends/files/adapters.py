@@ -25,7 +25,8 @@ from corral.experiments.trial.directory import fsync_directory
 from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.sharding import each_once
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
-from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_TENSORS
+from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_TENSORS
+from corral.workers.checkpoint.manifest import ADAPTER_FOLDER
 
 _TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}
 
