@@ -23,7 +23,7 @@ from corral.workers.manager.gserver_manager import GserverManager
 from corral.workers.manager.routing import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
 from corral.workers.requests.manager_messages import Schedule
-from corral.workers.weight_transport.filling import Encoded, Filling, whole
+from corral.workers.weight_transport.filling import Filling, FindWay, whole
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
@@ -147,7 +147,7 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
     hosts = [trial.add_host() for _ in range(2)]
     may_go_on = threading.Event()
 
-    def slow(version: Filling) -> Encoded:
+    def slow(version: Filling) -> FindWay:
         assert may_go_on.wait(DEADLINE_S)
         return whole(version)
 
