@@ -5,18 +5,14 @@ start ──► url ──► rollout workers and the manager speak SGLang's HTT
             └──► prepare (new weights, it generates on) ──► swap (it stands still, as shortly as it can)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.trial.trust import Trust
-from corral.workers.generation.server_client import Fingerprints
-
-if TYPE_CHECKING:  # it asks a backend
-    from corral.workers.generation.weight_proof import WeightProof
+from corral.workers.generation.weight_proof import WeightHolder, WeightProof
 
 
 class BackendLostError(RuntimeError):
@@ -62,11 +58,11 @@ class NewWeights:
     """What becomes of the requests under way."""
     timeout_s: float
     """Longest time that reading them may take, where that is done while the server stands still."""
-    proof: "WeightProof"
+    proof: WeightProof
     """Expects them."""
 
 
-class GenerationBackend(Protocol):
+class GenerationBackend(WeightHolder, Protocol):
     """One server of SGLang's HTTP API, in this process (`EmbeddedBackend`) or in another one.
 
     Example:
@@ -82,20 +78,6 @@ class GenerationBackend(Protocol):
 
     def progress(self) -> Progress:
         """Numbers for heartbeats; any thread may ask, at any time."""
-
-    async def held(self) -> tuple[str, Path]:
-        """The tag of the weights that it says it holds, and the directory that they were read from.
-
-        Raises:
-            ServerError: it does not say.
-        """
-
-    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """What each rank of it computes from its tensors, but for those whose names contain one of `skipped`.
-
-        Raises:
-            ServerError: it cannot be asked.
-        """
 
     async def prepare(self, weights: Path) -> None:
         """Do ahead, while it generates, what an update from this directory can have done before; perhaps nothing.

@@ -71,12 +71,12 @@ class EmbeddedBackend:
         )
 
     async def held(self) -> tuple[str, Path]:
-        """See `GenerationBackend.held`."""
+        """See `WeightHolder.held`."""
         assert self._engine is not None
         return self._engine.version, self._engine.model_directory
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """See `GenerationBackend.fingerprints`."""
+        """See `WeightHolder.fingerprints`."""
         assert self._engine is not None
         held = self._engine.checksums
         return [await asyncio.to_thread(held.of, held.names(skipped=skipped))]

@@ -110,11 +110,11 @@ class SglangBackend:
         return self._progress
 
     async def held(self) -> tuple[str, Path]:
-        """See `GenerationBackend.held`."""
+        """See `WeightHolder.held`."""
         return await self._client.held()
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """See `GenerationBackend.fingerprints`."""
+        """See `WeightHolder.fingerprints`."""
         return await self._client.fingerprints(skipped=skipped)
 
     async def prepare(self, weights: Path) -> None:

@@ -23,10 +23,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from corral.workers.engine.stored_tensors import StoredTensor, stored_tensors
-from corral.workers.generation.backend import GenerationBackend
 from corral.workers.generation.server_client import Fingerprints, ServerError
 
 logger = logging.getLogger(__name__)
@@ -107,11 +106,29 @@ class StaleServerError(ServerError):
     """A server acknowledged an update and still holds weights from before; its answers would carry a wrong version."""
 
 
+class WeightHolder(Protocol):
+    """A server that can be asked what it holds."""
+
+    async def held(self) -> tuple[str, Path]:
+        """The tag of the weights that it says it holds, and the directory that they were read from.
+
+        Raises:
+            ServerError: it does not say.
+        """
+
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        """What each rank of it computes from its tensors, but for those whose names contain one of `skipped`.
+
+        Raises:
+            ServerError: it cannot be asked.
+        """
+
+
 class WeightProof:
     """Of one server, from its start on."""
 
-    def __init__(self, backend: GenerationBackend, url: str) -> None:
-        self._backend = backend
+    def __init__(self, server: WeightHolder, url: str) -> None:
+        self._server = server
         self._url = url
         self._probe: Probe | None = None
         """Of what it holds."""
@@ -135,8 +152,8 @@ class WeightProof:
             if not expected.fingerprints:
                 raise ValueError(f"{weights} has none of the tensors that would be looked at")
             if self._probe is None:
-                _, directory = await self._backend.held()
-                self._held = await self._backend.fingerprints(skipped=expected.skipped)
+                _, directory = await self._server.held()
+                self._held = await self._server.fingerprints(skipped=expected.skipped)
                 self._probe = await asyncio.to_thread(Probe.of, directory)
         except (OSError, ValueError, KeyError, ServerError) as error:
             self._believe(error)
@@ -153,7 +170,7 @@ class WeightProof:
         if self._next is None:
             return
         try:
-            held = await self._backend.fingerprints(skipped=self._next.skipped)
+            held = await self._server.fingerprints(skipped=self._next.skipped)
         except ServerError as error:
             self._believe(error)
             return
