@@ -136,14 +136,11 @@ def _hard_links(folder: Path) -> Finding:
 def file_system_of(path: Path, *, mounts: str | None = None) -> str:
     """Type of the file system that holds `path`, as /proc/mounts names it."""
     text = Path("/proc/mounts").read_text() if mounts is None else mounts
-    resolved, best, kind = str(path.resolve()), "", "unknown"
-    for line in text.splitlines():
-        _, point, found, *_ = [*line.split(" "), "", "", ""]
-        point = point.replace("\\040", " ")
-        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind
+    mounted = (line.split(" ") for line in text.splitlines())
+    kind_by_point = {point.replace("\\040", " "): kind for _, point, kind, *_ in mounted}
+    resolved = path.resolve()
+    points = (str(folder) for folder in (resolved, *resolved.parents))
+    return next((kind_by_point[point] for point in points if point in kind_by_point), "unknown")
 
 
 _NUM_PROBED_NODES = 2

@@ -180,10 +180,9 @@ def _look_at_job(client: SlurmClient, job_id: str, outcome: ProbeOutcome) -> boo
 
 
 def _read_answers(folder: Path, outcome: ProbeOutcome) -> None:
-    for name in os.listdir(folder):
-        if name.startswith("answer-") and name.endswith(".json"):
-            said = json.loads((folder / name).read_bytes())
-            outcome.answers[int(said["rank"])] = said
+    for path in folder.glob("answer-*.json"):
+        said = json.loads(path.read_bytes())
+        outcome.answers[int(said["rank"])] = said
 
 
 def _connect(folder: Path, outcome: ProbeOutcome) -> None:

@@ -51,7 +51,8 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
     kind, reason = _choose(plan, pools)
     if kind == "hetjob":
         pools = _with_company_for_the_head(plan, pools, shapes or {})
-        _check_common_times(plan)
+        for name in TIMES:
+            _common_value(plan, dict(plan.scheduling.items()), name)
     elif kind == "jobs":
         pools = _one_per_group(plan)
     allocations: list[Allocation] = []
@@ -94,6 +95,13 @@ def asked_for(plan: RunPlan, task: Scheduling, name: str) -> Any:
     return getattr(plan.launch, name, None) if own is None else own
 
 
+def _pool_of(plan: RunPlan, groups: dict[WorkerKind, TasksGroup], *, elastic_index: int | None = None) -> _Pool:
+    """A pool of groups that need the same."""
+    tasks = [group.scheduling for group in groups.values()]
+    gpu_type = next((task.gpu_type for task in tasks if task.gpu_type), None)
+    return _Pool(needs=_needs(plan, tasks[0]), gpu_type=gpu_type, groups=groups, elastic_index=elastic_index)
+
+
 def _needs(plan: RunPlan, scheduling: Scheduling) -> AllocationNeeds:
     return AllocationNeeds(**{name: asked_for(plan, scheduling, name) for name in NEEDS})
 
@@ -110,7 +118,7 @@ def _pools(plan: RunPlan) -> list[_Pool]:
                 pool.groups[kind] = group
                 break
         else:
-            pools.append(_Pool(needs=needs, gpu_type=gpu_type, groups={kind: group}))
+            pools.append(_pool_of(plan, {kind: group}))
     ordered = [_Pool(needs=pool.needs, gpu_type=pool.gpu_type, groups=_in_order(plan, pool.groups)) for pool in pools]
     return sorted(ordered, key=lambda pool: "master_worker" not in pool.groups)
 
@@ -121,19 +129,23 @@ def _in_order(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup]) -> dict[Wo
 
 def _choose(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[LayoutKind, str]:
     """The kind of layout, and why."""
-    asked = plan.launch.layout
-    difference = _difference(plan, pools)
-    if asked == "packed":
-        if difference is not None:
-            _refuse_packed(plan, *difference)
-        return "packed", "launch.layout asks for it"
+    asked, difference = plan.launch.layout, _difference(plan, pools)
     if asked == "jobs":
         return "jobs", "launch.layout asks for it: one job per group"
     if difference is None:
         also = "; hetjob would be the same" if asked == "hetjob" else ""
-        return "packed", f"all groups can share one allocation{also}"
+        return (
+            "packed",
+            "launch.layout asks for it" if asked == "packed" else f"all groups can share one allocation{also}",
+        )
     name, values = difference
     shown = ", ".join(f"{value or 'default'} ({' and '.join(kinds)})" for value, kinds in values.items())
+    if asked == "packed":
+        raise ConfigError.of(
+            f"layout packed is one allocation for all groups, but they ask for different nodes: {name} {shown}",
+            hint=f"set launch.layout to hetjob or auto, or give all groups the same {name}",
+            path=("groups", list(values.values())[-1][0], "scheduling", name),
+        )
     return "hetjob", f"groups ask for different nodes: {name} {shown}"
 
 
@@ -151,16 +163,6 @@ def _difference(plan: RunPlan, pools: Sequence[_Pool]) -> tuple[str, dict[str | 
     raise AssertionError("pools differ in what decides whether groups share one")
 
 
-def _refuse_packed(plan: RunPlan, name: str, values: Mapping[str | None, Sequence[WorkerKind]]) -> None:
-    shown = ", ".join(str(value or "default") for value in values)
-    kind = next(iter(list(values.values())[-1]))
-    raise ConfigError.of(
-        f"layout packed is one allocation for all groups, but {name} is asked for as {shown}",
-        hint=f"set launch.layout to hetjob or auto, or give all groups the same {name}",
-        path=("groups", kind, "scheduling", name),
-    )
-
-
 def _one_per_group(plan: RunPlan) -> list[_Pool]:
     """Layout jobs: the master and the manager are the head, every other group has a job."""
     head = {kind: group for kind, group in plan.scheduling.items() if kind in SUPERVISED}
@@ -172,13 +174,8 @@ def _one_per_group(plan: RunPlan) -> list[_Pool]:
             hint="give both the same partition, constraint, account, ...",
             path=("groups", "gserver_manager", "scheduling"),
         )
-    types = {group.scheduling.gpu_type for group in head.values() if group.scheduling.gpu_type}
-    pools = [_Pool(needs=_needs(plan, master), gpu_type=next(iter(types), None), groups=head)]
-    for kind, group in plan.scheduling.items():
-        if kind not in SUPERVISED:
-            task = group.scheduling
-            pools.append(_Pool(needs=_needs(plan, task), gpu_type=task.gpu_type, groups={kind: group}))
-    return pools
+    others = [{kind: group} for kind, group in plan.scheduling.items() if kind not in SUPERVISED]
+    return [_pool_of(plan, groups) for groups in (head, *others)]
 
 
 def _with_company_for_the_head(plan: RunPlan, pools: Sequence[_Pool], shapes: NodeShapes) -> list[_Pool]:
@@ -187,9 +184,8 @@ def _with_company_for_the_head(plan: RunPlan, pools: Sequence[_Pool], shapes: No
     Components of a heterogeneous job never share a node: alone, one CPU of a master would take a whole one.
     """
     head, *others = pools
-    if head.needs != AllocationNeeds() or not others or any(kind not in SUPERVISED for kind in head.groups):
-        return list(pools)
-    if any(group.scheduling.gpu_type for group in head.groups.values()):
+    is_forced = head.needs != AllocationNeeds() or head.gpu_type is not None
+    if is_forced or not others or any(kind not in SUPERVISED for kind in head.groups):
         return list(pools)
     host = max(others, key=lambda pool: _free_cpus(plan, pool, shapes))
     together = _Pool(needs=host.needs, gpu_type=host.gpu_type, groups=_in_order(plan, {**host.groups, **head.groups}))
@@ -202,11 +198,6 @@ def _free_cpus(plan: RunPlan, pool: _Pool, shapes: NodeShapes) -> int:
     placed = _place(plan, pool.groups, shape, role="component", max_nodes=None)
     used = sum(group.count * shape.whole_cores(group.scheduling.cpu) for group in pool.groups.values())
     return placed.num_nodes * shape.cpus - used
-
-
-def _check_common_times(plan: RunPlan) -> None:
-    for name in TIMES:
-        _common_value(plan, dict(plan.scheduling.items()), name)
 
 
 def _common_value(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup], name: str) -> str | None:
@@ -317,7 +308,8 @@ def _one_binding_per_node(steps: dict[str, Step], groups: Mapping[WorkerKind, Ta
     """
     sliced = {step.node_index for step in steps.values() if step.gpu_binding == "slice"}
     if (gang := groups.get(_GANG)) is not None and gang.scheduling.gpu_binding is None:
-        ranks = Counter(step.node_index for worker, step in steps.items() if step.gpus and _is_rank(worker))
+        gpu_ranks = [step for worker, step in steps.items() if step.gpus and parse_worker_id(worker)[0] == _GANG]
+        ranks = Counter(step.node_index for step in gpu_ranks)
         sliced |= {node for node, count in ranks.items() if count > 1}
     return {
         worker: msgspec.structs.replace(step, gpu_binding="slice") if step.gpus and step.node_index in sliced else step
@@ -325,19 +317,10 @@ def _one_binding_per_node(steps: dict[str, Step], groups: Mapping[WorkerKind, Ta
     }
 
 
-def _is_rank(worker: str) -> bool:
-    return parse_worker_id(worker)[0] == _GANG
-
-
 def _elastic_pools(plan: RunPlan) -> list[_Pool]:
     """One for each worker that has a job of its own."""
     return [
-        _Pool(
-            needs=_needs(plan, task := group.elastic.scheduling),
-            gpu_type=task.gpu_type,
-            groups={kind: TasksGroup(count=1, scheduling=task)},
-            elastic_index=index,
-        )
+        _pool_of(plan, {kind: TasksGroup(count=1, scheduling=group.elastic.scheduling)}, elastic_index=index)
         for kind, group in plan.scheduling.items()
         if group.elastic is not None
         for index in range(group.count, group.total_count)

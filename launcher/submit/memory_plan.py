@@ -89,17 +89,9 @@ class GpuUse:
 
 def gpu_uses(plan: RunPlan) -> list[GpuUse]:
     """All GPUs of the trial; none where no worker asks for one."""
-    uses: list[GpuUse] = []
-    if _has_gpus(plan, "model_worker"):
-        uses += TrainingMemory(plan=plan, roles=plan.roles).uses()
-    if _has_gpus(plan, "generation_server"):
-        uses.append(server_use(plan))
-    return uses
-
-
-def _has_gpus(plan: RunPlan, kind: WorkerKind) -> bool:
-    group = plan.scheduling.get(kind)
-    return group is not None and group.scheduling.gpu > 0
+    with_gpus = {kind for kind, group in plan.scheduling.items() if group.scheduling.gpu}
+    uses = TrainingMemory(plan=plan, roles=plan.roles).uses() if "model_worker" in with_gpus else []
+    return [*uses, server_use(plan)] if "generation_server" in with_gpus else uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +311,9 @@ def render_memory(uses: Sequence[GpuUse], *, gpu_memory_mb: int | None, width: i
     from rich.table import Table
     from rich.text import Text
 
-    shown = [part for part in PARTS if any(_has(use.peak, part) for use in uses)]
+    peaks = [use.peak for use in uses if use.peak is not None]
+    held = {part for peak in peaks for parts in peak.parts_by_model.values() for part, size in parts.items() if size}
+    shown = [part for part in PARTS if part in held]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_edge=False)
     table.add_column("GiB of one GPU", overflow="fold")
     for heading in [*(_HEADINGS[part] for part in shown), "all"]:
@@ -334,10 +328,6 @@ def render_memory(uses: Sequence[GpuUse], *, gpu_memory_mb: int | None, width: i
         console.print(table)
         console.print(Text(_caption(gpu_memory_mb)))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _has(peak: Peak | None, part: Part) -> bool:
-    return peak is not None and any(parts.get(part) for parts in peak.parts_by_model.values())
 
 
 def _rows(use: GpuUse, shown: Sequence[Part]) -> Iterator[list[str]]:

@@ -27,7 +27,6 @@ from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
-from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.local import share_gpus, visible_gpus
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
@@ -54,15 +53,11 @@ class AlreadyCompleteError(SubmissionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(Preflight):
     """A checked trial that can be started."""
 
     plan: RunPlan
     directory: TrialDirectory
-    warnings: tuple[str, ...]
-    checks: tuple[str, ...]
-    layout: Layout | None
-    """None for a local trial."""
     code: KeptCode = KeptCode()
     """The user's own."""
     has_default_name: bool = False
@@ -162,12 +157,9 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
     directory = facts.directory
     try:
         plan = RunPlan.from_json(directory.plan_path.read_bytes())
-    except ValueError as error:
-        raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
-    refuse_living(plan, directory)
-    try:
+        refuse_living(plan, directory)
         log = read_whole_log(directory, TrialLog(directory.log_path), patience_s=_LOG_PATIENCE_S)
-    except CorruptLogError as error:
+    except (ValueError, CorruptLogError) as error:
         raise SubmissionError(f"trial {facts.name} cannot be resumed: {error}") from error
     if log.is_done:
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")

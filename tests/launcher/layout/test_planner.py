@@ -149,7 +149,7 @@ def test_gpu_types_are_components_and_groups_without_gpus_join_one() -> None:
 
 
 def test_packed_that_is_asked_for_is_refused_where_groups_differ() -> None:
-    with pytest.raises(ConfigError, match="partition is asked for as default, gpu") as refused:
+    with pytest.raises(ConfigError, match=r"partition default \(.*\), gpu \(model_worker\)") as refused:
         layout_of({"model_worker": group(1, partition="gpu")}, layout="packed")
     assert refused.value.problems[0].path == ("groups", "model_worker", "scheduling", "partition")
     assert "hetjob or auto" in str(refused.value)
