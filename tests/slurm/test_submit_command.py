@@ -105,7 +105,7 @@ def test_an_option_of_the_command_line_is_blamed_where_it_was_typed(folder: Path
     typed = ["--profile", str(profile), "--sbatch-arg=--licenses=matlab:1"]
     refused = _submit(folder, "experiment.yaml", "--dry-run", *typed)
     assert refused.returncode == 5
-    assert b"--sbatch-arg=--licenses=matlab:1  launch.extra_sbatch_arguments: --licenses=matlab:1" in refused.stderr
+    assert b"--sbatch-arg=--licenses=matlab:1  launch.extra_sbatch_arguments.1: --licenses=matlab:1" in refused.stderr
 
 
 def test_a_template_with_the_line_ends_of_another_system_is_submitted_with_ours(folder: Path) -> None:
