@@ -104,6 +104,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/memory_growth.py --steps 200
 	$(BIN)/python benchmarks/commit.py
 	$(BIN)/python benchmarks/weight_update.py
+	$(BIN)/python benchmarks/update_gap.py
 	$(BIN)/python benchmarks/staging.py --rounds 3
 	$(BIN)/python benchmarks/control_plane.py --ranks 16 64 --samples 512 --steps 2 --idle-s 2
 	$(BIN)/python benchmarks/split_placement.py
