@@ -44,9 +44,9 @@ class ParallelDims:
 
     Example:
         dims = ParallelDims(dp=2, tp=2, pp=2)
-        dims.world_size                                 # 8
-        dims.rank_of(dp_rank=1, tp_rank=0, pp_rank=1)   # 6
-        dims.dp_heads                                   # (4, 6)
+        dims.world_size         # 8
+        dims.coords(6)          # ParallelCoords(dp_rank=1, tp_rank=0, pp_rank=1, cp_rank=0)
+        dims.dp_heads           # (4, 6)
     """
 
     dp: int = 1
@@ -70,16 +70,8 @@ class ParallelDims:
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
-    def rank_of(self, *, dp_rank: int, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
-        """The rank at these coordinates."""
-        coords = {"dp": dp_rank, "tp": tp_rank, "pp": pp_rank, "cp": cp_rank}
-        for name, rank in coords.items():
-            if not 0 <= rank < (size := getattr(self, name)):
-                raise ValueError(f"{name}_rank must be in [0, {size}), got {rank} in layout {self}")
-        return ((pp_rank * self.dp + dp_rank) * self.cp + cp_rank) * self.tp + tp_rank
-
     def coords(self, rank: int) -> ParallelCoords:
-        """The coordinates of a rank; the inverse of `rank_of`."""
+        """The coordinates of a rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}), got {rank} in layout {self}")
         rest, tp_rank = divmod(rank, self.tp)
@@ -95,18 +87,15 @@ class ParallelDims:
 
     def ranks_of_dp(self, dp_rank: int) -> tuple[int, ...]:
         """All ranks that work on the data of one data-parallel rank, ascending."""
-        first = self.rank_of(dp_rank=dp_rank, tp_rank=0, pp_rank=0)
         width = self.cp * self.tp
-        stage = self.dp * width
-        return tuple(
-            rank for start in range(first, first + self.world_size, stage) for rank in range(start, start + width)
-        )
+        stages = range(dp_rank * width, self.world_size, self.dp * width)
+        return tuple(rank for start in stages for rank in range(start, start + width))
 
     @property
     def dp_heads(self) -> tuple[int, ...]:
         """The rank that holds the outputs of each data-parallel rank, by dp rank: its first one in the last stage."""
-        first = self.rank_of(dp_rank=0, tp_rank=0, pp_rank=self.pp - 1)
-        return tuple(range(first, self.world_size, self.tp * self.cp))
+        width = self.cp * self.tp
+        return tuple(range((self.pp - 1) * self.dp * width, self.world_size, width))
 
     def __str__(self) -> str:
         """ "d2t1p1", and "c2" and "e2" after it where there are any, which most layouts do without."""

@@ -18,21 +18,19 @@ STEPS_SKIPPED_EARLY = "train/skipped_early_stop"
 _COUNTS = {"train/tokens", "train/skipped_nonfinite", "train/skipped_empty", STEPS_SKIPPED_EARLY}
 
 
-def deal_mini_batches(
-    config: PPOConfig, sample: SequenceSample, *, seed: int, version: int, dp_rank: int
-) -> Iterator[SequenceSample]:
+def deal_mini_batches(config: PPOConfig, sample: SequenceSample, *, seed: Sequence[int]) -> Iterator[SequenceSample]:
     """`sample_reuse` passes over the answers, each dealt anew into `n_minibatches` parts of equal numbers of answers.
 
     Answers stay with the others of their prompt in the same part, so that rows may have it once (`shared_prompts`).
-    The same seed, version and rank deal alike. A part may be empty on a rank with few answers; every rank deals the
-    same number of parts.
+    The same seed deals alike: the trial's, the version, and the data-parallel rank. A part may be empty on a rank with
+    few answers; every rank deals the same number of parts.
     """
     for reuse in range(config.sample_reuse):
         if config.n_minibatches == 1:
             yield sample
             continue
         num_answers = sum(sample.num_answers_per_sample())
-        order = np.random.default_rng([seed, version, dp_rank, reuse]).permutation(num_answers)
+        order = np.random.default_rng([*seed, reuse]).permutation(num_answers)
         for part in np.array_split(order, config.n_minibatches):
             yield sample.select_answers(part.tolist())
 

@@ -29,7 +29,7 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.policy_losses import behaviour_weights, importance_ratio, reduction_weights
+from corral.workers.algorithms.functional.policy_losses import importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
@@ -40,6 +40,7 @@ from corral.workers.algorithms.ppo_batch import (
     batch_stats,
     measure_batch,
     prepare_actor_sample,
+    weigh_behaviour,
     with_loss_weights,
 )
 from corral.workers.backends.base import LossOutput, TrainEngine
@@ -113,9 +114,7 @@ class PPOActorInterface(ModelInterface):
         stats: list[dict[str, float]] = []
         gap: dict[str, float] = {}
         first_update = engine.step
-        for mini_batch in deal_mini_batches(
-            config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
-        ):
+        for mini_batch in deal_mini_batches(config, prepared, seed=(self._seed, version, context.dp_rank)):
             if stats and stats[-1].get(STEPS_SKIPPED_EARLY):
                 stats.append({STEPS_SKIPPED_EARLY: 1.0})
                 continue
@@ -196,12 +195,6 @@ def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig)
     """The keys of the decoupled loss, from the log-probabilities of the weights that the step begins with."""
     keys = micro_batch.tensors
     proximal = torch.where(keys["loss_mask"], logprobs, 0.0)
-    weights, loss_mask = behaviour_weights(
-        proximal,
-        keys["old_logprobs"],
-        keys["loss_mask"],
-        cap=config.behav_imp_weight_cap,
-        truncates=config.behav_imp_weight_mode == "truncate",
-    )
+    weights, loss_mask = weigh_behaviour(config, keys, proximal, keys["loss_mask"])
     made = {"proximal_logprobs": proximal, "behaviour_weights": weights, "loss_mask": loss_mask}
     return replace(micro_batch, tensors=keys | made)

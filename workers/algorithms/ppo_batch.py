@@ -18,6 +18,7 @@ What `metrics.jsonl` says of rewards, lengths and staleness follows from the bat
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,15 +131,17 @@ def prepare_actor_sample(
         sample = sample.with_key(declared[name], values.numpy().astype(declared[name].dtype, copy=False))
     loss_mask = batch.response_mask
     if config.use_decoupled_loss and "proximal_logprobs" in batch.tensors:
-        weights, loss_mask = behaviour_weights(
-            batch.tensors["proximal_logprobs"],
-            batch.tensors["old_logprobs"],
-            loss_mask,
-            cap=config.behav_imp_weight_cap,
-            truncates=config.behav_imp_weight_mode == "truncate",
-        )
+        weights, loss_mask = weigh_behaviour(config, batch.tensors, batch.tensors["proximal_logprobs"], loss_mask)
         sample = sample.with_key("behaviour_weights", weights.numpy())
     return sample.with_key("loss_mask", loss_mask.numpy())
+
+
+def weigh_behaviour(
+    config: PPOConfig, keys: Mapping[str, Tensor], proximal_logprobs: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(weights of the tokens in the decoupled loss, the loss mask without those that it leaves out)."""
+    truncates, cap = config.behav_imp_weight_mode == "truncate", config.behav_imp_weight_cap
+    return behaviour_weights(proximal_logprobs, keys["old_logprobs"], loss_mask, cap=cap, truncates=truncates)
 
 
 def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, context: ParallelContext) -> Tensor:

@@ -48,7 +48,9 @@ class PPOCriticInterface(ModelInterface):
         self._critic = critic
         self._seed = seed
         self._kl = KLController.at_start(config.kl)
-        self._moments = _moments(critic)
+        self._has_units = critic.value_norm != "none"
+        """Whether the head works in units of its own; without, the moments stay as they are and change nothing."""
+        self._moments = RunningMoments(decay=critic.value_norm_decay if critic.value_norm == "exponential" else None)
 
     @property
     def inputs(self) -> CallKeys:
@@ -60,7 +62,7 @@ class PPOCriticInterface(ModelInterface):
     def inference(self, engine: TrainEngine[Tensor], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`values` after every token, in units of reward."""
         values = engine.forward(sample.select_keys(["input_ids"]))["values"]
-        return {"values": values if self._moments is None else self._moments.denormalize(values)}
+        return {"values": self._moments.denormalize(values)}
 
     def train_step(self, engine: TrainEngine[Tensor], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """As many optimizer steps as the actor's, on returns that all of them share."""
@@ -73,7 +75,7 @@ class PPOCriticInterface(ModelInterface):
         wide = returns[responses].astype(np.float64)
         local = {"count": wide.size, "total": wide.sum(), "square_total": np.square(wide).sum()}
         totals = context.sum_over_ranks({name: float(value) for name, value in local.items()})
-        if self._moments is not None and facts.is_finite:
+        if self._has_units and facts.is_finite:
             before, self._moments = self._moments, self._moments.updated(**totals)
             values, returns = before.normalize(values), self._moments.normalize(returns)
         prepared = with_loss_weights(
@@ -82,19 +84,17 @@ class PPOCriticInterface(ModelInterface):
         )
         stats = [
             engine.train_batch(mini_batch, loss_fn=self._loss)
-            for mini_batch in deal_mini_batches(
-                config, prepared, seed=self._seed, version=version, dp_rank=context.dp_rank
-            )
+            for mini_batch in deal_mini_batches(config, prepared, seed=(self._seed, version, context.dp_rank))
         ]
         self._kl = self._kl.after(facts)
         return merge_stats(stats, loss_name="critic/loss") | _stats(totals)
 
     def state_dict(self) -> Numbers:
-        return self._kl.state_dict() | ({} if self._moments is None else self._moments.state_dict())
+        return self._kl.state_dict() | (self._moments.state_dict() if self._has_units else {})
 
     def load_state_dict(self, state: Numbers) -> None:
         self._kl = self._kl.with_state(state)
-        if self._moments is not None:
+        if self._has_units:
             self._moments = self._moments.with_state(state)
 
     def _loss(self, values: Tensor, micro_batch: MicroBatch) -> LossOutput:
@@ -116,9 +116,3 @@ def _stats(totals: Mapping[str, float]) -> dict[str, float]:
     mean = totals["total"] / count
     variance = totals["square_total"] / count - mean**2
     return {"returns/mean": mean, "returns/std": math.sqrt(variance) if variance > 0.0 else 0.0}
-
-
-def _moments(critic: CriticConfig) -> RunningMoments | None:
-    if critic.value_norm == "none":
-        return None
-    return RunningMoments(decay=critic.value_norm_decay if critic.value_norm == "exponential" else None)

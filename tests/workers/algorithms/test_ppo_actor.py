@@ -214,7 +214,7 @@ def test_a_kl_penalty_holds_the_policy_near_the_reference(model_directory: Path)
 def parts(config: PPOConfig, *, seed: int, version: int) -> list[list[int]]:
     """By their numbers of tokens, which differ."""
     sample = make_sample([[4, 5, 6, 7], [8, 9, 10, 11]])
-    return [part.answer_lengths() for part in deal_mini_batches(config, sample, seed=seed, version=version, dp_rank=0)]
+    return [part.answer_lengths() for part in deal_mini_batches(config, sample, seed=(seed, version, 0))]
 
 
 def test_mini_batches_are_drawn_from_seed_and_version_alone() -> None:
