@@ -31,7 +31,7 @@ RANKS: dict[str, list[set[str]]] = {
             "staleness",
             "worker_information",
         },
-        {"cadence", "job_options", "memory", "packing"},
+        {"cadence", "memory", "packing"},
         {"mesh", "redistribution", "scheduling"},
         {"allocation", "model_function_call", "placement"},
         {"dataflow"},

@@ -7,9 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
-from corral.scheduling.job_options import AskedLayout, JobOptions
 from corral.scheduling.placement import NodeShape
-from corral.scheduling.scheduling import OptionalMemoryMb, Scheduling
+from corral.scheduling.scheduling import AskedLayout, JobOptions, OptionalMemoryMb, Scheduling
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)

@@ -11,7 +11,7 @@ import typer
 
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, fail, leaving, run, terminal_width, user_errors, wait_for_trial
-from corral.scheduling.job_options import AskedLayout
+from corral.scheduling.scheduling import AskedLayout
 
 if TYPE_CHECKING:
     from corral.launcher.submit.imagined import ClusterShape

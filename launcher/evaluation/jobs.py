@@ -34,8 +34,7 @@ from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
-from corral.scheduling.job_options import AllocationNeeds, option_name
-from corral.scheduling.scheduling import Scheduling
+from corral.scheduling.scheduling import AllocationNeeds, Scheduling, option_name
 
 _MAX_CONTINUATIONS = 10
 _MAX_PARALLEL = 16

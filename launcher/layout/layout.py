@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from corral.scheduling.job_options import LayoutKind
+from corral.scheduling.scheduling import LayoutKind
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
 AllocationRole = Literal["head", "component", "group", "elastic"]

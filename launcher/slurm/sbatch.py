@@ -25,7 +25,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.scheduling.job_options import option_name
+from corral.scheduling.scheduling import option_name
 from corral.scheduling.slurm_formats import check_plain_text
 
 COMPONENT_SEPARATOR = ":"

@@ -14,9 +14,8 @@ from corral.launcher.layout.planner import SUPERVISED, asked_for
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, most_common_shape
 from corral.launcher.terminal import format_duration
-from corral.scheduling.job_options import ALLOCATION_FIELDS
 from corral.scheduling.placement import NodeShape
-from corral.scheduling.scheduling import Scheduling
+from corral.scheduling.scheduling import ALLOCATION_FIELDS, Scheduling
 from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.job_options import ALLOCATION_FIELDS, check_extra_argument, option_name
+from corral.scheduling.scheduling import ALLOCATION_FIELDS, check_extra_argument, option_name
 from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
