@@ -36,6 +36,9 @@ class Mesh:
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"a mesh needs each of its ranks once, got {self.ranks}")
 
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
     def coords(self, rank: int) -> ParallelCoords:
         """Where a model worker stands; ValueError if it has no part in this mesh."""
         if rank not in self.ranks:

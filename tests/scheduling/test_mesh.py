@@ -26,7 +26,7 @@ def test_every_rank_works_for_one_data_parallel_rank_and_so_does_its_head(dims, 
 
 def test_a_mesh_knows_who_is_in_it() -> None:
     mesh = Mesh(ranks=(2, 3), dims=ParallelDims(dp=2))
-    assert str(mesh) == "d2t1p1 on model_worker/2-3"
+    assert (2 in mesh, 1 in mesh, str(mesh)) == (True, False, "d2t1p1 on model_worker/2-3")
     with pytest.raises(ValueError, match="model_worker/1 is not in the mesh of model_worker/2-3"):
         mesh.coords(1)
 
