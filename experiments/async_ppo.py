@@ -207,10 +207,18 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "and without ppo.use_decoupled_loss that counts as learning in ppo.eps_clip; set it to true, or "
                 "weights.update_mode to retract"
             )
+        otherwise = (
+            ", or keep no version in memory: by weights.transport: disk, or a weights.host_directory on a host's disk"
+        )
         group = self.scheduling_setup()["generation_server"]
-        asked = {"groups.generation_server.scheduling.mem": group.scheduling}
-        if group.elastic is not None:
-            asked["groups.generation_server.elastic.scheduling.mem"] = group.elastic.scheduling
+        asked = {"scheduling": group.scheduling} | (
+            {"elastic.scheduling": group.elastic.scheduling} if group.elastic else {}
+        )
         for key, task in asked.items():
-            if warning := memory_warning(self._server_memory(task), key=key, asked_mb=task.mem, weights=self.weights):
-                yield warning
+            yield from memory_warning(
+                self._server_memory(task),
+                of="a server",
+                key=f"groups.generation_server.{key}.mem",
+                asked_mb=task.mem,
+                otherwise="" if self.weights.place == "shared" else otherwise,
+            )

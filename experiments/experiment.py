@@ -39,7 +39,7 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
-from corral.experiments.host_memory import BESIDE_MB, copied_mb, copy_warning
+from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
 from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.model_directory import transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
@@ -63,7 +63,14 @@ from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
-from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PostHook, PublishWeightsHook
+from corral.scheduling.model_function_call import (
+    CallType,
+    ModelFunctionCall,
+    ModelName,
+    OffloadHook,
+    PostHook,
+    PublishWeightsHook,
+)
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
 
@@ -288,9 +295,15 @@ class Experiment(FrozenConfig):
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
         yield from dataset_warnings(self.dataset, self.evaluation, self.checked_dataset, kind=self.row_kind)
-        key, task = "groups.model_worker.scheduling.mem", self.scheduling_setup()["model_worker"].scheduling
-        if warning := copy_warning(self._copied_mb, key=key, asked_mb=task.mem):
-            yield warning
+        task = self.scheduling_setup()["model_worker"].scheduling
+        yield from memory_warning(
+            {"the copy of weights and optimizer for each commit": self._copied_mb},
+            of="a training rank",
+            key="groups.model_worker.scheduling.mem",
+            asked_mb=task.mem,
+            beside_mb=BESIDE_MB,
+            otherwise=", or set control.commit_beside_training: false, which takes no copies and lets training wait",
+        )
         if task.gpu > 0:
             yield from dtype_warnings(self.models)
 
@@ -371,7 +384,8 @@ class Experiment(FrozenConfig):
             output_keys=tuple(outputs.values()),
             output_key_remap={own: name for own, name in outputs.items() if own != name},
             micro_batches=model.micro_batches,
-            post_hooks=tuple(post_hooks),
+            # What is trained is called again.
+            post_hooks=(*post_hooks, *(() if isinstance(model, TrainedModelConfig) else _leaving(model))),
         )
 
     def train_call(
@@ -400,7 +414,7 @@ class Experiment(FrozenConfig):
             input_keys=tuple(input_keys),
             input_key_remap=dict(input_key_remap),
             micro_batches=model.micro_batches,
-            post_hooks=(*publish, *post_hooks),
+            post_hooks=(*publish, *post_hooks, *_leaving(model)),
         )
 
     @property
@@ -506,3 +520,8 @@ class Experiment(FrozenConfig):
         if self.evaluation is None or not any(call.input_keys for call in graph.evaluate_calls):
             return None
         return dataset_spec(self.evaluation.dataset, kind=self.row_kind)
+
+
+def _leaving(model: ModelConfig) -> tuple[OffloadHook, ...]:
+    """What a model's last call of a step ends with, where it makes room for others."""
+    return (OffloadHook(),) if model.offload == "between_calls" else ()

@@ -11,7 +11,7 @@ them, and whichever server of the host comes first writes: so each one's memory 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
@@ -100,43 +100,26 @@ def copied_mb(
     return _in_mb(max(by_rank.values(), default=0))
 
 
-def copy_warning(copied: int, *, key: str, asked_mb: int) -> str | None:
-    """Of a model worker that asks for less memory than the copy of a commit takes, with the way out.
-
-    Args:
-        copied: in MB, as `copied_mb` has it.
-        key: what says how much it asks for.
-    """
-    if asked_mb >= copied:
-        return None
-    return (
-        f"{key} is {asked_mb} MB, and a training rank copies {copied} MB of weights and optimizer for each commit; a "
-        f"cluster that keeps jobs to their memory ends it. Raise it to {copied + BESIDE_MB}M, or set "
-        "control.commit_beside_training: false, which takes no copies and lets training wait"
-    )
-
-
 def _in_mb(num_bytes: int) -> int:
     return -(-num_bytes // _MB)
 
 
-def memory_warning(needed_mb: Mapping[str, int], *, key: str, asked_mb: int, weights: WeightsConfig) -> str | None:
-    """Of a server that asks for less memory than it takes, with the sum and the way out.
+def memory_warning(
+    needed_mb: Mapping[str, int], *, of: str, key: str, asked_mb: int, beside_mb: int = 0, otherwise: str = ""
+) -> Iterator[str]:
+    """Of a worker that asks for less memory than it takes, with the sum and the way out; nothing if it asks for enough.
 
     Args:
         needed_mb: by what for.
+        of: what the worker is.
         key: what says how much it asks for.
+        beside_mb: for what is not in the sum.
+        otherwise: another way out.
     """
     total = sum(needed_mb.values())
-    if asked_mb >= total:
-        return None
-    parts = " + ".join(f"{size} MB for {what}" for what, size in needed_mb.items())
-    otherwise = (
-        ""
-        if weights.place == "shared"
-        else ", or keep no version in memory: by weights.transport: disk, or a weights.host_directory on a host's disk"
-    )
-    return (
-        f"{key} is {asked_mb} MB, and a server takes at least {total} MB: {parts}; a cluster that keeps jobs to their "
-        f"memory ends it. Raise it to {total}M or more{otherwise}"
-    )
+    if asked_mb < total:
+        parts = " + ".join(f"{size} MB for {what}" for what, size in needed_mb.items())
+        yield (
+            f"{key} is {asked_mb} MB, and {of} takes at least {total} MB: {parts}; a cluster that keeps jobs to their "
+            f"memory ends it. Raise it to {total + beside_mb}M or more{otherwise}"
+        )

@@ -10,7 +10,7 @@
 Without a critic, advantages compare the answers to one prompt: GRPO and its kin.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from corral.experiments.checks.algorithm import check_ppo
@@ -36,8 +36,6 @@ from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
     ModelName,
-    OffloadHook,
-    PostHook,
     PushWeightsHook,
 )
 
@@ -128,18 +126,26 @@ class PolicyExperiment(Experiment):
     def training_calls(self) -> list[ModelFunctionCall]:
         """The model function calls from answers to new weights."""
         made: list[ModelFunctionCall] = []
+
+        def infer(name: str, role: str, implementation: str, reads: Sequence[str], outputs: Mapping[str, str]) -> None:
+            made.append(self.inference_call(name, role, implementation, input_keys=reads, outputs=outputs))
+
         masked = ("input_ids", "prompt_mask")
         if self.calls_for_proximal:
             routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
-            made.append(self._inference("actor_inf", "actor", self.actor.interface, routed, logprobs=PROXIMAL))
+            infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
-            made.append(self._inference("ref_inf", "ref", "ppo_actor", masked, logprobs="ref_logprobs"))
+            infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
-            made.append(self._reward_call(self.reward_model.interface))
+            # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
+            interface = self.reward_model.interface
+            own = self._names(interface, "outputs", CallType.INFERENCE)
+            reads = self._names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
+            infer("rew_inf", "reward", interface, reads, {**{key: key for key in own}, "rewards": MODEL_REWARDS})
             outputs.append(MODEL_REWARDS)
         if self.critic is not None:
-            made.append(self._inference("critic_inf", "critic", self.critic.interface, ("input_ids",), values="values"))
+            infer("critic_inf", "critic", self.critic.interface, ("input_ids",), {"values": "values"})
             outputs.append("values")
         made.append(self._train("actor", self.actor.interface, (*self._answer_keys(), *outputs, *self._own_keys())))
         if self.critic is not None:
@@ -158,14 +164,6 @@ class PolicyExperiment(Experiment):
         interfaces = [model.interface for model in models if model is not None]
         declared = self.declared(self.own_code, interfaces=interfaces).get(import_path)
         return () if declared is None else declared.names(attribute, call_type)
-
-    def _reward_call(self, interface: str) -> ModelFunctionCall:
-        """With the keys that an interface of the user's own reads, and those that it makes beside rewards."""
-        own = [key for key in self._names(interface, "outputs", CallType.INFERENCE) if key != "rewards"]
-        reads = self._names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
-        return self._inference(
-            "rew_inf", "reward", interface, reads, rewards=MODEL_REWARDS, **{key: key for key in own}
-        )
 
     def _own_keys(self) -> tuple[str, ...]:
         """What a loss, an advantage or an interface of the user's own reads besides."""
@@ -187,30 +185,14 @@ class PolicyExperiment(Experiment):
         keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values")
         return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
 
-    def _inference(
-        self, name: str, role: str, implementation: str, input_keys: tuple[str, ...], **outputs: str
-    ) -> ModelFunctionCall:
-        """A call that makes `outputs`: the graph's names by the interface's."""
-        leaves = self._leaves(role) and role not in ("actor", "critic")  # which are called again
-        hooks = [OffloadHook()] if leaves else []
-        return self.inference_call(name, role, implementation, input_keys=input_keys, outputs=outputs, post_hooks=hooks)
-
-    def _leaves(self, role: str) -> bool:
-        """Whether it makes room for other models after its last call of a step."""
-        return self.models[role].offload == "between_calls"
-
     def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:
-        after: list[PostHook] = []
-        if role == "actor" and self.ref is not None and self.ref.ema is not None:
-            after.append(PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema))
-        if self._leaves(role):
-            after.append(OffloadHook())
+        follows = [PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema)] if self.ref and self.ref.ema else []
         return self.train_call(
             implementation,
             input_keys=tuple(dict.fromkeys(keys)),
             role=role,
             input_key_remap={MODEL_REWARDS: "rewards"} if MODEL_REWARDS in keys else {},
-            post_hooks=after,
+            post_hooks=follows if role == "actor" else [],
         )
 
     def role_specs(self) -> list[ModelRoleSpec]:

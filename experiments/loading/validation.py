@@ -5,7 +5,7 @@ JSON without refusing paths and tuples; hence the detour over JSON text.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -105,16 +105,13 @@ def _rule(details: ErrorDetails) -> tuple[str, str]:
         hint = did_you_mean(str(details["input"]), options, "")
         return f"must be {expected}, got {show_value(details['input'])}", hint
     if kind == "string_type":
-        return _text_rule(details["input"])
-    if explain_rule := _RULES.get(kind):
-        return explain_rule(context), ""
-    return f"is not allowed: {details['msg']}", ""
-
-
-def _text_rule(value: Any) -> tuple[str, str]:
-    if isinstance(value, bool | int | float):
-        return f"must be text, got {show_value(value)}", f'write it in quotes: "{show_value(value)}"'
-    return f"must be text, got {_kind_of(value)}", ""
+        is_scalar = isinstance(details["input"], bool | int | float)
+        quoted = f'write it in quotes: "{show_value(details["input"])}"' if is_scalar else ""
+        return f"must be text, got {_kind_of(details['input'])}", quoted
+    if kind in _FORMS:
+        return f"must be {_FORMS[kind]}", ""
+    # "Input should be greater than 0", "String should match pattern '^...'"
+    return f"must {details['msg'].partition(' should ')[2] or details['msg']}", ""
 
 
 def _kind_of(value: Any) -> str:
@@ -125,23 +122,12 @@ def _kind_of(value: Any) -> str:
     return show_value(value)
 
 
-_RULES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "greater_than": lambda context: f"must be above {context['gt']}",
-    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
-    "less_than": lambda context: f"must be below {context['lt']}",
-    "less_than_equal": lambda context: f"must be at most {context['le']}",
-    "finite_number": lambda context: "must be a finite number",
-    "int_type": lambda context: "must be a whole number",
-    "int_from_float": lambda context: "must be a whole number",
-    "float_type": lambda context: "must be a number",
-    "bool_type": lambda context: "must be true or false",
-    "list_type": lambda context: "must be a list, [a, b]",
-    "tuple_type": lambda context: "must be a list, [a, b]",
-    "dict_type": lambda context: "must be a mapping of keys to values",
-    "model_type": lambda context: "must be a mapping of keys to values",
-    "model_attributes_type": lambda context: "must be a mapping of keys to values",
-    "path_type": lambda context: "must be the path of a file",
-    "string_too_short": lambda context: f"must have at least {context['min_length']} character(s)",
-    "string_too_long": lambda context: f"must have at most {context['max_length']} characters",
-    "string_pattern_mismatch": lambda context: f"must match {context['pattern']}",
+_FORMS: Mapping[str, str] = {
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+    "float_type": "a number",
+    "bool_type": "true or false",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list, [a, b]"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys to values"),
+    "path_type": "the path of a file",
 }
+"""What a value has to be, by pydantic's name for the mistake; of the others, pydantic's own words are used."""

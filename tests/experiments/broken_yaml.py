@@ -258,13 +258,13 @@ SCHEMA_CASES = (
     BrokenCase(
         name="negative-eta",
         edit=("  max_head_offpolicyness: 1", "  max_head_offpolicyness: -1"),
-        words=("rollout.max_head_offpolicyness", "at least 0", "synchronous"),
+        words=("rollout.max_head_offpolicyness", "must be greater than or equal to 0", "synchronous"),
         line=13,
     ),
     BrokenCase(
         name="zero-temperature",
         overrides=("rollout.sampling.temperature=0",),
-        words=("rollout.sampling.temperature", "above 0"),
+        words=("rollout.sampling.temperature", "must be greater than 0"),
     ),
     BrokenCase(name="zero-top-k", overrides=("rollout.sampling.top_k=0",), words=("top_k", "-1")),
     BrokenCase(

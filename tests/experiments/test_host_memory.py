@@ -251,12 +251,12 @@ def test_the_copies_of_roles_on_one_rank_are_added_up_and_cut_over_the_ranks_of_
 
 def test_a_rank_that_asks_for_less_than_it_copies_is_warned_of_and_asks_for_enough_by_itself(folder: Path) -> None:
     def warned(*overrides: str) -> list[str]:
-        return [text for text in ppo(folder, *overrides).find_warnings() if "copies" in text]
+        return [text for text in ppo(folder, *overrides).find_warnings() if "commit_beside_training" in text]
 
     few = "groups.model_worker.scheduling.mem=100M"
     write_model(folder / "model", mib=200)
     (warning,) = warned(few)
-    assert warning.startswith("groups.model_worker.scheduling.mem is 100 MB, and a training rank copies ")
+    assert warning.startswith("groups.model_worker.scheduling.mem is 100 MB, and a training rank takes at least ")
     assert warning.endswith("set control.commit_beside_training: false, which takes no copies and lets training wait")
     assert warned(few, "control.commit_beside_training=false") == [] == warned()
     default = ppo(folder).default_scheduling("model_worker").mem
