@@ -23,7 +23,12 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
     """
     held = {role.model_name for role in roles}
     for call in graph.calls:
-        _check_implementation(call)
+        has_interface = call.call_type in (CallType.INFERENCE, CallType.TRAIN_STEP) and ":" not in call.implementation
+        if has_interface and call.implementation not in INTERFACE_NAMES:
+            raise ValueError(
+                f"call {call.name!r} is implemented by {call.implementation!r}, and there is no such interface; there "
+                f"are {', '.join(INTERFACE_NAMES)}, and import paths of your own"
+            )
         if call.model_name not in held:
             names = ", ".join(map(str, sorted(held)))
             raise ValueError(
@@ -91,14 +96,4 @@ def check_publication(graph: DataflowGraph, published: ModelName) -> None:
         raise ValueError(
             f"call {training[-1].name!r} trains {published}, and no call publishes its weights: whoever generates "
             "would keep the first ones, and exports would be copies of them; give it a PublishWeightsHook"
-        )
-
-
-def _check_implementation(call: ModelFunctionCall) -> None:
-    if call.call_type not in (CallType.INFERENCE, CallType.TRAIN_STEP) or ":" in call.implementation:
-        return
-    if call.implementation not in INTERFACE_NAMES:
-        raise ValueError(
-            f"call {call.name!r} is implemented by {call.implementation!r}, and there is no such interface; there are "
-            f"{', '.join(INTERFACE_NAMES)}, and import paths of your own"
         )

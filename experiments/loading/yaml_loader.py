@@ -1,15 +1,14 @@
-"""Strict YAML: bytes -> events of libyaml -> plain values, with the line of every key kept for error messages.
+"""Strict YAML: bytes -> libyaml's events, looked through -> its nodes -> plain values, with the line of every key.
 
 Scalars follow YAML 1.2's core schema: 24:00:00, yes, no, on, off and 2024-01-01 are strings, 1e-5 is a float, and only
 true and false are booleans. What could mean something else than what is read is refused: duplicate keys, aliases and
-anchors, tags, several documents, control characters, numbers that no field can hold. Values are built from events, and
-no deeper than `MAX_DEPTH`, so that a hostile file costs neither stack nor memory.
+anchors, tags, several documents, control characters, numbers that no field can hold. Nodes are made only of
+events that are no deeper than `MAX_DEPTH`, so that a hostile file costs neither stack nor memory.
 """
 
 import math
 import re
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,22 +137,9 @@ class _Builder:
         if match := _CONTROL.search(text):
             line = text.count("\n", 0, match.start()) + 1
             self._stop(f"control character {match[0]!r} is not allowed", line=line, hint="remove it")
-        events = self._events(text)
-        documents = [
-            self._value(next(events), (), events) for event in events if isinstance(event, yaml.DocumentStartEvent)
-        ]
-        if self._problems:
-            raise ConfigError(self._problems)
-        return documents[0] if documents else None
-
-    def _events(self, text: str) -> Iterator[yaml.Event]:
-        has_begun = False
         try:
-            for event in yaml.parse(text, Loader=_Parser):
-                if has_begun and isinstance(event, yaml.DocumentStartEvent):
-                    self._stop("only one YAML document is allowed", line=_line(event), hint="remove what follows '---'")
-                has_begun |= isinstance(event, yaml.DocumentStartEvent)
-                yield event
+            self._refuse_constructs(text)
+            node = yaml.compose(text, Loader=_Parser)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             reason = error.problem or error.context or "syntax error"
@@ -162,41 +148,46 @@ class _Builder:
             self._stop(f"not valid YAML: {reason}", line=mark.line + 1 if mark else 1, hint=hint, cause=error)
         except yaml.YAMLError as error:
             self._stop(f"not valid YAML: {shorten(str(error))}", line=1, hint="save it as plain text", cause=error)
+        value = None if node is None else self._value(node, ())
+        if self._problems:
+            raise ConfigError(self._problems)
+        return value
 
-    def _value(self, event: yaml.Event, path: KeyPath, events: Iterator[yaml.Event]) -> Any:
-        """What begins with `event`; takes from `events` what belongs to it, and goes no deeper than `MAX_DEPTH`."""
-        line = _line(event)
-        self._refuse_decorations(event, line)
-        self.line_by_path.setdefault(path, line)
-        if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event, path, line)
-        if len(path) >= MAX_DEPTH:
-            self._stop(f"more than {MAX_DEPTH} levels inside each other", line=line, hint="no key is that deep")
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(path, events)
-        items: list[Any] = []
-        while not isinstance(item := next(events), yaml.SequenceEndEvent):
-            items.append(self._value(item, (*path, len(items)), events))
-        return items
+    def _refuse_constructs(self, text: str) -> None:
+        """What could mean something else than what is read, and what is too deep to be read by recursion."""
+        depth = num_documents = 0
+        for event in yaml.parse(text, Loader=_Parser):
+            line = _line(event)
+            num_documents += isinstance(event, yaml.DocumentStartEvent)
+            if num_documents > 1:
+                self._stop("only one YAML document is allowed", line=line, hint="remove what follows '---'")
+            self._refuse_decorations(event, line)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                self._stop(f"more than {MAX_DEPTH} levels inside each other", line=line, hint="no key is that deep")
 
-    def _mapping(self, above: KeyPath, events: Iterator[yaml.Event]) -> dict[str, Any]:
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.line_by_path.setdefault(path, _line(node))
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, (*path, number)) for number, item in enumerate(node.value)]
         values: dict[str, Any] = {}
         line_by_key: dict[str, int] = {}
-        while not isinstance(event := next(events), yaml.MappingEndEvent):
-            line = _line(event)
-            self._refuse_decorations(event, line)
-            if not isinstance(event, yaml.ScalarEvent):
+        for key_node, value_node in node.value:
+            line = _line(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
                 hint = "put text before the colon"
                 self._stop("a key must be plain text, not a list or a mapping", line=line, hint=hint)
-            key, path = event.value, (*above, event.value)
+            key = key_node.value
             if key in values:
                 message = f"key {shorten(key)!r} is given twice, on lines {line_by_key[key]} and {line}"
-                self._note(message, "keep one of them", path, line)
+                self._note(message, "keep one of them", (*path, key), line)
             if not key or not key.isprintable():
-                self._note("a key must be printable text", "name a key before the colon", above, line)
+                self._note("a key must be printable text", "name a key before the colon", path, line)
             line_by_key.setdefault(key, line)
-            self.line_by_path.setdefault(path, line)
-            values[key] = self._value(next(events), path, events)
+            self.line_by_path.setdefault((*path, key), line)
+            values[key] = self._value(value_node, (*path, key))
         return values
 
     def _refuse_decorations(self, event: yaml.Event, line: int) -> None:
@@ -209,20 +200,21 @@ class _Builder:
             hint = "remove it, or quote the value"
             self._stop(f"YAML tags are not allowed: {shorten(str(tag))}", line=line, hint=hint)
 
-    def _scalar(self, event: yaml.ScalarEvent, path: KeyPath, line: int) -> Any:
-        if event.implicit[0]:  # written without quotes
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        line = _line(node)
+        if not node.style:  # written without quotes
             try:
-                return plain_scalar(event.value)
+                return plain_scalar(node.value)
             except ValueError as error:
                 rule, remedy = split_remedy(str(error))
                 self._note(rule, remedy, path, line)
                 return None
-        for character in event.value:
+        for character in node.value:
             if unicodedata.category(character) in ("Cc", "Zl", "Zp"):
                 hint = "write it on one line; in a block, use '>-' instead of '|'"
                 self._note(f"control character {character!r} is not allowed in {dotted(path)}", hint, path, line)
                 break
-        return event.value
+        return node.value
 
     def _note(self, message: str, hint: str, path: KeyPath, line: int) -> None:
         place = f"{self._name}:{line}"
@@ -233,6 +225,6 @@ class _Builder:
         raise ConfigError([*self._problems, problem]) from cause
 
 
-def _line(event: yaml.Event) -> int:
+def _line(event: yaml.Event | yaml.Node) -> int:
     """Of a file, from 1."""
     return event.start_mark.line + 1 if event.start_mark is not None else 1

@@ -11,11 +11,9 @@ control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", ...
 A record that a crash or a full disk has cut keeps its number: nobody runs that attempt again, and the next one goes on.
 """
 
-import os
 import re
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -45,21 +43,12 @@ class WhyNot(StrEnum):
     """Two attempts that could have committed did not, or too many in a row that could not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """No further attempt may begin without a human."""
-
-    reason: WhyNot
-    text: str
-    """For people."""
-
-
 class AttemptRefusedError(RuntimeError):
-    """No further attempt may begin by itself."""
+    """No further attempt may begin without a human; its text is for people."""
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.text)
-        self.reason = refusal.reason
+    def __init__(self, reason: WhyNot, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,7 +63,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """First slot of the trial log that belongs to this attempt: an older Stop does not stop it."""
     submitted_at: float
     """Unix time, for people."""
-    submit_host: str
     is_automatic: bool = False
     """Whether it followed the attempt before it without a human."""
     damage: str = ""
@@ -132,7 +120,7 @@ def begin_attempt(
         attempts = read_attempts(directory)
         refusal = why_not_another(attempts, state, taken_away(directory, attempts))
         if refusal is not None:
-            raise AttemptRefusedError(refusal)
+            raise refusal
         # Our own claim without a whole record: we were killed between the two, or a full disk has cut it.
         number = newest + 1 if own is None else own
         if own is not None or write_if_absent(_claim_path(directory, number), msgspec.json.encode(claim)):
@@ -141,7 +129,9 @@ def begin_attempt(
             )
 
 
-def why_not_another(attempts: Sequence[AttemptRecord], state: LogState, taken: Collection[int] = ()) -> Refusal | None:
+def why_not_another(
+    attempts: Sequence[AttemptRecord], state: LogState, taken: Collection[int] = ()
+) -> AttemptRefusedError | None:
     """Why no further attempt may begin without a human; None if one may. Pure.
 
     What bounds a chain is progress: it may be as long as it likes while one of its last two attempts has committed. An
@@ -154,16 +144,18 @@ def why_not_another(attempts: Sequence[AttemptRecord], state: LogState, taken: C
         taken: numbers of those that the cluster has ended.
     """
     if state.is_done:
-        return Refusal(WhyNot.COMPLETE, "the trial is complete")
+        return AttemptRefusedError(WhyNot.COMPLETE, "the trial is complete")
     if state.stop is not None and not state.is_handed_over:
-        return Refusal(WhyNot.STOPPED, f"{state.stop.by} stopped the trial")
+        return AttemptRefusedError(WhyNot.STOPPED, f"{state.stop.by} stopped the trial")
     last_commit = max((logged.slot for logged in state.commits), default=-1)
     idle = [record.attempt for record in chain_of(attempts) if record.start_slot > last_commit]
     own = [attempt for attempt in idle if attempt not in taken]
     if len(own) >= _MOST_OF_ITS_OWN:
-        return Refusal(WhyNot.NO_PROGRESS, f"attempts {own[-2]} and {own[-1]} both ended before their first commit")
+        return AttemptRefusedError(
+            WhyNot.NO_PROGRESS, f"attempts {own[-2]} and {own[-1]} both ended before their first commit"
+        )
     if len(idle) >= _MOST_AT_ALL:
-        return Refusal(
+        return AttemptRefusedError(
             WhyNot.NO_PROGRESS,
             f"the cluster has ended most of the last {len(idle)} attempts, and none of them came to a commit",
         )
@@ -255,7 +247,6 @@ def _read_with_damage(directory: TrialDirectory, attempt: int) -> AttemptRecord 
             mode="",
             start_slot=1,
             submitted_at=written_at,
-            submit_host="",
             damage=str(error),
         )
 
@@ -274,7 +265,6 @@ def _write_record(
         mode=mode,
         start_slot=start_slot,
         submitted_at=time.time(),
-        submit_host=os.uname().nodename,
         is_automatic=is_automatic,
     )
     atomic_write(_record_path(directory, attempt), msgspec.json.encode(record))

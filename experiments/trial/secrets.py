@@ -158,16 +158,6 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except FileNotFoundError:
             return
 
-    def client(self, role: str) -> CurvePair:
-        """The client key pair of a role.
-
-        Raises:
-            ValueError: if there is no such role.
-        """
-        if role not in self.clients:
-            raise ValueError(f"no client keys for role {role!r}; roles are {', '.join(self.clients)}")
-        return self.clients[role]
-
     def role_by_public_key(self) -> dict[bytes, str]:
         """Who a client is, by its public key in Z85."""
         return {pair.public.encode("ascii"): role for role, pair in self.clients.items()}

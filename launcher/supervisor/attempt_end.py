@@ -32,7 +32,13 @@ from typing import Literal, Protocol
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, Follows, write_end
-from corral.experiments.trial.attempts import ENDED_BY_CLUSTER, Refusal, read_attempts, taken_away, why_not_another
+from corral.experiments.trial.attempts import (
+    ENDED_BY_CLUSTER,
+    AttemptRefusedError,
+    read_attempts,
+    taken_away,
+    why_not_another,
+)
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
@@ -176,7 +182,7 @@ class EndMachine:
             # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
             self._revoke()
 
-    def judge(self, end: EndTrial, *, is_done: bool, refusal: Refusal | None) -> None:
+    def judge(self, end: EndTrial, *, is_done: bool, refusal: AttemptRefusedError | None) -> None:
         """Nothing runs any more: what that means.
 
         Args:
@@ -191,7 +197,7 @@ class EndMachine:
         elif self.phase is not EndPhase.HANDING_OVER:
             self.phase, self.cause = EndPhase.FINAL, self._advised(self.cause or end.cause)
         elif refusal is not None:
-            self.phase, self.cause = EndPhase.FINAL, self._advised(f"{self.cause}; {refusal.text}")
+            self.phase, self.cause = EndPhase.FINAL, self._advised(f"{self.cause}; {refusal}")
 
     @property
     def goes_on(self) -> bool:

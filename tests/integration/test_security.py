@@ -140,7 +140,7 @@ def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: 
     public, secret = zmq.curve_keypair()
     server = target.secrets.server.public.encode()
     # The generation server has a key, but is a client of nobody.
-    other_role = target.secrets.client("generation_server")
+    other_role = target.secrets.clients["generation_server"]
     strangers: dict[str, dict[int, bytes]] = {
         "no mechanism": {},
         "a password": {zmq.PLAIN_USERNAME: b"trial", zmq.PLAIN_PASSWORD: b"trial"},
@@ -170,7 +170,7 @@ def test_zeromq_lets_nobody_in_without_the_key_of_a_role_that_it_serves(target: 
 def test_zeromq_lets_its_own_trial_in(target: Target) -> None:
     server = target.secrets.server.public.encode()
     for name, endpoint in target.zeromq.items():
-        own = target.secrets.client(ROLE_BY_STREAM[name])
+        own = target.secrets.clients[ROLE_BY_STREAM[name]]
         keys = {
             zmq.CURVE_SERVERKEY: server,
             zmq.CURVE_PUBLICKEY: own.public.encode(),

@@ -153,7 +153,7 @@ class StreamSecurity(Closing):
         self.trial_uuid = trial_uuid
         self._heartbeat_ms = round(1000 * heartbeat_s)
         self._secrets = secrets
-        self._pair = secrets.client(role)
+        self._pair = secrets.clients[role]
         self._context = zmq.Context()
         # Each connection takes three sockets, and libzmq would stop at 1,023 of them.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))

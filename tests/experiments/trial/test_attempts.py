@@ -195,7 +195,6 @@ def record(attempt: int, *, start_slot: int = 1, is_automatic: bool = True) -> A
         mode="slurm",
         start_slot=start_slot,
         submitted_at=0.0,
-        submit_host="here",
         is_automatic=is_automatic,
     )
 

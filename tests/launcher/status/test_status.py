@@ -49,9 +49,7 @@ FACTS = TrialFacts(
     setup_timeout_s=600.0,
     stop_grace_s=60.0,
 )
-ATTEMPT = AttemptRecord(
-    attempt=0, resume=False, mode="local", start_slot=1, submitted_at=NOW - 500.0, submit_host="here"
-)
+ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="local", start_slot=1, submitted_at=NOW - 500.0)
 STARTED = WorkerLife(pid=7, node="n1", started_at=NOW - 400.0)
 
 

@@ -28,7 +28,7 @@ from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial
 from tests.launcher.trials import StubTrial, make_plan, wait_until
 
-ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="slurm", start_slot=1, submitted_at=0.0, submit_host="here")
+ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="slurm", start_slot=1, submitted_at=0.0)
 WORKER = "gserver_manager/0"
 SRUN_WITHOUT_CONTROLLER = """\
 #!/bin/sh

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.trial.attempt_end_record import EndState
-from corral.experiments.trial.attempts import Refusal, WhyNot
+from corral.experiments.trial.attempts import AttemptRefusedError, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
@@ -16,7 +16,7 @@ from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
 COMPLETE = EndTrial(EndState.COMPLETE, "")
-NO_PROGRESS = Refusal(WhyNot.NO_PROGRESS, "attempts 0 and 1 both ended before their first commit")
+NO_PROGRESS = AttemptRefusedError(WhyNot.NO_PROGRESS, "attempts 0 and 1 both ended before their first commit")
 SCANCEL = JobEnd(state=EndState.CANCELLED, is_requeued=False)
 TIME_LIMIT = JobEnd(state=EndState.TIMED_OUT, is_requeued=False)
 REQUEUED = JobEnd(state=EndState.REQUEUED, is_requeued=True)
@@ -96,7 +96,9 @@ class Slurm:
         """What was done of one kind so far, with what."""
         return [action[1:] for action in self.actions if action[0] == kind]
 
-    def finish(self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: Refusal | None = None) -> Verdict:
+    def finish(
+        self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: AttemptRefusedError | None = None
+    ) -> Verdict:
         self.end.judge(end, is_done=is_done, refusal=refusal)
         self.end.close()
         return Verdict.of(self.end)
@@ -192,7 +194,7 @@ def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
 def test_without_progress_nothing_follows(slurm: Slurm) -> None:
     slurm.end.hand_over(EndState.TIMED_OUT, "soon")
     verdict = slurm.finish(refusal=NO_PROGRESS)
-    assert not verdict.goes_on and NO_PROGRESS.text in verdict.cause and "--resume" in verdict.cause
+    assert not verdict.goes_on and str(NO_PROGRESS) in verdict.cause and "--resume" in verdict.cause
     assert slurm.alive == set() and slurm.all("seal")
 
 
@@ -227,7 +229,7 @@ EVENTS = st.one_of(
     refusal=st.sampled_from([None, NO_PROGRESS]),
 )
 def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after_a_final_word(
-    has_queue: bool, events: list[Any], ends_in: EndTrial, refusal: Refusal | None
+    has_queue: bool, events: list[Any], ends_in: EndTrial, refusal: AttemptRefusedError | None
 ) -> None:
     slurm = Slurm(has_queue=has_queue)
     end, final, job_end = slurm.end, None, None
