@@ -92,7 +92,6 @@ class StubRank:
             incarnation="stub",
             pid=os.getpid(),
             host=f"node-{self._rank // 8}",
-            max_epoch=0,
         )
         self.link.send(self.codec.encode(hello, epoch=0))
 

@@ -55,7 +55,6 @@ from corral.workers.checkpoint.removal import Remover
 
 logger = logging.getLogger(__name__)
 
-MIN_KEPT_COMMITS: Final = 2  # one may turn out to be corrupt
 _DIRECTORY_NAME: Final = re.compile(r"step-(?P<step>\d{8,})-e(?P<epoch>\d+)-[0-9a-f]{8}", re.ASCII)
 
 
@@ -229,17 +228,15 @@ def collect_garbage(
 
     Args:
         epoch: of the caller, which must have committed: only then can no recovery go back further than `keep` commits.
-        keep: how many of the newest commits stay, at least 2.
+        keep: how many of the newest commits stay; one may turn out to be corrupt.
         protect: directories, relative to the trial directory, that stay as well (an evaluation reads them).
 
     Returns:
         The names of the removed directories.
 
     Raises:
-        ValueError: if `keep` is too small, or `epoch` has not committed or is superseded.
+        ValueError: if `epoch` has not committed or is superseded.
     """
-    if keep < MIN_KEPT_COMMITS:
-        raise ValueError(f"keep must be at least {MIN_KEPT_COMMITS} commits, got {keep}")
     last = log_state.last_commit
     if last is None or last.epoch != epoch or log_state.epoch != epoch:
         raise ValueError(

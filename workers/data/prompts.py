@@ -29,9 +29,9 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
     return rows
 
 
-def load_held_out_rows(config: DatasetConfig, kind: RowKind = "prompts") -> RowsById:
+def load_held_out_rows(config: DatasetConfig) -> RowsById:
     """The rows of held-out problems, of which the plan keeps no digest."""
-    return _read(config, kind)[0]
+    return _read(config, "prompts")[0]
 
 
 def _read(config: DatasetConfig, kind: RowKind, *, too_long: str = "") -> tuple[RowsById, DatasetReader]:

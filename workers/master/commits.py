@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.checkpoint import (
     WEIGHTS,
@@ -33,7 +31,7 @@ from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, write_delta
 from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.epoch import Epoch
-from corral.workers.master.metrics import LineSizes, StepLines
+from corral.workers.master.metrics import StepLines
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.messages import TrainNotice
@@ -94,11 +92,11 @@ class Commits(AsyncClosing):
 
     def cut_lines(self) -> None:
         """Cut the lines back to what the commit covers that this epoch continues."""
-        sizes, commit = LineSizes(metrics=0, trajectories=0), self._epoch.recovery.commit
-        if commit is not None:
-            manifest = read_manifest(self._epoch.trial.inside(commit.directory), commit.manifest_digest)
-            sizes = msgspec.convert(manifest.extra[_LINE_SIZES], LineSizes)
-        self.lines.cut_back(sizes)
+        directory, commit = self._epoch.checkpoint, self._epoch.recovery.commit
+        if directory is None or commit is None:
+            self.lines.cut_back({})
+        else:
+            self.lines.cut_back(read_manifest(directory, commit.manifest_digest).extra[_LINE_SIZES])
 
     def covers(self, step: int) -> bool:
         """Whether all that was consumed up to this step is committed."""
@@ -177,7 +175,7 @@ class Commits(AsyncClosing):
             checkpoint=checkpoint,
             version=version,
             delta=self.ledger.delta_for(**names),
-            extra={"version": str(version), _LINE_SIZES: msgspec.to_builtins(self.lines.seal())},
+            extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
             published=published,
         )
 

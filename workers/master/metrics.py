@@ -21,42 +21,32 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from corral.workers.master.sample_source import BufferedSample
 
 logger = logging.getLogger(__name__)
-
-
-class LineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes of both files that a commit covers."""
-
-    metrics: int
-    trajectories: int
 
 
 class StepLines:
     """Appends to the files of one trainer epoch; every method does file I/O."""
 
     def __init__(self, metrics_path: Path, trajectories_path: Path, *, epoch: int) -> None:
-        self._metrics_path = metrics_path
-        self._trajectories_path = trajectories_path
+        self._paths = {"metrics": metrics_path, "trajectories": trajectories_path}
         self._epoch = epoch
 
-    def cut_back(self, sizes: LineSizes) -> None:
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
         """Leave what the commit covers that this epoch continues; what was written after it was taken back."""
-        _cut(self._metrics_path, sizes.metrics)
-        _cut(self._trajectories_path, sizes.trajectories)
+        for name, path in self._paths.items():
+            _cut(path, sizes.get(name, 0))
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; numbers that are not finite are written as null, which JSON has."""
         finite = {key: value if math.isfinite(value) else None for key, value in sorted(values.items())}
-        _append(self._metrics_path, [{"time": time.time(), "step": step, "trainer_epoch": self._epoch, **finite}])
+        _append(self._paths["metrics"], [{"time": time.time(), "step": step, "trainer_epoch": self._epoch, **finite}])
 
     def add_samples(self, step: int, samples: Iterable[BufferedSample]) -> None:
         """Add which versions made the tokens that train step `step` (from version step - 1 to step) consumed."""
         _append(
-            self._trajectories_path,
+            self._paths["trajectories"],
             [
                 {
                     "step": step,
@@ -70,9 +60,9 @@ class StepLines:
             ],
         )
 
-    def seal(self) -> LineSizes:
-        """Force both files to disk; what a commit covers."""
-        return LineSizes(metrics=_sync(self._metrics_path), trajectories=_sync(self._trajectories_path))
+    def seal(self) -> dict[str, int]:
+        """Force both files to disk; the bytes that a commit covers, by `metrics` and `trajectories`."""
+        return {name: _sync(path) for name, path in self._paths.items()}
 
 
 def _append(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -84,21 +74,15 @@ def _append(path: Path, lines: list[dict[str, Any]]) -> None:
 def _sync(path: Path) -> int:
     """Bytes of the file, which are on disk then; 0 if nothing was written yet."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return 0
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
 
 
 def _cut(path: Path, size_bytes: int) -> None:
-    try:
-        present = path.stat().st_size
-    except FileNotFoundError:
-        present = 0
+    present = path.stat().st_size if path.exists() else 0
     if present < size_bytes:
         logger.warning("%s has %d bytes, fewer than the %d that the commit covers", path, present, size_bytes)
     elif present > size_bytes:

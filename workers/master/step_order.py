@@ -26,11 +26,12 @@ same order follows from it, and the order of request ids carries that guarantee 
 What the calls did makes what the step did (StepOutcome):
 
     TrainReplies of every trained role ──► did all learn, none, or some?      statistics, with names that do not collide
-    CallTimes of every call            ──► where the step's time went
+    seconds of every call              ──► where the step's time went
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -46,19 +47,6 @@ OnProgress = Callable[[Sequence[str], Mapping[str, Sequence[str]]], None]
 
 
 @dataclass(slots=True)
-class CallTimes:
-    """Where the time of one call's goes went, in seconds."""
-
-    inputs_s: float = 0.0
-    """Until its input keys were there."""
-    ranks_s: float = 0.0
-    """Until its ranks had ended other calls."""
-    run_s: float = 0.0
-    waited_for: dict[str, float] = field(default_factory=dict)
-    """Seconds by call that it waited for."""
-
-
-@dataclass(slots=True)
 class StepOutcome:
     """A step over its graph, as far as it has come.
 
@@ -68,8 +56,10 @@ class StepOutcome:
     graph: DataflowGraph
     train_replies: dict[str, list[TrainReply]] = field(default_factory=dict)
     """Of the train steps, by call; one per go."""
-    times: dict[str, CallTimes] = field(default_factory=dict)
-    """By call."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Where the time of each call's goes went, by metric: `time/CALL_s` while it ran, `time/CALL/inputs_s` until its
+    input keys were there, `time/CALL/for_OTHER_s` by call that it waited for, `time/CALL/ranks_s` until its ranks had
+    ended other calls."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Why the step went on without a sample, by uid."""
 
@@ -115,9 +105,7 @@ class StepOutcome:
             role = self.graph.call(name).role
             is_first = role == trained[0].role
             values |= {_named(key, "" if is_first else role): value for key, value in reply.stats.items()}
-        for name, times in self.times.items():
-            values |= _times(name, times)
-        return values
+        return values | self.seconds
 
 
 def joined(replies: Sequence[TrainReply]) -> TrainReply:
@@ -136,16 +124,6 @@ def joined(replies: Sequence[TrainReply]) -> TrainReply:
 def _named(key: str, role: str) -> str:
     """The statistic of a role, whose name it may begin with already."""
     return key if not role or key.startswith(f"{role}/") else f"{role}/{key}"
-
-
-def _times(name: str, times: CallTimes) -> dict[str, float]:
-    """How long a call ran, and how long it waited before: for which other calls, and for ranks that they had."""
-    waited = {f"time/{name}/for_{other}_s": seconds for other, seconds in times.waited_for.items()}
-    return {
-        f"time/{name}_s": times.run_s,
-        f"time/{name}/inputs_s": times.inputs_s,
-        f"time/{name}/ranks_s": times.ranks_s,
-    } | waited
 
 
 @dataclass
@@ -184,15 +162,17 @@ class StepRunner:
         return self._outcome
 
     async def _run_call(self, call: ModelFunctionCall) -> None:
-        times = self._outcome.times.setdefault(call.name, CallTimes())
+        self._outcome.seconds |= dict.fromkeys(
+            [f"time/{call.name}{part}" for part in ("_s", "/inputs_s", "/ranks_s")], 0.0
+        )
         is_ended = True  # a call that takes nothing is followed by nothing
         while not self._state.is_over(call.name):
-            if uids := await self._inputs(call, times):
-                is_ended = await self._go(call, uids, times)
+            if uids := await self._inputs(call):
+                is_ended = await self._go(call, uids)
         if not is_ended:
-            await self._go(call, [], times)
+            await self._go(call, [])
 
-    async def _go(self, call: ModelFunctionCall, uids: Sequence[str], times: CallTimes) -> bool:
+    async def _go(self, call: ModelFunctionCall, uids: Sequence[str]) -> bool:
         """One go of a call, and what follows it if it is the last; whether it is.
 
         What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
@@ -210,8 +190,8 @@ class StepRunner:
             if is_last_go:
                 await self._hand_on_weights(call)
             self._running.remove(call.name)
-        times.ranks_s += started - asked
-        times.run_s += time.monotonic() - started
+        outcome.seconds[f"time/{call.name}/ranks_s"] += started - asked
+        outcome.seconds[f"time/{call.name}_s"] += time.monotonic() - started
         state.finish_go(call.name, uids)
         state.drop(result.dropped)
         outcome.dropped.update(result.dropped)
@@ -231,15 +211,13 @@ class StepRunner:
             elif isinstance(hook, PushWeightsHook):
                 await self.calls.reallocate(call.model_name, hook.target, eta=hook.eta)
 
-    async def _inputs(self, call: ModelFunctionCall, times: CallTimes) -> list[str]:
+    async def _inputs(self, call: ModelFunctionCall) -> list[str]:
         """The samples of the next go; none if all that remained was dropped meanwhile."""
         while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
             waits_for, started = self._state.waits_for(call.name), time.monotonic()
             await self._changed.wait()
-            waited_s = time.monotonic() - started
-            times.inputs_s += waited_s
-            for other in waits_for:
-                times.waited_for[other] = times.waited_for.get(other, 0.0) + waited_s
+            for waited in ("inputs_s", *(f"for_{other}_s" for other in waits_for)):
+                self._outcome.seconds[f"time/{call.name}/{waited}"] += time.monotonic() - started
         return uids or []
 
     def _report(self) -> None:

@@ -75,7 +75,8 @@ class PublishedVersions:
         """What the epoch starts from; written before, where no directory has it and nothing is committed yet."""
         if self._epoch.spec.writes_first_version and self._epoch.checkpoint is None:
             await self._write(version)
-        await self._announce(version)
+        else:
+            await self._announce(version)
 
     async def publish(self, version: PolicyVersion) -> None:
         """Hand the weights that the present step has just made to whoever generates.
@@ -84,7 +85,6 @@ class PublishedVersions:
         orphans, and so is what is made with them. The lineage knows neither, and turns their samples away.
         """
         await self._write(version)
-        await self._announce(version)
         if self._is_told:  # the version before needs nobody's attention any more
             await self._tell(is_alarm=False, text=f"version {version} is published", details="", causes=[])
 
@@ -123,7 +123,6 @@ class PublishedVersions:
             causes=[cause],
         )
         await self._write(version, copy=self._num_copies)
-        await self._announce(version)
         return True
 
     async def find_damage(self, published: SealedDirectory) -> dict[str, str]:
@@ -172,7 +171,7 @@ class PublishedVersions:
             )
 
     async def _write(self, version: PolicyVersion, *, copy: int = 0) -> None:
-        """Write the role's weights; when they have their manifest they may be published.
+        """Write the role's weights, and publish them once they have their manifest.
 
         Args:
             copy: which one it is of this version, whose files from before are not to be trusted.
@@ -185,6 +184,7 @@ class PublishedVersions:
             base = None if copy else self._base()
             files = await self._gang.save_weights(epoch.spec.published_role, directory, base=base)
             self.written = await epoch.disk.run(self._seal, directory, files, version)
+        await self._announce(version)
 
     def _seal(self, directory: Path, files: Mapping[str, FileEntry], version: PolicyVersion) -> SealedDirectory:
         self._epoch.writer.check()  # a master that was replaced publishes nothing: its successor has the say

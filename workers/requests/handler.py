@@ -147,8 +147,7 @@ class WorkerRequestStream(Closing):
         """
         deadline_s = time.monotonic() + timeout_s
         while (remaining_s := deadline_s - time.monotonic()) >= 0:
-            if self._link.failure is not None:
-                raise self._link.failure
+            self._link.raise_failure()
             try:
                 envelope = self._released.get(timeout=remaining_s)
             except queue.Empty:
@@ -183,7 +182,6 @@ class WorkerRequestStream(Closing):
             incarnation=self._incarnation,
             pid=os.getpid(),
             host=self._host,
-            max_epoch=self.max_epoch,
         )
         self._link.send(self._codec.encode(hello, epoch=self.max_epoch))
 

@@ -349,8 +349,6 @@ class Hello(MessageBody, frozen=True, tag="hello"):
     pid: int
     host: str
     """Equal for workers that may be able to share memory."""
-    max_epoch: int
-    """The newest epoch that it has seen; 0 if none."""
 
 
 ToWorker = WorkerRequest

@@ -123,8 +123,6 @@ class Copies(PublishedVersions):
     async def _write(self, version: PolicyVersion, *, copy: int = 0) -> None:
         self.present = Path(f"/weights/v1-copy{copy}")
         self._record()
-
-    async def _announce(self, version: PolicyVersion) -> None:
         self.announced.append(self.present.name)
 
     async def _hear(self, *said: object, **where: object) -> None: ...
