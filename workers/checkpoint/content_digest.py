@@ -10,6 +10,11 @@ alone came by a way of its own, so nobody may be able to make other bytes for it
 (https://github.com/BLAKE3-team/BLAKE3-specs), whose 256 bits are taken to be as hard to meet as those of SHA-256, since
 a processor's vector units hash several pieces of it at once, and weights are large.
 
+    digest = ContentDigest()
+    digest.update(b"ab")
+    digest.update(b"c")
+    digest.hexdigest()  # == digest_of(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+
 Digests that others define stay what they are: of datasets (`sha256sum` shows them), Redis's users, SGLang's tensors.
 """
 
@@ -21,14 +26,7 @@ DIGEST_NAME: Final = "BLAKE3"
 
 
 ContentDigest: TypeAlias = blake3
-"""Of bytes that come in pieces; a large piece is hashed without the interpreter's lock.
-
-Example:
-    digest = ContentDigest()
-    digest.update(b"ab")
-    digest.update(b"c")
-    digest.hexdigest()  # == digest_of(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
-"""
+"""Of bytes that come in pieces; a large piece is hashed without the interpreter's lock."""
 
 
 def digest_of(data: bytes) -> str:

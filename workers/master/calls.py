@@ -25,7 +25,6 @@ BufferedSample.places: who has what ──────────────�
                        └──► DataTransfer: to each that takes or passes on, its own
 """
 
-import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,30 +167,20 @@ class MeshCalls:
         self._moved_bytes += transfers.size_bytes
         asked_anyway = transfers.gives.keys() & set(mesh.ranks)
         self.gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
-        given = asyncio.ensure_future(
-            self.gang.tell({rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway})
-        )
+        gives = {rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway}
         offloads = is_last_go and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
-        asked = asyncio.ensure_future(
-            self.gang.start(
-                {
-                    rank: self._request(
-                        call,
-                        share,
-                        version,
-                        reports=rank == mesh.ranks[0],
-                        take=transfers.takes.get(rank),
-                        offloads=offloads,
-                    )
-                    for ranks, share in share_by_ranks.items()
-                    for rank in ranks
-                }
+        requests = {
+            rank: self._request(
+                call, share, version, reports=rank == mesh.ranks[0], take=transfers.takes.get(rank), offloads=offloads
             )
-        )
+            for ranks, share in share_by_ranks.items()
+            for rank in ranks
+        }
+        replies: Mapping[int, ReplyPayload]
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
-        await all_or_first_error(asked, given)
+        _, replies = await all_or_first_error(self.gang.tell(gives), self.gang.start(requests))
         transfers.note_arrival()
-        return asked.result()
+        return replies
 
     def _request(
         self,
