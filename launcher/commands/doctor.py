@@ -10,7 +10,7 @@ from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, Output, run, user_errors
 
 if TYPE_CHECKING:
-    from corral.launcher.doctor.findings import Finding
+    from corral.launcher.doctor.judge import Finding
 
 
 def doctor(
@@ -21,7 +21,7 @@ def doctor(
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
     with user_errors():
-        from corral.launcher.doctor.findings import render, worst
+        from corral.launcher.doctor.judge import render, worst
         from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
         from corral.launcher.slurm.client import missing_commands
         from corral.launcher.trial.find import default_fileroot

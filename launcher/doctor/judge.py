@@ -3,6 +3,8 @@
 this machine      python, Redis, profile files, the file root
 the cluster       scontrol show config, sinfo, partitions          all pure functions: facts in, findings out
 its nodes         what the probe job answered (probe.py): judge_probe
+
+A finding is ok, warn (works, but something costs more or is less safe than it could be) or fail (trials will not run).
 """
 
 import os
@@ -10,17 +12,68 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from corral.launcher.doctor.findings import Finding, fail, ok, warn, warn_if
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import EXIT_NO_CANARY, EXIT_NO_PYTHON, NODE_WAIT_S, ProbeOutcome
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.accounts import seconds_of as seconds_of_limit
 from corral.launcher.slurm.parse import Node, keeps_accounts
 from corral.launcher.slurm.verdict import judge_job
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    level: Level
+    said: str
+    advice: str = ""
+
+
+def ok(check: str, said: str) -> Finding:
+    """Nothing to do."""
+    return Finding(check=check, level="ok", said=said)
+
+
+def warn(check: str, said: str, advice: str) -> Finding:
+    """Works, with a cost."""
+    return Finding(check=check, level="warn", said=said, advice=advice)
+
+
+def warn_if(costs: bool, check: str, said: str, advice: str) -> Finding:
+    """The same fact with or without a cost."""
+    return warn(check, said, advice) if costs else ok(check, said)
+
+
+def fail(check: str, said: str, advice: str) -> Finding:
+    """Trials will not run."""
+    return Finding(check=check, level="fail", said=said, advice=advice)
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The gravest level among them."""
+    levels = {finding.level for finding in findings}
+    return "fail" if "fail" in levels else "warn" if "warn" in levels else "ok"
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """One line per check, and one more where something is to be done."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<4}  {finding.check.ljust(width)}  {finding.said}")
+        if finding.advice:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+    counts = {level: sum(1 for finding in findings if finding.level == level) for level in ("ok", "warn", "fail")}
+    return "\n".join([*lines, "", "  ".join(f"{count} {level}" for level, count in counts.items())])
+
 
 _OLDEST_SLURM = (20, 11)  # srun --exact
 _OLDEST_SLURM_TESTED = (22, 5)

@@ -20,8 +20,7 @@ from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
-from corral.launcher.doctor.findings import Finding, fail, ok, warn
-from corral.launcher.doctor.judge import judge_config, judge_partitions, judge_probe
+from corral.launcher.doctor.judge import Finding, fail, judge_config, judge_partitions, judge_probe, ok, warn
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import probe
 from corral.launcher.runners.local import visible_gpus

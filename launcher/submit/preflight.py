@@ -98,8 +98,8 @@ class _Checks:
     asks: Sequence[Ask]
     warnings: list[str]
 
-    def read(self, *, has_checks: bool, wants_all_nodes: bool = False) -> ClusterFacts | None:
-        """What the cluster has; None if it does not say."""
+    def read(self, *, has_checks: bool, wants_all_nodes: bool = False) -> ClusterFacts:
+        """What the cluster has; nothing if it does not say."""
         try:
             return read_cluster(
                 self.client,
@@ -112,15 +112,13 @@ class _Checks:
         except SlurmError as error:
             if not wants_all_nodes:
                 self.warnings.append(f"nodes and partitions could not be checked: {error}")
-            return None
+            return ClusterFacts(nodes=(), partitions={})
 
-    def planned(self, facts: ClusterFacts | None) -> Layout:
-        if facts is None:
-            return plan_layout(self.plan)
+    def planned(self, facts: ClusterFacts) -> Layout:
         shapes = shapes_for(self.asks, self.plan, facts)
         return plan_layout(self.plan, shapes, default_partition=facts.default_partition)
 
-    def all(self, facts: ClusterFacts | None) -> tuple[Layout, list[str]]:
+    def all(self, facts: ClusterFacts) -> tuple[Layout, list[str]]:
         """The layout, and what was found."""
         if self.plan.cluster.gpu_memory is not None:
             self.warnings.extend(check_memory(self.plan))
@@ -128,22 +126,21 @@ class _Checks:
         try:
             layout, found, waits = self._compare(facts)
         except UnsatisfiableError:  # other partitions' nodes may do, and names may be theirs
-            facts = self.read(has_checks=True, wants_all_nodes=True) or facts
+            everything = self.read(has_checks=True, wants_all_nodes=True)
+            facts = everything if everything.partitions else facts
             layout, found, waits = self._compare(facts)
         known = {Complaint.NODES} if waits else set()
-        if facts is not None and any(
-            facts.begins_later(name) for ask in self.asks for name in ask.names("reservation")
-        ):
+        if any(facts.begins_later(name) for ask in self.asks for name in ask.names("reservation")):
             known.add(Complaint.TIME)
         started = self._ask_slurm(layout, known)
         # SLURM estimates as if a partition that is down were up.
-        is_down = facts is not None and facts.are_down(facts.asked(layout.head.options))
-        return layout, [*found, *([] if is_down else started)]
+        is_down = facts.are_down(facts.asked(layout.head.options))
+        return layout, found if is_down else [*found, *started]
 
-    def _compare(self, facts: ClusterFacts | None) -> tuple[Layout, list[str], list[str]]:
+    def _compare(self, facts: ClusterFacts) -> tuple[Layout, list[str], list[str]]:
         """The layout, what was found, and what waits; an UnsatisfiableError for what the cluster never gives."""
-        if facts is None:
-            return self.planned(None), [], []
+        if not facts.partitions:
+            return self.planned(facts), [], []
         warnings = check_asks(self.asks, self.plan, facts)
         layout = self.planned(facts)
         parts = parts_of(layout, self.plan, facts, self.source)

@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.doctor.findings import Finding, render, worst
-from corral.launcher.doctor.judge import judge_config, judge_partitions, judge_probe, judge_version, seconds_of
+from corral.launcher.doctor.judge import (
+    Finding,
+    judge_config,
+    judge_partitions,
+    judge_probe,
+    judge_version,
+    render,
+    seconds_of,
+    worst,
+)
 from corral.launcher.doctor.look import file_system_of, judge_commands, look_here
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import ProbeOutcome
