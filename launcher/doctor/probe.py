@@ -11,7 +11,6 @@ Bounded: a job that has not answered in time is cancelled, and that it waited is
 import json
 import os
 import secrets as random_tokens
-import shlex
 import shutil
 import sys
 import time
@@ -25,6 +24,7 @@ from corral.experiments.trial.directory import atomic_write
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.doctor.node import FIRST_PORT, exchange, is_there
 from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.sbatch import render_shipped
 from corral.launcher.slurm.verdict import job_of_scontrol
 
 TIMEOUT_S = 60.0
@@ -34,28 +34,6 @@ NODE_WAIT_S = 30
 _MEM_MB = 256
 _POLL_INTERVAL_S = 0.2
 _QUEUE_INTERVAL_S = 2.0
-
-# The shell part answers even where Python does not start; what it has to say goes into the exit code, since its files
-# may be seen by nobody.
-_SCRIPT = """#!/bin/bash
-for name in $(compgen -e); do
-  case $name in SLURM_NTASKS* | SLURM_NPROCS | SLURM_TASKS_PER_NODE | SLURM_CPUS_PER_* | SLURM_TRES_PER_TASK | \\
-    SLURM_MEM_PER_* | SLURM_GPUS* | SLURM_DISTRIBUTION | SLURM_CPU_BIND* | SLURM_EXPORT_ENV | SRUN_*) unset "$name" ;;
-  esac
-done
-folder={folder}
-for _ in $(seq {wait_s}); do
-  ls "$folder" >/dev/null 2>&1
-  [ -r "$folder/canary" ] && break
-  sleep 1
-done
-[ -r "$folder/canary" ] || exit {no_canary}
-export PYTHONPATH={pythonpath}
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 \\
-  --chdir=/ --output="$folder/node-%t.log" \\
-  bash -c 'exec "$1" -m corral.launcher.doctor.node "$0" "$SLURM_PROCID" "$SLURM_JOB_NUM_NODES"' "$folder" {python} \\
-  || exit {no_python}
-"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +79,16 @@ def probe(
     try:
         atomic_write(folder / "canary", random_tokens.token_hex(16).encode())
         script = folder / "probe.sbatch"
-        atomic_write(script, _script(folder).encode())
+        text = render_shipped(
+            "probe.sbatch.j2",
+            folder=str(folder),
+            wait_s=NODE_WAIT_S,
+            no_canary=EXIT_NO_CANARY,
+            no_python=EXIT_NO_PYTHON,
+            pythonpath=os.environ.get("PYTHONPATH", ""),
+            python=sys.executable,
+        )
+        atomic_write(script, os.fsencode(text))
         job_id = client.submit(_options(partition, num_nodes, cluster or ClusterConfig()), script)
         return _collect(client, folder, job_id, timeout_s)
     finally:
@@ -109,17 +96,6 @@ def probe(
             with suppress(SlurmError):  # it ends by its own time limit of a minute
                 client.cancel(job_id)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _script(folder: Path) -> str:
-    return _SCRIPT.format(
-        folder=shlex.quote(str(folder)),
-        wait_s=NODE_WAIT_S,
-        no_canary=EXIT_NO_CANARY,
-        no_python=EXIT_NO_PYTHON,
-        pythonpath=shlex.quote(os.environ.get("PYTHONPATH", "")),
-        python=shlex.quote(sys.executable),
-    )
 
 
 def _options(partition: str | None, num_nodes: int, cluster: ClusterConfig) -> list[str]:

@@ -33,6 +33,7 @@ SUPERVISOR_SILENCE_S = 120
 _LOOK_INTERVAL_S = 5
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
+_INCLUDED = "step_environment.sh.j2"  # what a job has to do before its first step, whoever wrote its script
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
@@ -68,7 +69,7 @@ def render_script(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, p
         "python": interpreter,
     }
     if plan.launch.sbatch_template is None:
-        return _render(_shipped("trial.sbatch.j2"), variables)
+        return render_shipped("trial.sbatch.j2", **variables)
     return _render_own_template(plan.launch.sbatch_template, variables)
 
 
@@ -80,13 +81,13 @@ def render_extra_job(directory: TrialDirectory) -> str:
     """
     path = str(directory.path)
     check_plain_text(path, what="trial directory")
-    variables = {
-        "directory": path,
-        "alive": str(supervisor_alive_path(directory)),
-        "silence_s": SUPERVISOR_SILENCE_S,
-        "interval_s": _LOOK_INTERVAL_S,
-    }
-    return _render(_shipped("extra_job.sbatch.j2"), variables)
+    return render_shipped(
+        "extra_job.sbatch.j2",
+        directory=path,
+        alive=str(supervisor_alive_path(directory)),
+        silence_s=SUPERVISOR_SILENCE_S,
+        interval_s=_LOOK_INTERVAL_S,
+    )
 
 
 def extra_job_path(directory: TrialDirectory) -> Path:
@@ -217,11 +218,17 @@ def _shipped(name: str) -> str:
     return (files("corral.sbatch_templates") / name).read_text()
 
 
+def render_shipped(name: str, **variables: Any) -> str:
+    """One of corral's own scripts; whatever is not quoted by its template must be plain."""
+    return _render(_shipped(name), variables)
+
+
 def _render(source: str, variables: dict[str, Any]) -> str:
     # Not at the top: only submissions render, and every command of the launcher imports this package.
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import DictLoader, Environment, StrictUndefined
 
     environment = Environment(
+        loader=DictLoader({_INCLUDED: _shipped(_INCLUDED)}),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML
