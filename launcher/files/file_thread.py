@@ -1,6 +1,6 @@
 """Threads for what an attempt reads and writes in its trial directory: a file system that hangs stops no loop.
 
-loop --submit--> queue --the thread, in order--> Future: a result, or an error --wake_up--> loop
+loop --submit--> queue --the thread, in order--> Future: a result, or an error
   +---run: waits for it, up to a deadline; while the thread hangs, for none
 """
 
@@ -48,8 +48,6 @@ class FileThread:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
-        self.wake_up: Callable[[], None] = lambda: None
-        """Called in the thread after every piece."""
 
     @property
     def hangs(self) -> bool:
@@ -91,7 +89,6 @@ class FileThread:
             self._busy_since = time.monotonic()
             perform()
             self._busy_since = None
-            self.wake_up()
 
 
 def _perform(work: Callable[[], T], future: Future[T]) -> None:

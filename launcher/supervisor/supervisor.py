@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,16 +64,6 @@ _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
 _REPORT_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _News:
-    """What is judged only after a look at the trial directory that began later than it happened."""
-
-    exits: Sequence[TaskExit]
-    signals: Sequence[Signals]
-    look: int
-    deadline: float
-
-
 @dataclass(kw_only=True, eq=False)
 class Supervisor:
     """One attempt of one trial, from the first start to the last exit."""
@@ -122,7 +111,10 @@ class Supervisor:
             running_s=supervision.silence_timeout_s, setup_s=supervision.setup_timeout_s + _SETUP_MARGIN_S
         )
         self._mark = ProgressMark()
-        self._news: deque[_News] = deque()
+        self._exits: list[TaskExit] = []
+        self._signals: list[Signals] = []
+        """These, and the exits, are judged after a look at the trial directory that began later than they happened."""
+        self._judge_by = 0.0
         self._ends = EndShell(
             directory=self.directory,
             attempt=self.attempt.attempt,
@@ -139,7 +131,6 @@ class Supervisor:
     def run(self) -> SupervisorExit:
         """Supervises until the attempt has ended."""
         os.environ[TRIAL_UUID_VARIABLE] = self.plan.trial.uuid  # inherited by everything that is started from here
-        self._looks.wake_up = self._wake.wake_up
         self._mark.begin()
         with self._wake.listening():
             self._clean_up_after_predecessor()
@@ -157,29 +148,42 @@ class Supervisor:
             return end
 
     def _step(self) -> None:
-        now = time.monotonic()
-        exits = self._after_node_loss(self._tasks.collect())
-        signals = self._wake.take_signals()
-        if exits or signals:
-            # A worker that ended because of Done is no crash, and a stop request comes before a signal's.
-            deadline = now + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
-            self._news.append(_News(exits=exits, signals=signals, look=self._watch.ask(now), deadline=deadline))
-        for seen in self._watch.take(now, is_awaited=bool(self._news)):
-            self._heed(seen)
+        exits, signals = self._after_node_loss(self._tasks.collect()), self._wake.take_signals()
+        if (exits or signals) and not (self._exits or self._signals):
+            self._judge_by = self._look_deadline()
+        self._exits += exits
+        self._signals += signals
+        # A worker that ended because of Done is no crash, and a stop request comes before a signal's.
+        has_looked = self._look(is_awaited=bool(self._exits or self._signals))
         self._leave_lost_allocation()
         if self._unit_nodes is not None:  # before the exits are judged: those whose nodes were lost are no crashes
             self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
-        while self._news and (self._watch.has_seen(self._news[0].look) or now >= self._news[0].deadline):
-            news = self._news.popleft()
-            for number in news.signals:
-                self._request_stop_for(number)
-            for one in news.exits:
-                # Whether an extra job is gone, the cluster is asked.
-                if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
-                    self._why_abandoned = f"{one.task} could not be started: the job has ended"
-                self._apply(self._unit_machine.exited(one, time.monotonic()))
+        if has_looked or time.monotonic() >= self._judge_by:
+            self._judge()
         self._end_silent()
         self._apply(self._unit_machine.tick(time.monotonic()))
+
+    def _look_deadline(self) -> float:
+        """Until when a look at the trial directory is worth waiting for."""
+        return time.monotonic() + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
+
+    def _look(self, *, is_awaited: bool) -> bool:
+        """Whether the trial log was read."""
+        found, is_whole = self._watch.look(time.monotonic(), is_awaited=is_awaited)
+        for seen in found:
+            self._heed(seen)
+        return is_whole
+
+    def _judge(self) -> None:
+        signals, self._signals = self._signals, []
+        for number in signals:
+            self._request_stop_for(number)
+        exits, self._exits = self._exits, []
+        for one in exits:
+            # Whether an extra job is gone, the cluster is asked.
+            if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
+                self._why_abandoned = f"{one.task} could not be started: the job has ended"
+            self._apply(self._unit_machine.exited(one, time.monotonic()))
 
     def _end_silent(self) -> None:
         """Workers whose leases say nothing any more, though Redis answers; and Redis, if it does not for long."""
@@ -349,14 +353,10 @@ class Supervisor:
 
     def _hear_last_word(self) -> None:
         """Of whoever wants the trial to stop, and of the trial log."""
-        now = time.monotonic()
-        look, deadline = self._watch.ask(now), now + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
-        while not self._watch.has_seen(look) and now < deadline:
-            self._wake.wait(_TICK_S)
-            now = time.monotonic()
-            for seen in self._watch.take(now, is_awaited=True):
-                self._heed(seen)
-        for number in [number for news in self._news for number in news.signals] + self._wake.take_signals():
+        deadline = self._look_deadline()
+        while not self._look(is_awaited=True) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for number in [*self._signals, *self._wake.take_signals()]:
             self._request_stop_for(number)
 
     def _destroy_secrets(self) -> None:

@@ -1,10 +1,9 @@
 """What others write for a running attempt, looked at once a second, and at once when somebody has to know.
 
-trial log, control/ --look, in the file thread--> Seen --take--> the supervisor's loop
+trial log, control/ --in the file thread--> Seen --look, which waits for it up to a deadline--> the supervisor's loop
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ from typing import TypeVar
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Entry
-from corral.launcher.files.file_thread import FileThread
+from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INTERVAL_S = 1.0
-_HURRY_S = 0.2  # while somebody waits for a look that the file system has refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,43 +48,33 @@ class TrialWatch:
         self._directory = directory
         self._attempt = attempt
         self._log = log
-        self._looks: deque[tuple[int, Future[Seen]]] = deque()
-        self._num_looks = 0
-        self._last_whole = 0
-        """Number of the last look that has read the trial log."""
-        self._began_at = float("-inf")
+        self._late: Future[Seen] | None = None
+        """A look that the file system has not answered in time."""
+        self._next_look = float("-inf")
         self._trouble = ""
 
-    def ask(self, now: float) -> int:
-        """Looks once more, from now on; returns the number of that look."""
-        self._num_looks += 1
-        self._began_at = now
-        self._looks.append((self._num_looks, self._files.submit(self._look)))
-        return self._num_looks
+    def look(self, now: float, *, is_awaited: bool) -> tuple[list[Seen], bool]:
+        """What is found, if it is time to look, or somebody cannot go on without; and whether the trial log was read.
 
-    def has_seen(self, number: int) -> bool:
-        """Whether that look, or a later one, was taken, and has read the trial log."""
-        return self._last_whole >= number
-
-    def take(self, now: float, *, is_awaited: bool) -> list[Seen]:
-        """What was found since the last call; looks again when it is time.
-
-        Args:
-            is_awaited: whether somebody cannot go on without a look.
+        Waits for the file system; while it hangs, not at all. What it says too late is found by a later look.
 
         Raises:
             CorruptLogError: if the trial log is damaged.
         """
+        if now < self._next_look and not is_awaited:
+            return [], False
+        self._next_look = now + _INTERVAL_S
         found = []
-        while self._looks and self._looks[0][1].done():
-            number, future = self._looks.popleft()
-            seen = future.result()
-            found.append(seen)
-            if seen.entries is not None:
-                self._last_whole = number
-        if not self._looks and now - self._began_at >= (_HURRY_S if is_awaited else _INTERVAL_S):
-            self.ask(now)
-        return found
+        if self._late is not None:
+            if not self._late.done():
+                return [], False
+            found.append(self._late.result())
+        self._late = self._files.submit(self._look)
+        if not self._files.wait_for(self._late, FILE_TIMEOUT_S):
+            return found, False
+        found.append(self._late.result())
+        self._late = None
+        return found, found[-1].entries is not None
 
     def _look(self) -> Seen:
         refused: list[OSError] = []

@@ -1,14 +1,12 @@
-"""What a loop sleeps on: signals, ends of children, and other threads that have something for it.
+"""What a loop sleeps on: signals, and ends of children.
 
 SIGTERM, SIGINT, SIGUSR2 --noted--+
 SIGCHLD --------------------------+--a byte--> pipe --> wait returns
-wake_up, from any thread ---------+
 """
 
 import os
 import select
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -17,7 +15,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class WakeUp:
-    """A pipe to the loop; to be used by the main thread, but for `wake_up`.
+    """A pipe to the loop; to be used by the main thread.
 
     Args:
         signals: came too early for the supervisor before this one.
@@ -25,15 +23,13 @@ class WakeUp:
 
     def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
         self._signals = [*signals]
-        self._read_end, self._write_end = -1, -1
-        self._lock = threading.Lock()
-        """Of the pipe's end: a byte must not go into a file that has got its number since."""
+        self._read_end = -1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Signals are noted, and wake the loop; SIGCHLD does no more than that."""
-        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         previous = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS}
         previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go
@@ -43,10 +39,8 @@ class WakeUp:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(previous_descriptor)
-            with self._lock:
-                os.close(self._read_end)
-                os.close(self._write_end)
-                self._read_end, self._write_end = -1, -1
+            os.close(self._read_end)
+            os.close(write_end)
 
     def take_signals(self) -> list[signal.Signals]:
         """Those that came since the last call, in order."""
@@ -69,16 +63,6 @@ class WakeUp:
                 pass
         except BlockingIOError:
             return
-
-    def wake_up(self) -> None:
-        """Ends a `wait`; from any thread, at any time."""
-        with self._lock:
-            if self._write_end < 0:
-                return
-            try:
-                os.write(self._write_end, b"\0")
-            except BlockingIOError:  # it is full, so the loop wakes anyway
-                return
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
