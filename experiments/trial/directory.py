@@ -334,7 +334,7 @@ def list_names(folder: Path) -> list[str]:
     """What is in a folder, sorted; nothing if there is no folder."""
     try:
         return sorted(os.listdir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -61,6 +61,9 @@ _LOCAL_MEANING = {
 _ENDING_GRACE_S = 1.0
 
 
+EndEvent = Literal["attempt_ended", "trial_ended"]
+
+
 class EndQueue(Protocol):
     """What an attempt's end asks of the cluster; each answer is there before anything else is decided."""
 
@@ -87,11 +90,9 @@ class EndRecords(Protocol):
     def seal(self) -> None:
         """The trial log must not let a job go on that could not be taken out of the queue."""
 
-    def record_attempt(self, state: EndState, cause: str, then: Follows) -> None:
-        """The attempt is over; once."""
-
-    def record_trial(self, state: EndState, cause: str) -> None:
-        """Nothing follows by itself; again only if it came differently: Done in the last moment."""
+    def record_end(self, event: EndEvent, state: EndState, cause: str, then: Follows = "") -> None:
+        """attempt_ended: the attempt is over; once. trial_ended: nothing follows by itself; again only if it came
+        differently: Done in the last moment."""
 
 
 class EndPhase(StrEnum):
@@ -269,12 +270,12 @@ class EndMachine:
     def _record_attempt(self, then: Follows) -> None:
         if not self._is_recorded:
             self._is_recorded = True
-            self._records.record_attempt(self.state, self.cause, then)
+            self._records.record_end("attempt_ended", self.state, self.cause, then)
 
     def _record_trial(self, cause: str) -> None:
         if self.state is not self._trial_end:
             self._trial_end = self.state
-            self._records.record_trial(self.state, cause)
+            self._records.record_end("trial_ended", self.state, cause)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -377,18 +378,12 @@ class EndShell:
         except (OSError, TrialLogError) as error:  # control/end-N.json says the same, where it can be written
             self.record("log_not_sealed", cause=str(error))
 
-    def record_attempt(self, state: EndState, cause: str, then: Follows) -> None:
-        self._write_end(state, cause, then)
-        self.record("attempt_ended", state=state, cause=cause, then=then, successor=self._successor)
-
-    def record_trial(self, state: EndState, cause: str) -> None:
-        self._write_end(state, cause, "")
-        self.record("trial_ended", state=state, cause=cause)
-
-    def _write_end(self, state: EndState, cause: str, then: Follows) -> None:
-        """What later starts of the trial decide on; the journal is only told."""
+    def record_end(self, event: EndEvent, state: EndState, cause: str, then: Follows = "") -> None:
+        # What later starts of the trial decide on; the journal is only told.
         end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then)
         try:
             write_end(self.directory, end)
         except OSError as error:
             self.record("end_not_written", cause=str(error))
+        follows = {"then": then, "successor": self._successor} if event == "attempt_ended" else {}
+        self.record(event, state=state, cause=cause, **follows)

@@ -129,7 +129,8 @@ def _end_of_predecessor(
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")
     recorded = read_end(directory, attempt)
-    if cluster is not None and claim.job_id not in ("", start.job_id) and _was_cancelled(cluster, claim.job_id):
+    job = job_if_known(cluster, claim.job_id) if cluster and claim.job_id not in ("", start.job_id) else None
+    if job is not None and job.state == EndState.CANCELLED:
         _append_stop(directory, by="scancel", reason=f"job {claim.job_id} was cancelled")
         return AttemptEndRecord(attempt=attempt, state="CANCELLED", cause="", then="requeue")
     if recorded is not None:
@@ -156,11 +157,6 @@ def _final_request(directory: TrialDirectory) -> str:
     except ValueError:
         return ""
     return request.by if request is not None and not request.then else ""
-
-
-def _was_cancelled(cluster: Cluster, job_id: str) -> bool:
-    job = job_if_known(cluster, job_id)
-    return job is not None and job.state == EndState.CANCELLED
 
 
 def _append_stop(directory: TrialDirectory, *, by: str, reason: str) -> None:

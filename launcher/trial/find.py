@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from corral.experiments.errors import did_you_mean
-from corral.experiments.trial.directory import TrialDirectory, validate_name
+from corral.experiments.trial.directory import TrialDirectory, list_names, validate_name
 from corral.scheduling.worker_information import planned_workers
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
@@ -85,21 +85,14 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
 
 
 def _paths_of(argument: str, fileroot: Path) -> list[Path]:
-    parts = argument.split("/")
-    if len(parts) > 2:
-        return []
     try:
-        for part in parts:
-            validate_name(part)
+        parts = [validate_name(part) for part in argument.split("/")]
     except ValueError:
         return []
-    if len(parts) == 2:
-        return [fileroot / argument]
-    try:
-        experiments = sorted(os.listdir(fileroot))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [path for experiment in experiments if (path := fileroot / experiment / argument).is_dir()]
+    if len(parts) == 1:
+        folders = (fileroot / experiment / argument for experiment in list_names(fileroot))
+        return [path for path in folders if path.is_dir()]
+    return [fileroot / argument] if len(parts) == 2 else []
 
 
 def read_facts(directory: TrialDirectory) -> TrialFacts | None:

@@ -137,14 +137,11 @@ class RedisServer:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port, the same from the first `start` on."""
-        if self._listener is None:
-            raise RuntimeError("this Redis server has no port yet; call start() first")
+        assert self._listener is not None, "call start() first"
         return self.host, int(self._listener.getsockname()[1])
 
     @property
     def pid(self) -> int:
-        if not self._processes:
-            raise RuntimeError("this Redis server was not started; call start() first")
         return self._processes[0].pid
 
     def poll(self) -> int | None:

@@ -11,7 +11,7 @@ from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRefusedError, WhyNot
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
-from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
+from corral.launcher.supervisor.attempt_end import EndEvent, EndMachine, EndPhase
 
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
@@ -86,11 +86,8 @@ class Slurm:
     def seal(self) -> None:
         self.actions.append(("seal",))
 
-    def record_attempt(self, state: EndState, cause: str, then: str) -> None:
-        self.actions.append(("attempt", state, cause, then))
-
-    def record_trial(self, state: EndState, cause: str) -> None:
-        self.actions.append(("trial", state, cause))
+    def record_end(self, event: EndEvent, state: EndState, cause: str, then: str = "") -> None:
+        self.actions.append(("attempt", state, cause, then) if event == "attempt_ended" else ("trial", state, cause))
 
     def all(self, kind: str) -> list[Any]:
         """What was done of one kind so far, with what."""
