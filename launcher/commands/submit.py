@@ -202,14 +202,15 @@ def _prepared_resume(
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
     from corral.launcher.status.text import fold
+    from corral.launcher.submit.memory_plan import gpu_uses, render_memory
     from corral.launcher.submit.plan_text import THIS_MACHINE, render_layout, render_plan
 
     here = THIS_MACHINE if submission.plan.mode == "local" else ("nodes      not planned",)
     nodes = render_layout(submission.layout) if submission.layout else here
     width = terminal_width(out)
     print(fold(render_plan(submission.plan, nodes=nodes), width), file=out)
-    if memory := _memory(submission, width):
-        print(f"\n{memory}", file=out)
+    if uses := gpu_uses(submission.plan):
+        print(fold(f"\n{render_memory(uses, gpu_memory_mb=submission.plan.cluster.gpu_memory)}", width), file=out)
     if submission.warnings:
         print(file=out)
     for warning in submission.warnings:
@@ -217,15 +218,6 @@ def _print_plan(submission: "Submission", out: TextIO) -> None:
     print(f"\nchecks     {' - '.join(submission.checks)}", file=out, flush=True)
     for number, file in enumerate(submission.profiles):
         print(f"{'' if number else 'profiles':<9}  {display_path(file)}", file=out, flush=True)
-
-
-def _memory(submission: "Submission", width: int | None) -> str:
-    """The table of what each GPU holds; "" where no worker has one."""
-    from corral.launcher.submit.memory_plan import gpu_uses, render_memory
-
-    if not (uses := gpu_uses(submission.plan)):
-        return ""
-    return render_memory(uses, gpu_memory_mb=submission.plan.cluster.gpu_memory, width=width)
 
 
 def _print_script(submission: "Submission") -> None:

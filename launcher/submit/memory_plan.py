@@ -25,7 +25,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.parameters import ITEM_SIZES, adapted_layers
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
-from corral.launcher.submit.plan_text import answers_per_prompt
+from corral.launcher.submit.plan_text import answers_per_prompt, table
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.memory.gpu import (
     CONTEXT_BYTES,
@@ -57,7 +57,6 @@ _HEADINGS: dict[Part, str] = {
     "KV cache": "KV",
     "buffers": "buffers",
 }
-_TABLE_WIDTH = 120  # where nobody looks at it on a terminal
 _LIGHTER: tuple[tuple[str, Recompute, bool], ...] = (
     ("recompute selective", "selective", False),
     (RECOMPUTE_FULL, "full", False),
@@ -298,36 +297,20 @@ def models_alone(meshes: Mapping[ModelName, Mesh], names: Sequence[ModelName]) -
     return first if is_shared and is_alone else None
 
 
-def render_memory(uses: Sequence[GpuUse], *, gpu_memory_mb: int | None, width: int | None) -> str:
+def render_memory(uses: Sequence[GpuUse], *, gpu_memory_mb: int | None) -> str:
     """The table, and what of a GPU it leaves out.
 
     Args:
         gpu_memory_mb: of one GPU; None if nobody says.
-        width: columns of the terminal; None if it is none.
     """
-    # rich takes longer to import than all of the checks take to run, which import this module, too.
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     peaks = [use.peak for use in uses if use.peak is not None]
     held = {part for peak in peaks for parts in peak.parts_by_model.values() for part, size in parts.items() if size}
     shown = [part for part in PARTS if part in held]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), show_edge=False)
-    table.add_column("GiB of one GPU", overflow="fold")
-    for heading in [*(_HEADINGS[part] for part in shown), "all"]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number, use in enumerate(uses):
-        if number:
-            table.add_row()
-        for cells in _rows(use, shown):
-            table.add_row(*map(Text, cells))  # what is in brackets must not be taken for markup
-    console = Console(width=width or _TABLE_WIDTH, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-        console.print(Text(_caption(gpu_memory_mb)))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    rows = [["GiB of one GPU", *(_HEADINGS[part] for part in shown), "all"]]
+    for use in uses:
+        rows += [*_rows(use, shown), [""]]
+    heading, *lines = table(rows, has_numbers=True)
+    return "\n".join([heading, "\u2500" * len(heading), *lines, _caption(gpu_memory_mb)])
 
 
 def _rows(use: GpuUse, shown: Sequence[Part]) -> Iterator[list[str]]:

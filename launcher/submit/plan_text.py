@@ -11,6 +11,7 @@ FROM   KEYS        TO                                  who gives what to whom, w
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import display_path
@@ -19,7 +20,6 @@ from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec,
 from corral.launcher.layout.layout import Allocation, Layout, Step
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
-from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.step_plan import Route, StepPlan, describe_shards
 from corral.scheduling.worker_information import fold_numbers, parse_worker_id
 
@@ -32,7 +32,9 @@ def render_plan(plan: RunPlan, *, nodes: Sequence[str] = THIS_MACHINE) -> str:
     Args:
         nodes: what runs where, as lines; the launcher's `render_layout` makes them.
     """
-    return "\n".join([*_heading(plan), "", *_groups(plan), "", *nodes, "", *render_dataflow(plan)])
+    return "\n".join(
+        [*_heading(plan), "", *table(_groups(plan), has_numbers=True), "", *nodes, "", *render_dataflow(plan)]
+    )
 
 
 def _heading(plan: RunPlan) -> Iterator[str]:
@@ -125,18 +127,13 @@ def _data(plan: RunPlan) -> str:
     return "none"
 
 
-def _groups(plan: RunPlan) -> Iterator[str]:
-    yield f"{'GROUP':<18}  {'COUNT':>5}  {'CPU':>4}  {'GPU':>4}  {'MEMORY':>8}"
+def _groups(plan: RunPlan) -> Iterator[Sequence[object]]:
+    counted = [(group.count, group.scheduling) for _, group in plan.scheduling.items()]
+    yield "GROUP", "COUNT", "CPU", "GPU", "MEMORY"
     for kind, group in plan.scheduling.items():
-        task = group.scheduling
-        yield f"{kind:<18}  {group.count:>5}  {task.cpu:>4}  {task.gpu:>4}  {_memory(task.mem):>8}"
-    groups = [group for _, group in plan.scheduling.items()]
-    cpus, gpus, memory = _total(groups, "cpu"), _total(groups, "gpu"), _memory(_total(groups, "mem"))
-    yield f"{'all':<18}  {sum(group.count for group in groups):>5}  {cpus:>4}  {gpus:>4}  {memory:>8}"
-
-
-def _total(groups: Sequence[TasksGroup], field: str) -> int:
-    return sum(group.count * int(getattr(group.scheduling, field)) for group in groups)
+        yield kind, group.count, group.scheduling.cpu, group.scheduling.gpu, _memory(group.scheduling.mem)
+    cpus, gpus, mem_mb = (sum(count * getattr(task, it) for count, task in counted) for it in ("cpu", "gpu", "mem"))
+    yield "all", sum(count for count, _ in counted), cpus, gpus, _memory(mem_mb)
 
 
 def _memory(megabytes: int) -> str:
@@ -147,11 +144,11 @@ def render_dataflow(plan: RunPlan) -> Iterator[str]:
     """The part of `rl-submit --dry-run` that is about one train step."""
     step = plan.master.step_plan
     roles = plan.roles
-    yield from _table(_models(step, roles))
+    yield from table(_models(step, roles))
     yield ""
-    yield from _table(_calls(plan, step, roles))
+    yield from table(_calls(plan, step, roles))
     yield ""
-    yield from _table([("FROM", "KEYS", "TO"), *_keys(step), *_weights(step, plan.master.weights_go_to)])
+    yield from table([("FROM", "KEYS", "TO"), *_keys(step), *_weights(step, plan.master.weights_go_to)])
 
 
 def answers_per_prompt(plan: RunPlan) -> int | None:
@@ -257,13 +254,19 @@ def _place(step: StepPlan, name: ModelName) -> str:
     return f"{name} ({fold_numbers(step.meshes[name].ranks)})"
 
 
-def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns two spaces apart; the last one is as long as it is."""
+def table(rows: Iterable[Sequence[object]], *, has_numbers: bool = False) -> Iterator[str]:
+    """Columns two spaces apart; a row of one cell widens none.
+
+    Args:
+        has_numbers: all columns but the first stand to the right.
+    """
     lines = [list(map(str, row)) for row in rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        yield "  ".join([*cells, line[-1]]).rstrip()
+    columns = zip_longest(*(line for line in lines if len(line) > 1), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
+    for first, *others in lines:
+        cells = zip(others, widths[1:], strict=False)
+        padded = [cell.rjust(width) if has_numbers else cell.ljust(width) for cell, width in cells]
+        yield "  ".join([first.ljust(widths[0]) if widths else first, *padded]).rstrip()
 
 
 _MAX_NODES_SHOWN = 8

