@@ -102,7 +102,8 @@ def load_with_source(
         override_by_path={change.path: change.option for change in changes},
         profiles=tuple(profiles),
     )
-    experiment_class = _experiment_class(apply_overrides(own.data, changes), source)
+    with located(source):
+        experiment_class = _experiment_class(apply_overrides(own.data, changes))
     merged = merge([*(without(layer, _keys_of_others(layer, experiment_class)) for layer in layers), own])
     source = replace(source, place_by_path=merged.place_by_path)
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
@@ -145,27 +146,23 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
     return changes
 
 
-def _experiment_class(data: Mapping[str, Any], source: ConfigSource) -> type[Experiment]:
+def _experiment_class(data: Mapping[str, Any]) -> type[Experiment]:
     kind = data.get("experiment")
     if isinstance(kind, str) and ":" in kind:
-        with located(source):
-            return import_class(kind, Experiment, path=("experiment",))
+        return import_class(kind, Experiment, path=("experiment",))
+    if isinstance(kind, str) and kind in EXPERIMENTS:
+        return EXPERIMENTS[kind]
     known = f"{', '.join(sorted(EXPERIMENTS))}, or package.module:Class of your own"
     if kind is None:
-        place = source.place(("experiment",))
-        raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of {known}", place=place)
-    experiment_class = EXPERIMENTS.get(kind) if isinstance(kind, str) else None
-    if experiment_class is None:
-        word = kind if isinstance(kind, str) else ""
-        meant = EXPERIMENT_BY_WORD.get(word.lower())
-        raise ConfigError.of(
-            f"there is no experiment {show_value(kind)}",
-            hint=f"it is {meant}" if meant else did_you_mean(word, list(EXPERIMENTS), f"known: {known}"),
-            path=("experiment",),
-            shown=show_value(kind),
-            place=source.place(("experiment",)),
-        )
-    return experiment_class
+        raise ConfigError.of("experiment is missing: the kind of experiment", hint=f"add one of {known}")
+    word = kind if isinstance(kind, str) else ""
+    meant = EXPERIMENT_BY_WORD.get(word.lower())
+    raise ConfigError.of(
+        f"there is no experiment {show_value(kind)}",
+        hint=f"it is {meant}" if meant else did_you_mean(word, list(EXPERIMENTS), f"known: {known}"),
+        path=("experiment",),
+        shown=show_value(kind),
+    )
 
 
 def _with_group_defaults(data: dict[str, Any], experiment_class: type[Experiment]) -> dict[str, Any]:

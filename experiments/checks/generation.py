@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from corral.experiments.checks.training import check_training_side, which_divide
+from corral.experiments.checks.training import check_training_side
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
@@ -163,6 +163,7 @@ def check_parallel_flags(
             f"{attention} needs GPUs: what SGLang computes attention with where there are none has no such mode",
             hint="remove it, or remove gpu: 0 from groups.generation_server.scheduling",
         )
+    fitting = [str(size) for size in range(1, gpus_per_server + 1) if gpus_per_server % size == 0]
     for group in _DIVISORS:
         given = [sizes[name] for name in group if name in sizes]
         if not given or _divide(gpus_per_server, [size.value for size in given]):
@@ -170,7 +171,7 @@ def check_parallel_flags(
         yield given[-1].problem(
             f"{' x '.join(map(str, given))} does not divide the {gpus_per_server} GPUs of a server "
             f"(t{gpus_per_server})",
-            hint=f"{which_divide('', gpus_per_server)}; or change t in the allocation",
+            hint=f"what divides them is {', '.join(fitting)}; or change t in the allocation",
         )
 
 

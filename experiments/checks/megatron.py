@@ -5,7 +5,7 @@ allocation "actor=megatron:t2p2c2" ──► model type, heads, layers, vocabula
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path
@@ -80,31 +80,45 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
     sizes = decoder_sizes(model.path)
     if sizes is None:
         return
-    left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
-    name = display_path(model.path)
+    name = f"{display_path(model.path)} ({role})"
     if dims.ep > 1 and not sizes.num_experts:
-        yield ConfigProblem(f"e{dims.ep} spreads experts over ranks, and {name} has none ({role})", "leave e out")
+        yield ConfigProblem(f"e{dims.ep} spreads experts over ranks, and {name} has none", "leave e out")
         return
     divided = (
         ("t", dims.tp, "key and value heads", sizes.num_key_value_heads),
         ("t", dims.tp, "tokens of the vocabulary", sizes.vocab_size),
         *(("t", dims.tp, f"columns of {what}", columns) for what, columns in _inner_sizes(sizes)),
-        ("c", dims.cp, f"attention heads{left_by_t}", sizes.num_heads // dims.tp),
+        heads_left(dims, sizes.num_heads),
         ("e", dims.ep, "experts", sizes.num_experts),
     )
+    yield from check_shares(divided, of=name)
+    if not all(stage_layers(sizes.num_layers, dims.pp)):
+        able = [str(p) for p in range(1, 2 * dims.pp + 1) if all(stage_layers(sizes.num_layers, p))]
+        yield ConfigProblem(
+            f"p{dims.pp} leaves a stage without one of the {sizes.num_layers} layers of {name}",
+            f"p may be {', '.join(able)}",
+        )
+
+
+def heads_left(dims: ParallelDims, num_heads: int) -> tuple[str, int, str, int]:
+    """What context-parallel ranks share, for `check_shares`."""
+    left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
+    return "c", dims.cp, f"attention heads{left_by_t}", num_heads // dims.tp
+
+
+def check_shares(divided: Iterable[tuple[str, int, str, int]], *, of: str) -> Iterator[ConfigProblem]:
+    """Things that ranks cannot share equally.
+
+    Args:
+        divided: letter of the allocation, its number, what is divided by it, and how many of these there are.
+        of: the model and its role.
+    """
     for letter, size, what, number in divided:
         if number % size:
             nearest = [str(n) for n in range(1, number + 1) if number % n == 0 and n <= 2 * size]
             yield ConfigProblem(
-                f"{letter}{size} cannot divide the {number} {what} of {name} ({role})",
-                f"{letter} may be {', '.join(nearest)}",
+                f"{letter}{size} cannot divide the {number} {what} of {of}", f"{letter} may be {', '.join(nearest)}"
             )
-    if not all(stage_layers(sizes.num_layers, dims.pp)):
-        able = [str(p) for p in range(1, 2 * dims.pp + 1) if all(stage_layers(sizes.num_layers, p))]
-        yield ConfigProblem(
-            f"p{dims.pp} leaves a stage without one of the {sizes.num_layers} layers of {name} ({role})",
-            f"p may be {', '.join(able)}",
-        )
 
 
 def _inner_sizes(sizes: DecoderSizes) -> Iterator[tuple[str, int]]:

@@ -4,11 +4,10 @@ allocation "actor=fsdp:d2c2" ──► backend and layout of each role ──┬
                                                                    └── the role's model: it can be divided so
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from corral.experiments.checks.megatron import check_megatron
+from corral.experiments.checks.megatron import check_megatron, check_shares, heads_left
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem, display_path, split_remedy
 from corral.experiments.inputs.model_directory import attention_heads, model_type, transformer_shape
@@ -88,48 +87,20 @@ def _of_offload(role: str, model: ModelConfig, *, backend: str) -> Iterator[Conf
 
 
 def _of_fsdp(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    for problem in (*_of_sizes(model, dims), *_of_kind(model, dims)):
-        yield replace(problem, message=f"{problem.message} ({role}, {dims.short})")
-
-
-def _of_sizes(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    """Heads and inner sizes of layers that the ranks cannot share equally."""
-    heads, shape = attention_heads(model.path), transformer_shape(model.path)
-    if heads is None:
-        return
-    name = display_path(model.path)
-    queries, keys = heads
-    shared_by_t = math.gcd(queries, keys, 0 if shape is None else shape.intermediate_size)
-    if shared_by_t % dims.tp:
-        inner = "" if shape is None else f", and an inner size of {shape.intermediate_size},"
-        yield ConfigProblem(
-            f"{dims.tp} tensor-parallel ranks cannot share the {queries} attention heads ({keys} of keys and "
-            f"values){inner} of {name} equally",
-            which_divide("t", shared_by_t),
-        )
-    elif queries // dims.tp % dims.cp:
-        left = f"the {queries // dims.tp} that t{dims.tp} leaves of " if dims.tp > 1 else ""
-        yield ConfigProblem(
-            f"{dims.cp} context-parallel ranks cannot share {left}the {queries} attention heads of {name} equally",
-            which_divide("c", queries // dims.tp),
-        )
-
-
-def _of_kind(model: ModelConfig, dims: ParallelDims) -> Iterator[ConfigProblem]:
-    """Models whose layers cannot be cut."""
-    if dims.tp == 1:
-        return
+    """Heads and inner sizes of layers that the ranks cannot share equally, and layers that cannot be cut."""
+    name = f"{display_path(model.path)} ({role}, {dims.short})"
+    if (heads := attention_heads(model.path)) is not None:
+        queries, keys = heads
+        shape = transformer_shape(model.path)
+        inner = () if shape is None else (("t", dims.tp, "columns of the MLP", shape.intermediate_size),)
+        shared = (("t", dims.tp, "attention heads", queries), ("t", dims.tp, "key and value heads", keys), *inner)
+        yield from check_shares([*shared, heads_left(dims, queries)], of=name)
     kind = model_type(model.path)
-    if kind is not None and kind not in TENSOR_PARALLEL_MODELS:
+    if dims.tp > 1 and kind is not None and kind not in TENSOR_PARALLEL_MODELS:
         yield ConfigProblem(
-            f"model {display_path(model.path)} is a {kind}, whose layers tensor-parallel ranks cannot share",
+            f"{name} is a {kind}, whose layers tensor-parallel ranks cannot share",
             f"use d and c alone; t works with {', '.join(TENSOR_PARALLEL_MODELS)}",
         )
-
-
-def which_divide(letter: str, number: int) -> str:
-    fitting = [f"{letter}{size}" for size in range(1, number + 1) if number % size == 0]
-    return f"{' or '.join(fitting)} {'divide' if len(fitting) > 1 else 'divides'} them"
 
 
 def dtype_warnings(models: Mapping[str, ModelConfig]) -> Iterator[str]:

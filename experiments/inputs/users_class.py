@@ -91,8 +91,9 @@ def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
     sys.path.insert(0, root)
     try:
         return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             folder = f"the folder that holds {module_name.partition('.')[0]}"
             raise ConfigError.of(
                 f"there is no module {module_name!r}",
@@ -100,15 +101,10 @@ def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
                 path=path,
                 shown=import_path,
             ) from error
-        raise _no_import(module_name, error, import_path, path) from error
-    except (Exception, SystemExit) as error:
-        raise _no_import(module_name, error, import_path, path) from error
+        text = f"cannot import {module_name}: {_place(error, _is_imported)}{_message(error)}"
+        raise _refusal(text, import_path, path) from error
     finally:
         sys.path.remove(root)
-
-
-def _no_import(module_name: str, error: BaseException, import_path: str, path: KeyPath) -> ConfigError:
-    return _refusal(f"cannot import {module_name}: {_place(error, _is_imported)}{_message(error)}", import_path, path)
 
 
 def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:

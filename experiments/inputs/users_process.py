@@ -7,6 +7,7 @@ It is this command's Python, as that of workers is which are in no container. It
 it happens in this process; an experiment of one's own, which has to answer here, is the one exception.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -115,15 +116,13 @@ def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
 
 
 def _wait(process: "subprocess.Popen[bytes]", question: Question) -> None:
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_SAYS_SO_AFTER_S)
         return
-    except subprocess.TimeoutExpired:
-        print(f"looking at {', '.join(question.import_paths)} ...", file=sys.stderr, flush=True)
-    try:
+    print(f"looking at {', '.join(question.import_paths)} ...", file=sys.stderr, flush=True)
+    # One that still hangs then holds the interpreter's lock, or its thread would have said where.
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2 * question.import_timeout_s + question.reward_timeout_s + _GRACE_S)
-    except subprocess.TimeoutExpired:
-        return  # it holds the interpreter's lock, or its thread would have said where it hangs
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
