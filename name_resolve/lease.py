@@ -51,8 +51,8 @@ class LeaseStore(ABC):
         """Perform each put; answer "" where it was stored, and the owner in possession where it was not."""
 
     @abstractmethod
-    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
-        """Delete `name`, with `owner` only if the record is that owner's; answer whether it was deleted."""
+    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> None:
+        """Delete `name` if it is there, with `owner` only if the record is that owner's."""
 
 
 class Lease:

@@ -10,11 +10,11 @@ which a GET followed by a SET cannot:
 
     store    nothing there | same owner | replace --> SET, add to the set ---------------> ""
              another owner's record               -------------------------------------> that owner
-    remove   (owner matches, if one is given)     --> take out of the set, DEL ----------> 0 | 1
+    remove   (owner matches, if one is given)     --> take out of the set, DEL
     prune    for each name: key expired           --> take out of the set
 
 Every operation retries over reconnects, for `unavailable_timeout_s`. That is safe because storing is idempotent for one
-owner. Connections come from a pool, one for each thread that is in an operation.
+owner, and removing for all. Connections come from a pool, one for each thread that is in an operation.
 """
 
 import json
@@ -69,10 +69,10 @@ return ''
 _REMOVE = f"""{_OWNER_OF}
 if ARGV[2] ~= '' then
   local stored = redis.call('GET', KEYS[1])
-  if stored and owner_of(stored) ~= ARGV[2] then return 0 end
+  if stored and owner_of(stored) ~= ARGV[2] then return end
 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-return redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[1])
 """
 _PRUNE = """
 for i, name in ipairs(ARGV) do
@@ -153,17 +153,9 @@ class RedisNameService(NameService):
         arguments = (put.name, put.owner, record, ttl_ms, "1" if put.replace else "0")
         return _STORE, (self._key(put.name), self._index), arguments
 
-    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
+    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> None:
         call = _REMOVE, (self._key(name), self._index), (name, owner or "")
-        attempts = 0
-
-        def remove() -> bool:
-            nonlocal attempts
-            attempts += 1
-            [num_removed] = self._evaluate([call])
-            return bool(num_removed) or attempts > 1  # "absent" after a lost reply: the first attempt got through
-
-        return self._retry(remove, patience_s)
+        self._retry(lambda: self._evaluate([call]), patience_s)
 
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
         stored = self._retry(lambda: self._client.execute_command("GET", self._key(name)), patience_s)

@@ -16,7 +16,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
@@ -137,38 +137,31 @@ def parse_allocation(text: str) -> Allocation:
     Raises:
         ValueError: showing the position of the first thing that does not fit, and the grammar.
     """
-    sides = _sides(text)
-    generations = [side for side in sides if side[0].backend in GENERATION_BACKENDS]
-    trainings = [side for side in sides if side[0].backend not in GENERATION_BACKENDS]
-    if len(generations) > 1:
-        _fail(text, generations[1][0].position, 'both sides of "+" generate; one must be a training backend')
-    if len(trainings) > 1:
-        _fail(text, trainings[1][0].position, 'both sides of "+" train; one must be a generation backend')
+    side_by_kind: dict[bool, _Side] = {}
+    for side in _sides(text):
+        position, first = side[0]
+        if (generates := first.engine.backend in GENERATION_BACKENDS) in side_by_kind:
+            does, other = ("generate", "training") if generates else ("train", "generation")
+            _fail(text, position, f'both sides of "+" {does}; one must be a {other} backend')
+        side_by_kind[generates] = side
     return Allocation(
-        generation=_generation(text, generations[0]) if generations else None,
-        training=_training(text, trainings[0]) if trainings else (),
+        generation=_generation(text, side_by_kind[True]) if True in side_by_kind else None,
+        training=_training(text, side_by_kind[False]) if False in side_by_kind else (),
     )
 
 
-class _Part(NamedTuple):
-    """One `[roles "="] engine ["@" first rank]` and where it stands in the text."""
-
-    position: int
-    share: Share
-
-    @property
-    def backend(self) -> str:
-        return self.share.engine.backend
+_Side = list[tuple[int, Share]]
+"""Of each `[roles "="] engine ["@" first rank]`, where it stands in the text, and what it says."""
 
 
-def _generation(text: str, side: list[_Part]) -> EngineAllocation:
+def _generation(text: str, side: _Side) -> EngineAllocation:
     position, share = side[0]
     if share.roles:
-        _fail(text, position, f"{side[0].backend} generates, and cannot train role {share.roles[0]!r}")
+        _fail(text, position, f"{share.engine.backend} generates, and cannot train role {share.roles[0]!r}")
     if share.first_rank is not None:
         _fail(text, position, '"@" gives training ranks; generation servers have none')
     if len(side) > 1:
-        _fail(text, side[1].position, 'the generation side is one engine; training goes after "+"')
+        _fail(text, side[1][0], 'the generation side is one engine; training goes after "+"')
     dims = share.engine.dims
     for letter, size, what in (
         ("p", dims.pp, "pipeline stages"),
@@ -180,9 +173,9 @@ def _generation(text: str, side: list[_Part]) -> EngineAllocation:
     return share.engine
 
 
-def _training(text: str, side: list[_Part]) -> tuple[Share, ...]:
-    if len(side) == 1 and not side[0].share.roles:
-        return (replace(side[0].share, roles=(EVERY_ROLE,)),)
+def _training(text: str, side: _Side) -> tuple[Share, ...]:
+    if len(side) == 1 and not side[0][1].roles:
+        return (replace(side[0][1], roles=(EVERY_ROLE,)),)
     named: set[str] = set()
     for position, share in side:
         if not share.roles:
@@ -193,7 +186,7 @@ def _training(text: str, side: list[_Part]) -> tuple[Share, ...]:
             if role in named:
                 _fail(text, position, f"role {role!r} has a layout already")
             named.add(role)
-    return tuple(part.share for part in side)
+    return tuple(share for _, share in side)
 
 
 _ROLE_NAME = r"(?:\*|[A-Za-z_][A-Za-z0-9_]*)"
@@ -204,12 +197,12 @@ _PART = re.compile(
 )
 
 
-def _sides(text: str) -> list[list[_Part]]:
-    """The parts of the text's one or two sides, from left to right."""
-    sides: list[list[_Part]] = [[]]
+def _sides(text: str) -> list[_Side]:
+    """The text's one or two sides, from left to right."""
+    sides: list[_Side] = [[]]
     position = 0
     while match := _PART.match(text, position):
-        sides[-1].append(_part(text, match))
+        sides[-1].append((match.start("part"), _share(text, match)))
         position = match.end()
         separator = text[position : position + 1]
         if separator == "+" and len(sides) == 1:
@@ -222,7 +215,7 @@ def _sides(text: str) -> list[list[_Part]]:
     return sides
 
 
-def _part(text: str, match: re.Match[str]) -> _Part:
+def _share(text: str, match: re.Match[str]) -> Share:
     backend = match["backend"] or DEFAULT_TRAINING_BACKEND
     known = (*GENERATION_BACKENDS, *TRAINING_BACKENDS)
     if backend not in known:
@@ -235,12 +228,11 @@ def _part(text: str, match: re.Match[str]) -> _Part:
         dims = ParallelDims.parse(match["layout"])
     except ValueError as error:
         _fail(text, match.start("layout"), str(error))
-    share = Share(
+    return Share(
         roles=tuple(name.strip() for name in match["roles"].split(",")) if match["roles"] else (),
         engine=EngineAllocation(backend=backend, dims=dims),
         first_rank=int(match["first_rank"]) if match["first_rank"] else None,
     )
-    return _Part(match.start("part"), share)
 
 
 def _fail(text: str, position: int, reason: str) -> NoReturn:

@@ -56,13 +56,11 @@ class MemoryNameService(NameService):
         self._store.records[put.name] = (put, until_s)
         return ""
 
-    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> bool:
+    def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> None:
         with self._store.lock:
             stored = self._store.living().get(name)
-            if stored is None or owner not in (None, stored.owner):
-                return False
-            del self._store.records[name]
-            return True
+            if stored is not None and owner in (None, stored.owner):
+                del self._store.records[name]
 
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
         stored = self._store.living().get(name)

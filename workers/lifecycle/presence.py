@@ -66,7 +66,7 @@ class Presence(Closing):
         self._lease.release()
         try:
             self._names.delete(self._memory)
-        except NameServiceError as error:  # gone already, or Redis is: rl-status then sees the exit in the journal
+        except NameServiceError as error:  # Redis is gone: rl-status then sees the exit in the journal
             logger.debug("the copy of the presence record was not deleted: %s", error)
 
     def enter(

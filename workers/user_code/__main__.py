@@ -78,12 +78,10 @@ class _Look:
     def _try(self, import_path: str | None, call: Any) -> None:
         try:
             call()
-        except UnfitError as error:
-            self._note(str(import_path), str(error))
-        except UntriedError as error:
-            self._note(str(import_path), str(error), "untried")
         except BaseException as error:
-            self._note(str(import_path), describe_error(error))
+            is_told = isinstance(error, UnfitError | UntriedError)
+            kind = "untried" if isinstance(error, UntriedError) else "code"
+            self._note(str(import_path), str(error) if is_told else describe_error(error), kind)
 
     def _note(self, import_path: str, message: str, kind: Any = "code", hint: str = "") -> None:
         self._problems.append(Problem(import_path=import_path, message=message, kind=kind, hint=hint))
