@@ -24,8 +24,6 @@ class DataflowGraph:
     """In topological order; within a level, as they were given. Those that evaluate come last."""
     producer_by_key: Mapping[str, str | None]
     """The call that makes a key; None if it comes with the samples."""
-    levels: tuple[tuple[str, ...], ...]
-    """Names of the calls of a step by topological generation, for the eye: a call waits for its own input keys only."""
 
     @property
     def dataset_keys(self) -> frozenset[str]:
@@ -134,13 +132,11 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
             )
         if call.call_type is not CallType.EVALUATE:
             waits[call.name] = {producer for key in call.input_keys if (producer := producer_by_key[key])}
-    levels = _levels(waits)
     call_by_name = {call.name: call for call in calls}
     evaluating = [name for name in call_by_name if name not in waits]
     return DataflowGraph(
-        calls=tuple(call_by_name[name] for level in (*levels, evaluating) for name in level),
+        calls=tuple(call_by_name[name] for name in (*_in_order(waits), *evaluating)),
         producer_by_key=producer_by_key,
-        levels=levels,
     )
 
 
@@ -195,16 +191,17 @@ def _hint(key: str, producer_by_key: Mapping[str, str | None]) -> str:
     )
 
 
-def _levels(waits: Mapping[str, Set[str]]) -> tuple[tuple[str, ...], ...]:
-    """Topological generations: a call is one level below the last of those that it waits for."""
+def _in_order(waits: Mapping[str, Set[str]]) -> list[str]:
+    """By topological generations: a call is one level below the last of those that it waits for."""
     sorter = TopologicalSorter(waits)
     try:
         sorter.prepare()
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
         raise ValueError(f"calls wait for each other in a circle: {circle} (each needs a key of the next)") from error
-    levels: list[tuple[str, ...]] = []
+    names: list[str] = []
     while sorter.is_active():
-        levels.append(tuple(sorted(sorter.get_ready(), key=list(waits).index)))
-        sorter.done(*levels[-1])
-    return tuple(levels)
+        level = sorted(sorter.get_ready(), key=list(waits).index)
+        sorter.done(*level)
+        names += level
+    return names

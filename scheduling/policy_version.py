@@ -68,7 +68,6 @@ class Lineage:
             for step in range(last + 1, commit.step + 1):
                 self._epoch_by_step[step] = commit.epoch
             last = commit.step
-        self._committed_step = last
 
     def version(self, step: int) -> PolicyVersion:
         """The living version of a step."""

@@ -23,6 +23,7 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import Key
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
+from tests.scheduling.test_dataflow import levels_of
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ def test_dataset_that_vanished_after_loading_is_a_config_error(folder: Path) -> 
 
 def _levels(plan: RunPlan) -> tuple[tuple[str, ...], ...]:
     keys = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_no_eos_mask")
-    return build_dataflow(plan.master.calls, keys).levels
+    return levels_of(build_dataflow(plan.master.calls, keys))
 
 
 def test_calls_follow_from_the_decoupled_loss_and_the_reference_model(folder: Path) -> None:
