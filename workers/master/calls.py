@@ -61,16 +61,6 @@ _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 _COPY = 1.0  # the eta of a pull
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallResult:
-    """What one go of a call did, beside the keys that it made."""
-
-    trained: TrainReply | None = None
-    """What it did to the weights, if it is a train step."""
-    dropped: Mapping[str, str] = field(default_factory=dict)
-    """Samples that the step goes on without, and why; no other call of the step may have taken them before."""
-
-
 @dataclass
 class MeshCalls:
     """Runs calls, each on the mesh of its model.
@@ -109,24 +99,28 @@ class MeshCalls:
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> CallResult:
+    ) -> tuple[TrainReply | None, Mapping[str, str]]:
         """Run a call on some samples of the batch.
 
         Args:
             version: policy version before this step.
             is_last_go: whether the step has no more samples for this call, so that its model may leave. Without `uids`
                 it is known only now, since the samples of what was to be the last go were dropped.
+
+        Returns:
+            What it did to the weights, if it is a train step; and why the step goes on without some samples, by uid: no
+            other call of the step may have taken them before.
         """
         mesh, shares, replies = await self._run(call, uids, version=version, is_last_go=is_last_go)
         if call.call_type is CallType.GENERATE:
-            return self._take_in_answers(replies)
+            return None, self._take_in_answers(replies)
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
         if reply is None:
             for head, share in zip(mesh.dp_heads, shares, strict=True):
                 note_held(share, call.output_keys, (head,))
-        return CallResult(trained=reply)
+        return reply, {}
 
-    def _take_in_answers(self, replies: Mapping[int, ReplyPayload]) -> CallResult:
+    def _take_in_answers(self, replies: Mapping[int, ReplyPayload]) -> dict[str, str]:
         """Note what ranks have made of prompts; what they had to give up, the step goes on without."""
         dropped: dict[str, str] = {}
         for rank, reply in replies.items():
@@ -135,7 +129,7 @@ class MeshCalls:
                     dropped[sample.uid] = sample.dropped_because
                 else:
                     self.buffer.fill(sample)
-        return CallResult(dropped=dropped)
+        return dropped
 
     async def reallocate(self, source: ModelName, target: ModelName, *, eta: float) -> None:
         """Let a model take over another one's weights: eta of them, and 1 - eta of its own."""

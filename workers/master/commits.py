@@ -50,7 +50,6 @@ class CommitMoment:
     """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
-    version: PolicyVersion
     delta: LedgerDelta
     """What is consumed and was not committed before."""
     extra: Mapping[str, Any]
@@ -173,7 +172,6 @@ class Commits(AsyncClosing):
         checkpoint.add_ledger(self.ledger.whole(**names))
         return CommitMoment(
             checkpoint=checkpoint,
-            version=version,
             delta=self.ledger.delta_for(**names),
             extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
             published=published,
@@ -210,7 +208,7 @@ class Commits(AsyncClosing):
         for role, one in written.items():
             checkpoint.add(state_folder(role), one.state)
             if one.weights:
-                folder, extra = epoch.weights_folder(role), {"version": str(moment.version)}
+                folder, extra = epoch.weights_folder(role), {"version": moment.extra["version"]}
                 sealed = await epoch.disk.run(write_manifest, checkpoint.path / folder, one.weights, extra)
                 checkpoint.add(folder, sealed.files)
         await epoch.disk.run(self._append, moment)

@@ -42,9 +42,6 @@ from corral.workers.master.calls import MeshCalls
 from corral.workers.requests.messages import TrainNotice, TrainReply
 from corral.workers.streams.closing import all_or_first_error
 
-OnProgress = Callable[[Sequence[str], Mapping[str, Sequence[str]]], None]
-"""Told which calls of the present step run, and for each of the others which calls it waits for."""
-
 
 @dataclass(slots=True)
 class StepOutcome:
@@ -142,8 +139,8 @@ class StepRunner:
     """Of the policy before this step."""
     publish: Callable[[], Awaitable[None]]
     """Makes the weights that have just changed known to whoever generates."""
-    on_progress: OnProgress = lambda running, waits_for: None
-    """Called whenever a call starts or ends."""
+    on_progress: Callable[[Sequence[str], Mapping[str, Sequence[str]]], None] = lambda running, waits_for: None
+    """Told, whenever a call starts or ends, which calls run, and for each of the others which calls it waits for."""
 
     def __post_init__(self) -> None:
         self._state = StepState(self.graph, self.batch)
@@ -184,17 +181,17 @@ class StepRunner:
             self._running.add(call.name)
             self._report()
             is_last_go = state.is_last_go(call.name, uids)
-            result = await self.calls.run_call(call, uids, version=self.version, is_last_go=is_last_go)
-            if result.trained is not None:
-                outcome.train_replies.setdefault(call.name, []).append(result.trained)
+            trained, dropped = await self.calls.run_call(call, uids, version=self.version, is_last_go=is_last_go)
+            if trained is not None:
+                outcome.train_replies.setdefault(call.name, []).append(trained)
             if is_last_go:
                 await self._hand_on_weights(call)
             self._running.remove(call.name)
         outcome.seconds[f"time/{call.name}/ranks_s"] += started - asked
         outcome.seconds[f"time/{call.name}_s"] += time.monotonic() - started
         state.finish_go(call.name, uids)
-        state.drop(result.dropped)
-        outcome.dropped.update(result.dropped)
+        state.drop(dropped)
+        outcome.dropped.update(dropped)
         self._report()
         self._changed.set()
         self._changed = asyncio.Event()

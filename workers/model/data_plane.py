@@ -31,9 +31,6 @@ from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes, HostMemory, NotSharedError, meet_neighbours
 from corral.workers.model.network import Network, TransferError
 
-NumTokens = Mapping[str, Sequence[int]]
-"""uid -> tokens of each answer."""
-
 
 def keys_in_order(parcel: Parcel, specs: KeySpecs) -> list[str]:
     """The parcel's keys as they travel."""
@@ -53,7 +50,7 @@ class IncomingParcel:
     """Of all keys that are declared."""
 
     @classmethod
-    def expected(cls, parcel: Parcel, num_tokens: NumTokens, declared: KeySpecs) -> "IncomingParcel":
+    def expected(cls, parcel: Parcel, num_tokens: Mapping[str, Sequence[int]], declared: KeySpecs) -> "IncomingParcel":
         """
         Raises:
             ValueError: if the length of a sample is not stated.
@@ -160,7 +157,7 @@ class DataPlane:
             for rank in parcel.destinations:
                 network.send(places if rank in neighbours else arrays, rank, tag=parcel.tag)
 
-    def take(self, parcels: Sequence[Parcel], num_tokens: NumTokens) -> None:
+    def take(self, parcels: Sequence[Parcel], num_tokens: Mapping[str, Sequence[int]]) -> None:
         """Wait for the parcels that have this rank as a destination, and pass on those that have it as their source.
 
         Everything is posted before anything is waited for, and what others pass on is asked for, and waited for, last:

@@ -18,7 +18,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 
 from corral.workers.requests.messages import (
     FromWorker,
@@ -168,16 +167,7 @@ class RequestClient(Closing):
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
         """
         request_id = str(RequestId(self._epoch, next(self._sequence)))
-        what = "/".join(sorted({type(request).__name__ for request in requests.values()}))
-        replies = PendingReplies(
-            requests,
-            request_id=request_id,
-            asked=f"{what} {request_id}",
-            deadline_s=deadline_s,
-            on_complete=partial(self._pending.pop, request_id, None),
-        )
-        if requests:
-            self._pending[request_id] = replies
+        replies = PendingReplies(requests, request_id, deadline_s=deadline_s, listed=self._pending)
         # A step posts to a thousand workers some times: what they have in common is made once.
         encoded: WorkerRequest | None = None
         frames: list[Buffer] = []

@@ -7,9 +7,9 @@ results(): all payloads, or the first error ◄── one future ─────
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
-from corral.workers.requests.messages import ReplyPayload
+from corral.workers.requests.messages import ReplyPayload, Request
 from corral.workers.streams.codec import Buffer
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 
@@ -19,23 +19,24 @@ class PendingReplies:
 
     def __init__(
         self,
-        workers: Iterable[str],
-        *,
+        requests: Mapping[str, Request],
         request_id: str,
-        asked: str,
+        *,
         deadline_s: float,
-        on_complete: Callable[[], object],
+        listed: dict[str, "PendingReplies"],
     ) -> None:
         """
         Args:
-            asked: the request, for messages: "TrainStep 3:17".
+            requests: by worker.
             deadline_s: from now; what is missing then ends with a `StreamTimeoutError`.
-            on_complete: called once nothing is missing.
+            listed: has this under its request id for as long as something is missing.
         """
+        what = "/".join(sorted({type(request).__name__ for request in requests.values()}))
         self.request_id = request_id
-        self.asked = asked
-        self._on_complete = on_complete
-        self._missing: dict[str, list[Buffer]] = {worker: [] for worker in workers}
+        self.asked = f"{what} {request_id}"
+        """The request, for messages: "TrainStep 3:17"."""
+        self._listed = listed
+        self._missing: dict[str, list[Buffer]] = {worker: [] for worker in requests}
         self._workers = tuple(self._missing)
         self._payloads: dict[str, ReplyPayload] = {}
         # One future for all of them: a future and a deadline per worker would cost more than the messages.
@@ -43,6 +44,7 @@ class PendingReplies:
         self._done: asyncio.Future[None] = loop.create_future()
         self._done.add_done_callback(_mark_seen)
         self._deadline = loop.call_later(deadline_s, self._expire, deadline_s)
+        listed[request_id] = self
         if not self._missing:
             self._complete()
 
@@ -93,7 +95,7 @@ class PendingReplies:
 
     def _complete(self) -> None:
         self._deadline.cancel()
-        self._on_complete()
+        self._listed.pop(self.request_id, None)
         if not self._done.done():
             self._done.set_result(None)
 

@@ -8,7 +8,6 @@ import pytest
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.workers.master.calls import CallResult
 from corral.workers.master.step_order import RankLocks, StepOutcome, StepRunner
 from corral.workers.requests.messages import TrainReply
 
@@ -62,13 +61,13 @@ class Calls:
 
     async def run_call(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
-    ) -> CallResult:
+    ) -> tuple[TrainReply | None, Mapping[str, str]]:
         self.started.append((call.name, tuple(uids), is_last_go))
         self._ends[call.name] = asyncio.get_running_loop().create_future()
         await self._ends[call.name]
         is_train = call.call_type == "train_step"
         trained = TrainReply(stats={"version": float(version)}, num_updates=1, num_nonfinite=0)
-        return CallResult(trained=trained if is_train else None, dropped=self.drops.pop(call.name, {}))
+        return trained if is_train else None, self.drops.pop(call.name, {})
 
     async def publish(self) -> None:
         self.num_published += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from corral.workers.requests.messages import OkReply
+from corral.workers.requests.messages import OkReply, Written
 from corral.workers.requests.pending_replies import PendingReplies
 
 
@@ -24,9 +24,8 @@ def test_who_waits_for_replies_and_knows_them_does_not_keep_them() -> None:
     told: list[tuple[str, ...]] = []
 
     async def ask() -> weakref.ref[PendingReplies]:
-        pending = PendingReplies(
-            ["a", "b"], request_id="1:1", asked="Fetch 1:1", deadline_s=60, on_complete=lambda: None
-        )
+        request = Written(role="actor")
+        pending = PendingReplies({"a": request, "b": request}, "1:1", deadline_s=60, listed={})
         pending.when_settled(lambda: told.append(pending.missing))
         for worker in ("a", "b"):
             pending.end(worker, OkReply())
