@@ -145,11 +145,9 @@ def file_system_of(path: Path, *, mounts: str | None = None) -> str:
 _NUM_PROBED_NODES = 2
 
 
-def look_at_cluster(
-    fileroot: Path, *, partition: str | None, is_quick: bool, client: SlurmClient | None = None
-) -> tuple[bool, list[Finding]]:
+def look_at_cluster(fileroot: Path, *, partition: str | None, is_quick: bool) -> tuple[bool, list[Finding]]:
     """Whether the controller answers, and what was found."""
-    client = client or SlurmClient()
+    client = SlurmClient()
     try:
         config = client.settings()
         nodes, partitions = client.nodes(), client.partitions()

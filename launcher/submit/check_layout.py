@@ -12,7 +12,7 @@ state: those that are down or drained come back. That too few of them are up at 
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -137,10 +137,6 @@ class Part:
             for node in self.facts.allowed(partition, one.options)
             if all(it.size(node, one.gpu_type) >= getattr(one, it.of_allocation) for it in resources)
         ]
-
-    def usable(self, names: Set[str]) -> set[str]:
-        """Those of some nodes that could, in any of its partitions."""
-        return {node.name for partition in self.partitions for node in self.fitting(partition)} & names
 
     def problems(self) -> list[ConfigProblem]:
         """Why it cannot start in any of its partitions; the first partition speaks for all."""
@@ -306,13 +302,13 @@ def parts_of(layout: Layout, plan: RunPlan, facts: ClusterFacts, source: ConfigS
 
 def _together(fixed: Sequence[Part], nodes: Sequence[Node]) -> Iterator[ConfigProblem]:
     """Some of the allocations that only start together need more than the nodes that any of them could have."""
-    names = {node.name for node in nodes}
-    usable = [(part, could_have) for part in fixed if (could_have := part.usable(names))]
-    for size in range(len(usable), 1, -1):
-        for chosen in combinations(usable, size):
-            theirs = set[str]().union(*(could_have for _, could_have in chosen))
+    fitting = {part.index: {node.name for name in part.partitions for node in part.fitting(name)} for part in fixed}
+    seen = [part for part in fixed if any(node.name in fitting[part.index] for node in nodes)]
+    for size in range(len(seen), 1, -1):
+        for chosen in combinations(seen, size):
+            theirs = set[str]().union(*(fitting[part.index] for part in chosen))
             shared = {node.name: node for node in nodes if node.name in theirs}
-            for problem in _not_together([part for part, _ in chosen], list(shared.values())):
+            if problem := next(_not_together(chosen, list(shared.values())), None):
                 yield problem
                 return
 

@@ -96,7 +96,5 @@ def _problem(part: Part, excess: Excess) -> ConfigProblem:
 
 
 def _other_qos(part: Part, exceeded: str) -> list[str]:
-    options, facts = part.allocation.options, part.facts
-    partition = options.get("partition") or facts.default_partition or ""
-    association = facts.accounts.association(options.get("account"), partition)
+    association = part.facts.accounts.association(part.allocation.options.get("account"), part.partitions[0])
     return [name for name in association.qos if name != exceeded] if association else []
