@@ -87,8 +87,8 @@ def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_request
         )
         try:
             url = runner.run(backend.start())
-            assert backend.pid is not None
-            processes = psutil.Process(backend.pid).children(recursive=True)
+            assert backend._process is not None
+            processes = psutil.Process(backend._process.pid).children(recursive=True)
             [scheduler] = [process for process in processes if "scheduler" in process.name()]
             yield MeasuredSglang(url, scheduler)
         finally:

@@ -46,8 +46,8 @@ class EmbeddedBackend:
     access: ServerAccess
     device: str
     seed: int
-    _server: EngineServer = field(init=False)
-    _engine: GenerationEngine | None = field(default=None, init=False)
+    _engine: GenerationEngine = field(init=False)
+    _server: EngineServer | None = field(default=None, init=False)
     _prepared: StagedModel | None = field(default=None, init=False)
 
     async def start(self) -> str:
@@ -59,10 +59,8 @@ class EmbeddedBackend:
         return await self._server.start()
 
     def progress(self) -> Progress:
-        """Zeros until it has started."""
+        """Once it has started."""
         engine = self._engine
-        if engine is None:
-            return Progress(running=0, queued=0, tokens_generated=0, version="")
         return Progress(
             running=engine.num_running,
             queued=engine.num_queued,
@@ -72,18 +70,15 @@ class EmbeddedBackend:
 
     async def held(self) -> tuple[str, Path]:
         """See `WeightHolder.held`."""
-        assert self._engine is not None
         return self._engine.version, self._engine.model_directory
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
         """See `WeightHolder.fingerprints`."""
-        assert self._engine is not None
         held = self._engine.checksums
         return [await asyncio.to_thread(held.of, held.names(skipped=skipped))]
 
     async def prepare(self, weights: Path) -> None:
         """Read and check them beside those that it generates with; ServerError if they are not its model's."""
-        assert self._engine is not None
         self._prepared = None  # two versions beside the live one would be one too many
         try:
             self._prepared = await asyncio.to_thread(self._engine.stage_weights, weights)
@@ -96,7 +91,7 @@ class EmbeddedBackend:
         What the proof looks at is hashed before, and so are the very tensors that are taken over: see `Checksums`.
         """
         engine, staged, looked_at = self._engine, self._prepared, new.proof.looked_at
-        assert engine is not None and staged is not None and staged.directory == new.directory
+        assert self._server is not None and staged is not None and staged.directory == new.directory
         self._prepared = None
         await asyncio.to_thread(staged.checksums.of, looked_at)  # so that nothing is hashed while it stands still
         changing = self._server.loop.change_over(
@@ -116,9 +111,10 @@ class EmbeddedBackend:
 
     async def wait_ended(self) -> None:
         """Until the engine thread ends; raises what ended it."""
+        assert self._server is not None
         await self._server.wait_ended()
 
     async def stop(self) -> None:
         """Requests end as aborted, and are answered."""
-        if self._engine is not None:
+        if self._server is not None:
             await self._server.stop()

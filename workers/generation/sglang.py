@@ -77,11 +77,6 @@ class SglangBackend:
         default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0, version=""), init=False
     )
 
-    @property
-    def pid(self) -> int | None:
-        """Of the server, once it was started."""
-        return self._process.pid if self._process is not None else None
-
     async def start(self) -> str:
         """Start the server and wait until it takes requests.
 
@@ -209,10 +204,7 @@ class SglangBackend:
 
     def _launch(self, bound: socket.socket, secrets_file: Path) -> SglangProcess:
         gpu, num_ranks = has_gpu(os.environ), self.spec.tensor_parallel_size
-        try:
-            check_gpus(os.environ, num_ranks=num_ranks)
-        except ValueError as error:
-            raise BadConfigurationError(str(error)) from error
+        check_gpus(os.environ, num_ranks=num_ranks)
         command = sglang_command(
             self.spec,
             host=self.access.address,

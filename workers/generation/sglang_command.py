@@ -12,6 +12,7 @@ from pathlib import Path
 
 from corral.experiments.config.rollout import FlagValue
 from corral.experiments.worker_specs import GenerationServerSpec
+from corral.workers.lifecycle.worker import BadConfigurationError
 
 STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 _ENTRY = Path(__file__).parent / "sglang_entry"
@@ -108,10 +109,10 @@ def cpus_by_rank(cpus: Sequence[int], num_ranks: int) -> str:
 
 
 def check_gpus(environment: Mapping[str, str], *, num_ranks: int) -> None:
-    """ValueError if fewer GPUs are visible than ranks that each take one; where none is, they run on CPUs."""
+    """BadConfigurationError if fewer GPUs are visible than ranks, which take one each; where none is, they run on CPUs."""
     visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if visible and len(visible) < num_ranks:
-        raise ValueError(
+        raise BadConfigurationError(
             f"the allocation gives this server {num_ranks} GPUs (t{num_ranks}), and its task has {len(visible)}: "
             f"CUDA_VISIBLE_DEVICES={','.join(visible)}; set groups.generation_server.scheduling.gpu to {num_ranks}, or "
             "leave it out"

@@ -142,7 +142,7 @@ class WeightUpdates:
             if (held := (await backend.held())[0]) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
             await asyncio.to_thread(self._staging.taken_over)
-            self.last = update = WeightUpdate(
+            self.last = WeightUpdate(
                 version=version,
                 bytes_read=staged.bytes_read,
                 bytes_received=staged.bytes_received,
@@ -153,12 +153,7 @@ class WeightUpdates:
             logger.info(
                 "holds version %s: read %d bytes, received %d from other hosts, staged in %.3f s, prepared in %.3f s, "
                 "stood still for %.3f s",
-                version,
-                update.bytes_read,
-                update.bytes_received,
-                update.staged_s,
-                update.prepared_s,
-                update.stopped_s,
+                *msgspec.structs.astuple(self.last),
             )
 
     async def _stage(self, order: UpdateOrder) -> StagedVersion:

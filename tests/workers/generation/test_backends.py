@@ -606,5 +606,5 @@ def test_sglang_that_hangs_or_dies_is_noticed_and_leaves_nothing_behind(served: 
 
 
 def process_of(served: Served) -> psutil.Process:
-    assert isinstance(served.backend, SglangBackend) and served.backend.pid is not None
-    return psutil.Process(served.backend.pid)
+    assert isinstance(served.backend, SglangBackend) and served.backend._process is not None
+    return psutil.Process(served.backend._process.pid)

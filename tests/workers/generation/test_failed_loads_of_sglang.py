@@ -72,8 +72,9 @@ def now(served: Served) -> list[Any]:
 
 
 def process_of(served: Served, name: str) -> psutil.Process:
-    assert isinstance(served.backend, SglangBackend) and served.backend.pid is not None
-    [found] = [one for one in psutil.Process(served.backend.pid).children(recursive=True) if name in one.name()]
+    assert isinstance(served.backend, SglangBackend) and served.backend._process is not None
+    everybody = psutil.Process(served.backend._process.pid).children(recursive=True)
+    [found] = [one for one in everybody if name in one.name()]
     return found
 
 

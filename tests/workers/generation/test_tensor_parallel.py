@@ -37,8 +37,8 @@ def served(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def schedulers(served: Served) -> list[psutil.Process]:
     """The processes that hold a part of the model."""
-    assert isinstance(served.backend, SglangBackend) and served.backend.pid is not None
-    children = psutil.Process(served.backend.pid).children(recursive=True)
+    assert isinstance(served.backend, SglangBackend) and served.backend._process is not None
+    children = psutil.Process(served.backend._process.pid).children(recursive=True)
     return [child for child in children if "scheduler" in child.name()]
 
 
