@@ -109,7 +109,7 @@ def cpus_by_rank(cpus: Sequence[int], num_ranks: int) -> str:
 
 
 def check_gpus(environment: Mapping[str, str], *, num_ranks: int) -> None:
-    """BadConfigurationError if fewer GPUs are visible than ranks, which take one each; where none is, they run on CPUs."""
+    """BadConfigurationError if fewer GPUs are visible than there are ranks; where none is, they run on CPUs."""
     visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if visible and len(visible) < num_ranks:
         raise BadConfigurationError(
