@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from enum import Enum
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.attention import KVCache, RowSpans, TokenAttention, call_cost
 from corral.workers.engine.decoder import Decoder
@@ -44,14 +44,6 @@ from corral.workers.engine.sampling import SamplingBatch, SamplingParams, TokenU
 from corral.workers.engine.scheduler import BatchScheduler
 
 
-class PauseMode(Enum):
-    """What a pause does to the running requests; see the module's drawing."""
-
-    ABORT = "abort"
-    RETRACT = "retract"
-    IN_PLACE = "in_place"
-
-
 class ContinuousBatch:
     """A decoder, its cache and its requests. Not thread-safe, but for `check` and the counters."""
 
@@ -64,12 +56,13 @@ class ContinuousBatch:
         max_total_tokens: int,
         seed: int,
         version: str,
-        load_text_decoder: Callable[[], DecodeText] | None = None,
+        decode: DecodeText | None = None,
+        no_text_because: str = "",
         read_lag: Literal[0, 1] | None = None,
     ) -> None:
         """
         Args:
-            load_text_decoder: gives what turns tokens into text, ValueError if it cannot; from any thread.
+            decode: turns tokens into text; None where nothing can, for a reason.
             read_lag: steps on the device whose tokens are not read yet when the next one is begun; None: 1 on a GPU,
                 which computes meanwhile, and 0 on a CPU.
         """
@@ -80,7 +73,8 @@ class ContinuousBatch:
         self._num_unseeded = 0
         self.is_paused = False
         self._eos_token_ids = frozenset(eos_token_ids)
-        self.load_text_decoder = load_text_decoder
+        self.decode = decode
+        self._no_text_because = no_text_because
         self._decoder = decoder
         self._cache = KVCache(
             decoder.empty_keys,
@@ -136,7 +130,7 @@ class ContinuousBatch:
             ActiveRequest(
                 request=request,
                 stop_token_ids=sampling.stop_token_ids | self._eos_token_ids,
-                stop_strings=self._stop_strings(sampling),
+                stop_strings=StopStrings(sampling.stop, self.decode) if sampling.stop and self.decode else None,
                 uniforms=TokenUniforms.of(seed),
                 experts=None if request.experts_from is None else ChosenExperts(request.experts_from),
             )
@@ -159,9 +153,9 @@ class ContinuousBatch:
                 f"token id {outside} at position {prompt.index(outside)} of the prompt is outside the vocabulary "
                 f"[0, {decoder.vocab_size})"
             )
-        if sampling.stop and self.load_text_decoder is None:
+        if sampling.stop and self.decode is None:
             raise ValueError(
-                f"stop={list(sampling.stop)} needs the text of the answer, and the model has no tokenizer.json; "
+                f"stop={list(sampling.stop)} needs the text of the answer, and {self._no_text_because}; "
                 "send stop_token_ids"
             )
         asked = len(prompt) + sampling.max_new_tokens
@@ -228,7 +222,7 @@ class ContinuousBatch:
             active.output(AbortFinish(), version=self.version) for active in self._scheduler.withdraw(is_wanted)
         ]
 
-    def pause(self, mode: PauseMode) -> list[RequestOutput]:
+    def pause(self, mode: UpdateMode) -> list[RequestOutput]:
         """Stop stepping, with all tokens read; whatever changes meanwhile, each has the version that made it.
 
         Returns:
@@ -236,11 +230,11 @@ class ContinuousBatch:
             both modes.
         """
         self.is_paused = True
-        if mode is PauseMode.ABORT:
+        if mode == "abort":
             return self.abort(None)
         with torch.inference_mode():
             ended = self._read()
-        if mode is PauseMode.RETRACT:
+        if mode == "retract":
             for active in self._scheduler.retract():
                 active.num_retractions += 1
             self._sampling = None
@@ -296,7 +290,7 @@ class ContinuousBatch:
         """[B, V] float32 of what comes after the newest token of each row, which is written into the cache."""
         decoder, num_rows = self._decoder, len(lengths)
         decoder.reserve_positions(max(lengths))
-        positions = self._rows.positions(num_rows)
+        token_ids, positions = self._rows.newest(num_rows)
         attend = TokenAttention(
             self._cache,
             positions=positions,
@@ -304,7 +298,7 @@ class ContinuousBatch:
             dtype=decoder.dtype,
             softmax_scale=decoder.softmax_scale,
         )
-        hidden = decoder.hidden_states(self._rows.token_ids(num_rows), positions, attend, chosen=chosen)
+        hidden = decoder.hidden_states(token_ids, positions, attend, chosen=chosen)
         return decoder.logits(hidden)
 
     def _sampling_batch(self, requests: Sequence[ActiveRequest]) -> SamplingBatch:
@@ -314,11 +308,6 @@ class ContinuousBatch:
             device=self._decoder.device,
             original_rows=[row for row, active in enumerate(requests) if active.request.wants_original_logprobs],
         )
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        if not sampling.stop or self.load_text_decoder is None:
-            return None
-        return StopStrings(sampling.stop, self.load_text_decoder())
 
     def _sample(
         self, requests: Sequence[ActiveRequest], logits: Tensor, sampling: SamplingBatch, *, first_row: int = 0

@@ -39,13 +39,9 @@ class DecodeRows:
         self._uniforms_of = (0, 0)
         self._num_taken = 0
 
-    def token_ids(self, num_rows: int) -> Tensor:
-        """[num_rows] int64, of the rows from 0 on."""
-        return self._token_ids[:num_rows]
-
-    def positions(self, num_rows: int) -> Tensor:
-        """[num_rows] int64, where these tokens belong in the cache."""
-        return self._positions[:num_rows]
+    def newest(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Token ids of the rows from 0 on, and where they belong in the cache; both [num_rows] int64."""
+        return self._token_ids[:num_rows], self._positions[:num_rows]
 
     def join(self, requests: Sequence[ActiveRequest], *, first_row: int) -> None:
         """Rows of requests whose known tokens are all in the cache, and whose next one is about to be sampled."""

@@ -10,8 +10,8 @@ Each token carries the version tag of the weights that made it.
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from corral.workers.engine.answer_text import text_decoder
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder, Quantization, check_supported
 from corral.workers.engine.weights import Checksums, model_with, stage_weights
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,7 +87,13 @@ class GenerationEngine(ContinuousBatch):
         self.checksums = Checksums(self._model)
         """Of the live weights."""
         self._quantization = quantization
-        has_tokenizer = (self.model_directory / "tokenizer.json").is_file()
+        decode, no_text_because = None, "the model has no tokenizer.json"
+        if (self.model_directory / "tokenizer.json").is_file():
+            try:
+                decode = text_decoder(self.model_directory)
+            except ValueError as error:
+                no_text_because = str(error)
+                logger.warning("answers come without their text: %s", error)
         super().__init__(
             Decoder(self._model, quantization=quantization),
             eos_token_ids=eos_token_ids,
@@ -93,7 +101,8 @@ class GenerationEngine(ContinuousBatch):
             max_total_tokens=max_total_tokens,
             seed=seed,
             version=version,
-            load_text_decoder=cache(partial(text_decoder, model_directory)) if has_tokenizer else None,
+            decode=decode,
+            no_text_because=no_text_because,
             read_lag=read_lag,
         )
         self._decoder.pack_weights()

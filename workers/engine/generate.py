@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +21,10 @@ from typing import Any
 
 from aiohttp import web
 
-from corral.workers.engine.answer_text import DecodeText, answer_text
+from corral.workers.engine.answer_text import answer_text
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError, OutputListener
 from corral.workers.engine.messages import BadRequestError, GenerateBody, error_body, generate_reply, parse
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
-
-logger = logging.getLogger(__name__)
 
 
 class GenerateEndpoint:
@@ -38,17 +35,6 @@ class GenerateEndpoint:
         self._loop = loop
         self._capacity = loop.engine.max_running_requests + max_queued_requests
         self._num_in_flight = 0
-        self._decode: DecodeText | None = None
-
-    async def load_tokenizer(self) -> None:
-        """For the texts of answers; without a tokenizer that can be used they have none."""
-        load = self._loop.engine.load_text_decoder
-        if load is None:
-            return
-        try:
-            self._decode = await asyncio.to_thread(load)  # a second for a large vocabulary
-        except ValueError as error:
-            logger.warning("answers come without their text: %s", error)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read())
@@ -147,9 +133,9 @@ class GenerateEndpoint:
         return response
 
     def _reply(self, output: RequestOutput, body: GenerateBody, asked: GenerationRequest) -> dict[str, Any]:
-        text = None
-        if self._decode is not None:
-            text = answer_text(output.output_ids, output.finish_reason, asked.sampling, self._decode)
+        text, decode = None, self._loop.engine.decode
+        if decode is not None:
+            text = answer_text(output.output_ids, output.finish_reason, asked.sampling, decode)
         return generate_reply(output, body, text=text)
 
     def _abort(self, plan: list[GenerationRequest]) -> None:

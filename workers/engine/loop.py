@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from corral.workers.engine.batch import PauseMode
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.requests import GenerationRequest, RequestOutput
 
@@ -52,7 +52,6 @@ class EngineLoop:
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
         """Read its counters and `check` freely; change it only through this loop."""
-        self.failure: BaseException | None = None
         self.ended: Future[None] = Future()
         """Done when the thread ends: with None after `stop`, with the exception of a failed step."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -115,7 +114,7 @@ class EngineLoop:
         return future
 
     def change_over(
-        self, staged: StagedModel, *, version: str, mode: PauseMode, check: Callable[[], None]
+        self, staged: StagedModel, *, version: str, mode: UpdateMode, check: Callable[[], None]
     ) -> Future[ChangedOver]:
         """Apply staged weights between two decode steps; requests under way go on, or end, as the mode has it.
 
@@ -129,11 +128,11 @@ class EngineLoop:
         future: Future[ChangedOver] = Future()
 
         def change() -> None:
-            self._deliver(self.engine.pause(PauseMode.IN_PLACE))  # reads the tokens of a step that a GPU is still at
+            self._deliver(self.engine.pause("in_place"))  # reads the tokens of a step that a GPU is still at
             began = time.monotonic()
             self._deliver(self.engine.pause(mode))
             replaced = self.engine.apply_weights(staged, version=version)
-            if mode is not PauseMode.IN_PLACE:
+            if mode != "in_place":
                 self.engine.flush_cache()
             try:
                 check()
@@ -169,7 +168,7 @@ class EngineLoop:
         run()
 
     def _run(self) -> None:
-        reason = "has stopped"
+        failure: BaseException | None = None
         try:
             while not self._is_stopping:
                 self._run_commands(wait=not self.engine.has_work)
@@ -179,8 +178,8 @@ class EngineLoop:
             self._deliver(self.engine.abort(None))
         except BaseException as error:
             logger.exception("the generation engine failed; requests in flight are lost")
-            self.failure, reason = error, f"has failed: {error!r}"
-        self._close(EngineStoppedError(f"the generation engine {reason}"))
+            failure = error
+        self._close(failure)
 
     def _run_commands(self, *, wait: bool) -> None:
         """Everything in the inbox, and the first of it even if that is still to come."""
@@ -189,8 +188,10 @@ class EngineLoop:
             while True:
                 self._inbox.get_nowait()()
 
-    def _close(self, stopped: EngineStoppedError) -> None:
+    def _close(self, failure: BaseException | None) -> None:
         """Answer everyone who still waits, and let nobody wait from now on."""
+        reason = "has stopped" if failure is None else f"has failed: {failure!r}"
+        stopped = EngineStoppedError(f"the generation engine {reason}")
         with self._lock:
             self._stopped = stopped
         self._run_commands(wait=False)
@@ -198,10 +199,10 @@ class EngineLoop:
             future.set_exception(stopped)
         self._futures.clear()
         self._listeners.clear()
-        if self.failure is None:
+        if failure is None:
             self.ended.set_result(None)
         else:
-            self.ended.set_exception(self.failure)
+            self.ended.set_exception(failure)
 
     def _begin_stop(self) -> Iterable[RequestOutput]:
         self._is_stopping = True

@@ -40,10 +40,6 @@ class BadRequestError(ValueError):
     """The body is not what the endpoint takes; the message is for the client."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 def _check_token_ids(value: list[Any]) -> list[Any]:
     """One prompt or a list of prompts; by hand, so that 100,000 wrong items are one error and not 100,000."""
     prompts = value if value and isinstance(value[0], list) else [value]
@@ -66,8 +62,10 @@ _SamplingParamsForms = Annotated[
 ]
 
 
-class GenerateBody(_Body):
+class GenerateBody(BaseModel):
     """POST /generate."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
     """One prompt, or a list of prompts (then the reply is a list)."""

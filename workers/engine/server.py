@@ -75,7 +75,6 @@ class EngineServer:
 
     async def start(self) -> str:
         """Start the engine thread and listen; returns the URL."""
-        await self._generate.load_tokenizer()
         application = web.Application(
             client_max_size=self._max_body_bytes, middlewares=[self._answer_errors, self._check_key]
         )
@@ -128,7 +127,7 @@ class EngineServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.loop.ended.done():
-            return _error(503, f"the generation engine has ended: {self.loop.failure!r}")
+            return _error(503, f"the generation engine has ended: {self.loop.ended.exception()!r}")
         if self._engine.is_paused:
             return _error(503, "generation is paused")
         return web.Response()

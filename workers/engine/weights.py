@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -70,15 +69,23 @@ def stage_weights(directory: Path, parameters: Mapping[str, Tensor]) -> dict[str
     Raises:
         WeightsRejectedError: naming the file or tensor, what was expected and what was found.
     """
-    with _rejecting(directory):
-        stored = _stored_tensors(directory)
-        _check(_as_stored(parameters), stored)  # all headers before the first value: a wrong model is refused at once
-        tensors = {name: torch.empty(live.shape, dtype=live.dtype) for name, live in parameters.items()}
-        targets = _as_stored(tensors)
-        if (second := stored.get(_TIED_HEAD)) is not None:
-            targets.setdefault(_TIED_HEAD, torch.empty(second.shape, dtype=next(iter(tensors.values())).dtype))
-        for name, place in stored.items():
-            _read(name, place, targets[name])
+    try:
+        return _read_all(directory, parameters)
+    except WeightsRejectedError as error:
+        raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
+    except (OSError, ValueError) as error:
+        raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
+
+
+def _read_all(directory: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    stored = _stored_tensors(directory)
+    _check(_as_stored(parameters), stored)  # all headers before the first value: a wrong model is refused at once
+    tensors = {name: torch.empty(live.shape, dtype=live.dtype) for name, live in parameters.items()}
+    targets = _as_stored(tensors)
+    if (second := stored.get(_TIED_HEAD)) is not None:
+        targets.setdefault(_TIED_HEAD, torch.empty(second.shape, dtype=next(iter(tensors.values())).dtype))
+    for name, place in stored.items():
+        _read(name, place, targets[name])
     if _TIED_HEAD in targets and _TIED_HEAD not in tensors:
         _check_tied_head(targets[_TIED_HEAD], tensors)
     return tensors
@@ -93,16 +100,6 @@ def model_with(tensors: Mapping[str, Tensor], model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         new_by_id[id(parameter)] = nn.Parameter(tensors[name].to(parameter.device), requires_grad=False)
     return copy.deepcopy(model, new_by_id)
-
-
-@contextmanager
-def _rejecting(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except WeightsRejectedError as error:
-        raise WeightsRejectedError(f"weights in {directory} were rejected: {error}") from error.__cause__
-    except (OSError, ValueError) as error:
-        raise WeightsRejectedError(f"weights in {directory} could not be read: {error}") from error
 
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -175,13 +172,11 @@ class Checksums:
     def of(self, names: Iterable[str]) -> dict[str, str]:
         """By name, as 16 hexadecimal digits."""
         wanted = list(names)
-        if unknown := [name for name in wanted if not self._is_known(name)]:
+        written = {name: self._parameters[name]._version for name in wanted}
+        if unknown := [name for name in wanted if self._known.get(name, ("", ""))[0] != written[name]]:
             with ThreadPoolExecutor(_HASH_THREADS) as pool:
                 self._known.update(zip(unknown, pool.map(self._hashed, unknown), strict=True))
         return {name: self._known[name][1] for name in wanted}
-
-    def _is_known(self, name: str) -> bool:
-        return name in self._known and self._known[name][0] == self._parameters[name]._version
 
     def _hashed(self, name: str) -> tuple[int, str]:
         tensor = self._parameters[name]

@@ -12,7 +12,6 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.batch import PauseMode
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.loop import EngineStoppedError
 from corral.workers.engine.server import EngineServer
@@ -97,7 +96,7 @@ class EmbeddedBackend:
         changing = self._server.loop.change_over(
             staged,
             version=new.version,
-            mode=PauseMode(new.mode),
+            mode=new.mode,
             check=lambda: new.proof.check([engine.checksums.of(looked_at)]),
         )
         try:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine import batch
-from corral.workers.engine.batch import PauseMode, generate_greedily
+from corral.workers.engine.batch import generate_greedily
 from corral.workers.engine.decoder import UnsupportedModelError
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import (
@@ -182,7 +183,7 @@ def test_an_answer_is_the_same_after_retractions(engine: GenerationEngine, seede
     for num_steps in (1, 7, 12):
         for _ in range(num_steps):
             engine.step()
-        engine.pause(PauseMode.RETRACT)
+        engine.pause("retract")
         engine.resume()
     output = finish(engine)["a"]
     assert (output.output_ids, output.num_retractions) == (seeded_answer, 3)
@@ -295,7 +296,7 @@ def test_abort_returns_the_tokens_made_so_far(engine: GenerationEngine, referenc
     assert list(finish(engine)["b"].output_ids) == reference_greedy(references[0], [5, 9], max_new_tokens=9)
 
 
-def run_across_an_update(engine: GenerationEngine, mode: PauseMode, new_weights: Path) -> dict[str, RequestOutput]:
+def run_across_an_update(engine: GenerationEngine, mode: UpdateMode, new_weights: Path) -> dict[str, RequestOutput]:
     """Three sampled requests, paused after eight steps, updated to 1.1 and continued."""
     for index, prompt in enumerate(PROMPTS[:3]):
         engine.add(request(str(index), prompt, temperature=1.0, max_new_tokens=20 + index))
@@ -311,7 +312,7 @@ def run_across_an_update(engine: GenerationEngine, mode: PauseMode, new_weights:
 def test_retracted_requests_continue_under_the_new_weights_over_their_whole_prefix(
     engine: GenerationEngine, directories: list[Path], references: list[Any]
 ) -> None:
-    outputs = run_across_an_update(engine, PauseMode.RETRACT, directories[1])
+    outputs = run_across_an_update(engine, "retract", directories[1])
     for index, prompt in enumerate(PROMPTS[:3]):
         output = outputs[str(index)]
         old, new = output.weight_versions
@@ -327,7 +328,7 @@ def test_retracted_requests_continue_under_the_new_weights_over_their_whole_pref
 def test_in_place_requests_continue_over_the_old_keys_and_values(
     engine: GenerationEngine, directories: list[Path], references: list[Any]
 ) -> None:
-    outputs = run_across_an_update(engine, PauseMode.IN_PLACE, directories[1])
+    outputs = run_across_an_update(engine, "in_place", directories[1])
     for index, prompt in enumerate(PROMPTS[:3]):
         output = outputs[str(index)]
         assert output.weight_versions == (VersionSpan("1.0", 0, 9), VersionSpan("1.1", 9, 20 + index))
@@ -342,7 +343,7 @@ def test_in_place_requests_continue_over_the_old_keys_and_values(
 def test_aborted_requests_end_with_their_tokens_of_the_old_version(
     engine: GenerationEngine, directories: list[Path], references: list[Any]
 ) -> None:
-    outputs = run_across_an_update(engine, PauseMode.ABORT, directories[1])
+    outputs = run_across_an_update(engine, "abort", directories[1])
     for index, prompt in enumerate(PROMPTS[:3]):
         output = outputs[str(index)]
         assert output.finish_reason == AbortFinish()
@@ -354,9 +355,9 @@ def test_the_cache_is_flushed_only_when_no_running_request_needs_it(engine: Gene
     engine.add(request("a", [7], max_new_tokens=30))
     engine.step()
     assert not engine.flush_cache()
-    engine.pause(PauseMode.IN_PLACE)
+    engine.pause("in_place")
     assert not engine.flush_cache()
-    engine.pause(PauseMode.RETRACT)
+    engine.pause("retract")
     assert engine.flush_cache()
     engine.resume()
     assert len(finish(engine)["a"].output_ids) == 30

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from corral.workers.engine.batch import PauseMode
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import RequestOutput
 from corral.workers.engine.server import EngineServer
@@ -88,7 +88,7 @@ class Served:
     client: Client
     loop: LoopThread
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: UpdateMode) -> None:
         engine = self.server.loop.engine
         self.server.loop.call(lambda: engine.pause(mode)).result(DEADLINE_S)
 
@@ -99,7 +99,7 @@ class Served:
     def change_over(self, directory: Path, version: str) -> None:
         loop = self.server.loop
         staged = loop.engine.stage_weights(directory)
-        changed = loop.change_over(staged, version=version, mode=PauseMode.RETRACT, check=lambda: None)
+        changed = loop.change_over(staged, version=version, mode="retract", check=lambda: None)
         changed.result(DEADLINE_S)
 
 
@@ -141,7 +141,7 @@ def shared(directories: list[Path]) -> Iterator[Served]:
 @pytest.fixture
 def client(shared: Served, directories: list[Path]) -> Client:
     """The module's server, idle and with the first weights again."""
-    shared.pause(PauseMode.ABORT)
+    shared.pause("abort")
     shared.change_over(directories[0], "1.0")  # which ends the pause
     return shared.client
 
@@ -374,7 +374,7 @@ def test_the_server_tells_its_model_state_and_metrics(shared: Served, client: Cl
     assert client.get("/health")[0] == client.get("/ready")[0] == 200
     start_running(client, 2)
     assert (client.count("num_running_reqs"), client.count("num_queue_reqs")) == (2, 0)
-    shared.pause(PauseMode.ABORT)
+    shared.pause("abort")
     shared.go_on()
     before = client.count("generation_tokens_total")
     client.generate(input_ids=[7], sampling_params={"max_new_tokens": 9, "ignore_eos": True})
@@ -383,7 +383,7 @@ def test_the_server_tells_its_model_state_and_metrics(shared: Served, client: Cl
 
 def test_an_aborted_request_is_answered_with_its_tokens_so_far(shared: Served, client: Client) -> None:
     [running] = start_running(client)
-    shared.pause(PauseMode.ABORT)
+    shared.pause("abort")
     answer = running.result(DEADLINE_S)
     assert answer["meta_info"]["finish_reason"] == {
         "type": "abort",
@@ -446,14 +446,14 @@ def test_a_client_that_hangs_up_on_several_answers_ends_all_of_them(client: Clie
 def test_an_aborted_stream_ends_with_the_reason(shared: Served, client: Client) -> None:
     streaming = client.pool.submit(lambda: stream(client, input_ids=[7], sampling_params=LONG))
     wait_until(lambda: client.count("num_running_reqs") == 1, "the request to run")
-    shared.pause(PauseMode.ABORT)
+    shared.pause("abort")
     *events, done = streaming.result(DEADLINE_S)
     assert json.loads(events[-1])["meta_info"]["finish_reason"]["type"] == "abort" and done == "[DONE]"
 
 
 def test_a_paused_server_is_not_ready_and_new_requests_wait(shared: Served, client: Client) -> None:
     for _ in range(2):
-        shared.pause(PauseMode.RETRACT)
+        shared.pause("retract")
     assert client.get("/ready")[0] == client.get("/health")[0] == 503
     waiting = client.start(input_ids=[7], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
     wait_until(lambda: client.count("num_queue_reqs") == 1, "the request to queue")
@@ -491,7 +491,7 @@ def test_bad_weights_are_rejected_whatever_stands_in_their_place(shared: Served,
 
 
 def test_a_full_queue_is_answered_503(shared: Served, client: Client) -> None:
-    shared.pause(PauseMode.ABORT)
+    shared.pause("abort")
     prompts = [[7]] * 36
     waiting = client.start(input_ids=prompts, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
     wait_until(lambda: client.count("num_queue_reqs") == 36, "the requests to queue")
@@ -565,7 +565,7 @@ class FailingEngine(GenerationEngine):
 def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[Path]) -> None:
     with serving(FailingEngine(directories[0])) as served:
         client = served.client
-        served.pause(PauseMode.ABORT)
+        served.pause("abort")
         waiting = client.pool.submit(lambda: client.post("/generate", {"input_ids": [7]}))
         streaming = client.pool.submit(lambda: stream(client, input_ids=[7]))
         wait_until(lambda: client.count("num_queue_reqs") == 2, "the requests to queue")

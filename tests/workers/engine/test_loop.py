@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from corral.workers.engine.batch import PauseMode
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput
@@ -47,9 +48,9 @@ def start_running(loop: EngineLoop, name: str) -> Future[RequestOutput]:
     return future
 
 
-@pytest.mark.parametrize("mode", list(PauseMode))
+@pytest.mark.parametrize("mode", list(get_args(UpdateMode)))
 def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
-    loop: EngineLoop, directories: list[Path], mode: PauseMode
+    loop: EngineLoop, directories: list[Path], mode: UpdateMode
 ) -> None:
     running = start_running(loop, "running")
     steps: list[int] = []
@@ -65,7 +66,7 @@ def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
     after = loop.submit(request("after", max_new_tokens=2)).result(DEADLINE_S)
     assert versions(after) == ["1.1"] and loop.engine.steps > steps[0] and len(steps) == 1
     loop.abort(None).result(DEADLINE_S)
-    assert versions(running.result(DEADLINE_S)) == (["1.0"] if mode is PauseMode.ABORT else ["1.0", "1.1"])
+    assert versions(running.result(DEADLINE_S)) == (["1.0"] if mode == "abort" else ["1.0", "1.1"])
 
 
 def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_the_next_one(
@@ -77,7 +78,7 @@ def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_
         raise RuntimeError("these are other weights")
 
     staged = loop.engine.stage_weights(directories[1])
-    done = loop.change_over(staged, version="1.1", mode=PauseMode.RETRACT, check=check)
+    done = loop.change_over(staged, version="1.1", mode="retract", check=check)
     with pytest.raises(RuntimeError, match="these are other weights"):
         done.result(DEADLINE_S)
     ended = running.result(DEADLINE_S)
@@ -85,7 +86,7 @@ def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_
     after, steps = loop.submit(request("after", max_new_tokens=2)), loop.engine.steps
     assert loop.engine.is_paused
     staged = loop.engine.stage_weights(directories[0])
-    loop.change_over(staged, version="1.2", mode=PauseMode.RETRACT, check=lambda: None).result(DEADLINE_S)
+    loop.change_over(staged, version="1.2", mode="retract", check=lambda: None).result(DEADLINE_S)
     assert versions(after.result(DEADLINE_S)) == ["1.2"] and loop.engine.steps > steps
 
 
@@ -102,7 +103,7 @@ def test_stopping_ends_running_and_queued_requests_as_aborted_and_refuses_new_on
 ) -> None:
     with EngineLoop(GenerationEngine(directories[0])) as loop:
         running = start_running(loop, "running")
-        loop.call(partial(loop.engine.pause, PauseMode.IN_PLACE)).result(DEADLINE_S)
+        loop.call(partial(loop.engine.pause, "in_place")).result(DEADLINE_S)
         queued = loop.submit(request("queued"))
     assert running.result(0).finish_reason == queued.result(0).finish_reason == AbortFinish()
     with pytest.raises(EngineStoppedError, match="has stopped"):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from corral.workers.engine.batch import PauseMode
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
@@ -86,7 +85,7 @@ def test_an_answer_that_newer_weights_read_again_keeps_the_experts_of_those_that
     engine.add(request("a", prompt))
     for _ in range(8):
         assert not engine.step()
-    engine.pause(PauseMode.RETRACT)
+    engine.pause("retract")
     engine.update_weights(directories[1], version="1.1")
     engine.resume()
     outputs = []

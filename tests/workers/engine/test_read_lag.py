@@ -7,7 +7,7 @@ step longer changes the shape of products, and so their rounding: in float32 out
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine import engine as engine_module
-from corral.workers.engine.batch import PauseMode
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
@@ -25,7 +25,7 @@ from tests.workers.engine.tiny_models import VOCAB_SIZE, add_tokenizer, save_tin
 PROMPTS = [(7,), (5, 9, 3, 33), tuple(range(14, 51))]
 STOPS = frozenset(range(0, VOCAB_SIZE, 3))
 """A third of all tokens: answers end after three or so, when nobody expects it."""
-MODES = list(PauseMode)
+MODES = list(get_args(UpdateMode))
 
 
 class Pair:
@@ -58,7 +58,7 @@ class Pair:
             elif isinstance(action, dict):
                 engine.add(request(str(num_requests), **action))
                 num_requests += 1
-            elif isinstance(action, PauseMode):
+            elif action in MODES:
                 outputs += engine.pause(action)
             elif action == "abort":
                 outputs += engine.abort(frozenset(str(number) for number in range(0, num_requests, 2)))
@@ -132,8 +132,8 @@ ANSWER = {"prompt": 0, "max_new_tokens": 12, "temperature": 1.0}
 @pytest.mark.parametrize("num_schedules", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_outputs_and_counters_are_those_of_reading_at_once(pair: Pair, num_schedules: int) -> None:
     @settings(max_examples=num_schedules, suppress_health_check=[HealthCheck.too_slow])
-    @example([ANSWER, ANSWER | {"ignore_eos": True}, 2, PauseMode.IN_PLACE, "update", "resume", 3, "abort"])
-    @example([ANSWER, 3, "update", ANSWER, 2, PauseMode.RETRACT, "resume", 4])
+    @example([ANSWER, ANSWER | {"ignore_eos": True}, 2, "in_place", "update", "resume", 3, "abort"])
+    @example([ANSWER, 3, "update", ANSWER, 2, "retract", "resume", 4])
     @given(ACTIONS)
     def are_equal(actions: list[Any]) -> None:
         before = [engine.tokens_generated for engine in pair.engines]
@@ -183,7 +183,7 @@ def test_an_engine_that_nobody_asks_holds_nothing_back(directories: list[Path]) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pause_reads_what_is_under_way_and_says_who_ended(mode: PauseMode, directories: list[Path]) -> None:
+def test_a_pause_reads_what_is_under_way_and_says_who_ended(mode: UpdateMode, directories: list[Path]) -> None:
     engine = GenerationEngine(directories[0], read_lag=1)
     engine.add(request("short", prompt=0, max_new_tokens=3, ignore_eos=True))
     engine.add(request("long", prompt=1, max_new_tokens=9, ignore_eos=True))
@@ -191,7 +191,7 @@ def test_a_pause_reads_what_is_under_way_and_says_who_ended(mode: PauseMode, dir
     outputs = {output.request_id: output for output in engine.pause(mode)}
     assert outputs.pop("short").finish_reason == LengthFinish(3)
     aborted = [(output.finish_reason, len(output.output_ids)) for output in outputs.values()]
-    assert aborted == ([(AbortFinish(), 3)] if mode is PauseMode.ABORT else [])
+    assert aborted == ([(AbortFinish(), 3)] if mode == "abort" else [])
 
 
 def test_logits_that_are_not_finite_do_not_outlast_their_request(directories: list[Path]) -> None:
@@ -218,7 +218,7 @@ def test_experts_are_of_the_tokens_of_the_answer_alone(tmp_path: Path, in_double
     pair = Pair([save_tiny_model(tmp_path / "mixture", model_type="qwen3_moe")], dtype="float64")
     short = ANSWER | {"max_new_tokens": 6}
     asked = [short | {"experts_from": 0}, short | {"prompt": 1, "ignore_eos": True, "experts_from": 2}]
-    at_once, later = pair.run([*asked, 3, PauseMode.RETRACT, "resume", short])
+    at_once, later = pair.run([*asked, 3, "retract", "resume", short])
     for one, other in zip(at_once.values(), later.values(), strict=True):
         assert replace(one, experts=None) == replace(other, experts=None)
     for name, first in (("0", 0), ("1", 2)):

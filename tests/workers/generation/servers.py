@@ -19,7 +19,6 @@ from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangCon
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.batch import PauseMode
 from corral.workers.generation.backend import GenerationBackend, ServerAccess
 from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.sglang import SglangBackend
@@ -130,7 +129,7 @@ class Served:
         """By the backend's own way: over HTTP, or in its process."""
         if isinstance(self.backend, EmbeddedBackend):
             engine = self.backend._server.loop.engine
-            self.backend._server.loop.call(lambda: engine.pause(PauseMode(mode))).result(DEADLINE_S)
+            self.backend._server.loop.call(lambda: engine.pause(mode)).result(DEADLINE_S)
         else:
             self.client.order("/pause_generation", mode=mode)
 
