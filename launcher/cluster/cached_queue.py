@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -40,23 +40,62 @@ _LOCK_POLL_S = 0.05
 _ACCOUNTING_FRESH_S = 86400.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueAnswer:
-    """What the cluster said last, and whether it still answers."""
+class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What the cluster said last, and whether it still answers; as the file holds it."""
 
     jobs: tuple[Job, ...] = ()
     asked_at: float | None = None
     """When it gave these jobs (Unix time); None if it has never answered."""
+    tried_at: float = 0.0
+    failures: int = 0
+    """In a row."""
     unreachable_since: float | None = None
     error: str = ""
     """Why it did not answer, one line."""
     question: str = ""
     """What people type to see the same."""
-    index: JobIndex = field(init=False, repr=False, compare=False)
-    """The jobs by trial. Made at once, and not by each of the threads that need it."""
+    keeps_accounts: bool = False
+    accounting_asked_at: float | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "index", JobIndex.of(self.jobs))
+    @cached_property
+    def index(self) -> JobIndex:
+        """The jobs by trial."""
+        return JobIndex.of(self.jobs)
+
+    def after_asking(self, cluster: JobQueue, clock: Callable[[], float]) -> "QueueAnswer":
+        """What is known once the cluster has been asked; if it has not answered, what it said before stays."""
+        try:
+            jobs, now = tuple(cluster.jobs()), clock()
+        except ClusterError as error:
+            return msgspec.structs.replace(
+                self,
+                question=cluster.question,
+                tried_at=(now := clock()),
+                failures=self.failures + 1,
+                unreachable_since=now if self.unreachable_since is None else self.unreachable_since,
+                error=str(error).partition("\n")[0],
+            )
+        return msgspec.structs.replace(
+            self,
+            jobs=jobs,
+            asked_at=now,
+            tried_at=now,
+            failures=0,
+            unreachable_since=None,
+            error="",
+            question=cluster.question,
+        )
+
+    def is_due(self, now: float, newer_than: float) -> bool:
+        """Whether the cluster is to be asked. Pure."""
+        if self.tried_at > now:  # the clock was set back
+            return True
+        if self.failures:
+            return now - self.tried_at >= pause_after(self.failures)
+        if self.asked_at is None or now - self.asked_at >= FRESH_S:
+            return True
+        # A moment in the future is another machine's clock; asking would not make the answer newer than it.
+        return self.asked_at < newer_than <= now
 
 
 class Queue(Protocol):
@@ -76,60 +115,10 @@ class DirectQueue:
         self._cluster = cluster
 
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
-        return Memory().after_asking(self._cluster, time.time).answer(self._cluster.question)
+        return QueueAnswer().after_asking(self._cluster, time.time)
 
     def has_accounting(self) -> bool:
         return self._cluster.keeps_accounts()
-
-
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds."""
-
-    jobs: tuple[Job, ...] = ()
-    asked_at: float | None = None
-    tried_at: float = 0.0
-    failures: int = 0
-    unreachable_since: float | None = None
-    error: str = ""
-    keeps_accounts: bool = False
-    accounting_asked_at: float | None = None
-
-    def answer(self, question: str) -> QueueAnswer:
-        """What people are told."""
-        return QueueAnswer(
-            jobs=self.jobs,
-            asked_at=self.asked_at,
-            unreachable_since=self.unreachable_since,
-            error=self.error,
-            question=question,
-        )
-
-    def after_asking(self, cluster: JobQueue, clock: Callable[[], float]) -> "Memory":
-        """What is known once the cluster has been asked; if it has not answered, what it said before stays."""
-        try:
-            jobs, now = tuple(cluster.jobs()), clock()
-        except ClusterError as error:
-            return msgspec.structs.replace(
-                self,
-                tried_at=(now := clock()),
-                failures=self.failures + 1,
-                unreachable_since=now if self.unreachable_since is None else self.unreachable_since,
-                error=str(error).partition("\n")[0],
-            )
-        return msgspec.structs.replace(
-            self, jobs=jobs, asked_at=now, tried_at=now, failures=0, unreachable_since=None, error=""
-        )
-
-    def is_due(self, now: float, newer_than: float) -> bool:
-        """Whether the cluster is to be asked. Pure."""
-        if self.tried_at > now:  # the clock was set back
-            return True
-        if self.failures:
-            return now - self.tried_at >= pause_after(self.failures)
-        if self.asked_at is None or now - self.asked_at >= FRESH_S:
-            return True
-        # A moment in the future is another machine's clock; asking would not make the answer newer than it.
-        return self.asked_at < newer_than <= now
 
 
 def pause_after(failures: int) -> float:
@@ -148,7 +137,7 @@ class CachedQueue:
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
         memory = self._read()
         if not memory.is_due(self._clock(), newer_than):
-            return memory.answer(self._cluster.question)
+            return memory
         try:
             with self._lock() as has_lock:
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
@@ -157,7 +146,7 @@ class CachedQueue:
                     write_cache(self._path, memory)
         except OSError:
             memory = memory.after_asking(self._cluster, self._clock)
-        return memory.answer(self._cluster.question)
+        return memory
 
     def has_accounting(self) -> bool:
         memory = self._read()
@@ -169,11 +158,11 @@ class CachedQueue:
                 write_cache(self._path, memory)
         return memory.keeps_accounts
 
-    def _read(self) -> Memory:
+    def _read(self) -> QueueAnswer:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Memory)
+            return msgspec.json.decode(self._path.read_bytes(), type=QueueAnswer)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return Memory()
+            return QueueAnswer()
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.cluster.cached_queue import FRESH_S, CachedQueue, Memory, cache_path, pause_after
+from corral.launcher.cluster.cached_queue import FRESH_S, CachedQueue, QueueAnswer, cache_path, pause_after
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmUnreachableError
 from corral.launcher.slurm.job_queue import SlurmQueue
@@ -182,7 +182,7 @@ def test_pauses_grow_and_end_at_a_minute(failures: int) -> None:
 def test_slurm_is_never_asked_twice_within_five_seconds_but_for_a_submission(
     looks: list[tuple[float, bool, float]],
 ) -> None:
-    memory, controller, clock, last_ask = Memory(), Controller(), Clock(), None
+    memory, controller, clock, last_ask = QueueAnswer(), Controller(), Clock(), None
     for pause_s, is_up, newer_than in looks:
         now = clock.now = clock.now + pause_s
         if memory.is_due(now, newer_than):
