@@ -43,22 +43,22 @@ class Recorder:
 
     def event(self, name: str, **fields: object) -> None:
         """Adds a line to the journal, with the present time whenever it comes to be written."""
-        line = event_line(name, attempt=self.attempt, **fields)
-        if len(self._lines) >= _MAX_KEPT:
-            self._num_dropped += 1
-            return
-        self._lines.append(line)
-        if not self._trouble and not self._files.wait_for(self._files.submit(self._write), _PATIENCE_S):
+        is_tried = self._put(self._lines, event_line(name, attempt=self.attempt, **fields))
+        if is_tried and not self._files.wait_for(self._files.submit(self._write), _PATIENCE_S):
             self._trouble = "the file system hangs"
 
     def keep(self, write: Callable[[], None]) -> None:
         """Has a file written that explains, without waiting for it."""
-        if len(self._writes) >= _MAX_KEPT:
-            self._num_dropped += 1
-            return
-        self._writes.append(write)
-        if not self._trouble:
+        if self._put(self._writes, write):
             self._files.submit(self._write)
+
+    def _put(self, kept: deque[T], one: T) -> bool:
+        """Whether it is to be tried at once."""
+        if len(kept) >= _MAX_KEPT:
+            self._num_dropped += 1
+            return False
+        kept.append(one)
+        return not self._trouble
 
     def try_again(self, now: float) -> None:
         """Called once in a while: what was refused is tried again."""
