@@ -167,16 +167,12 @@ class ExtraJobBook:
     def seen(self, sightings: Sequence[JobSighting], now: float) -> None:
         """The cluster answered: these are all of the trial's extra jobs that it knows."""
         self._has_looked = True
-        jobs_by_name: dict[str, dict[str, Job]] = {name: {} for name in self._extra_jobs}
         for seen in sightings:
-            if seen.name not in self._extra_jobs or seen.attempt > self.attempt:
-                continue
             if seen.attempt < self.attempt:
                 self._cancel_if_there(seen.job)
-            else:
-                jobs_by_name[seen.name][seen.job.job_id] = seen.job
-        for name, jobs in jobs_by_name.items():
-            self._take_in(self._extra_jobs[name], jobs, now)
+        for name, extra_job in self._extra_jobs.items():
+            own = [seen.job for seen in sightings if (seen.name, seen.attempt) == (name, self.attempt)]
+            self._take_in(extra_job, {job.job_id: job for job in own}, now)
         by_job = {seen.job.job_id: seen for seen in sightings}
         for extra_job in self._extra_jobs.values():
             if (last := by_job.get(extra_job.job_id)) is not None:
