@@ -53,10 +53,6 @@ class NameService(LeaseStore):
         """Values by name, sorted by name, of `root` itself and all names below `root/`; "" is all names."""
         return self._fetch_subtree(check_root(root))
 
-    def find_subtree(self, root: str) -> list[str]:
-        """The sorted names in the subtree of `root`."""
-        return list(self.get_subtree(root))
-
     def delete(self, name: str) -> None:
         """Delete a name, whoever owns it, if it is there.
 

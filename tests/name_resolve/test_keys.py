@@ -24,11 +24,11 @@ def test_every_key_can_be_registered_and_is_found_under_its_root() -> None:
     with MemoryNameService() as service:
         for name in names:
             service.add(name, "v")  # a name that two methods share would be refused here
-        assert service.find_subtree("") == sorted(names)
-        assert len(service.find_subtree(WORKERS_ROOT)) == 4
-        assert len(service.find_subtree(KEYS.worker_kind_root("rollout_worker"))) == 3
-        assert service.find_subtree(KEYS.trajectory_receivers_root()) == [KEYS.trajectory_receiver(0)]
-        assert service.find_subtree(KEYS.generation_servers_root()) == [KEYS.generation_server(0)]
+        assert list(service.get_subtree("")) == sorted(names)
+        assert len(service.get_subtree(WORKERS_ROOT)) == 4
+        assert len(service.get_subtree(KEYS.worker_kind_root("rollout_worker"))) == 3
+        assert list(service.get_subtree(KEYS.trajectory_receivers_root())) == [KEYS.trajectory_receiver(0)]
+        assert list(service.get_subtree(KEYS.generation_servers_root())) == [KEYS.generation_server(0)]
 
 
 def test_the_prefix_carries_the_identity_of_the_trial() -> None:

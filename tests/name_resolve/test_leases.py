@@ -22,8 +22,8 @@ def test_leases_outlive_their_ttl_while_they_are_refreshed(make_service: Service
     names = [f"workers/{index}" for index in range(20)]
     leases = [owner.lease(name, "v", ttl_s=0.8, owner="me") for name in names]
     add_for_a_while(observer, "reference", ttl_s=1.2)
-    wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
-    assert observer.find_subtree("workers") == sorted(names)
+    wait_until(lambda: observer.get_subtree("reference") == {}, "a record that lives longer expires")
+    assert list(observer.get_subtree("workers")) == sorted(names)
     assert not any(lease.lost for lease in leases)
 
 
@@ -38,7 +38,7 @@ def test_an_update_is_visible_at_once_and_survives_refreshes(make_service: Servi
     lease.update("two")
     assert observer.get("a") == "two"
     add_for_a_while(observer, "reference", ttl_s=2 * SHORT_TTL_S)
-    wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+    wait_until(lambda: observer.get_subtree("reference") == {}, "a record that lives longer expires")
     assert observer.get("a") == "two"
 
 
@@ -60,7 +60,7 @@ def test_a_release_deletes_the_name_and_nothing_brings_it_back(make_service: Ser
     with pytest.raises(NameServiceError, match="released"):
         lease.update("w")
     time.sleep(SHORT_TTL_S)
-    assert observer.find_subtree("") == []
+    assert observer.get_subtree("") == {}
 
 
 def test_a_released_name_can_be_leased_again(make_service: ServiceFactory) -> None:
@@ -68,7 +68,7 @@ def test_a_released_name_can_be_leased_again(make_service: ServiceFactory) -> No
     for value in ("one", "two"):
         with service.lease("a", value, ttl_s=30, owner="me"):
             assert service.get("a") == value
-    assert service.find_subtree("") == []
+    assert service.get_subtree("") == {}
 
 
 def test_closing_the_service_releases_its_leases(make_service: ServiceFactory) -> None:
@@ -76,7 +76,7 @@ def test_closing_the_service_releases_its_leases(make_service: ServiceFactory) -
     owner.lease("a", "v", ttl_s=60, owner="me")
     owner.lease("b", "v", ttl_s=60, owner="me")
     owner.close()
-    assert observer.find_subtree("") == []
+    assert observer.get_subtree("") == {}
 
 
 def test_the_same_owner_may_register_again_from_elsewhere(make_service: ServiceFactory) -> None:
@@ -105,7 +105,7 @@ def test_a_taken_over_lease_is_lost_for_good_and_overwrites_nobody(make_service:
     assert usurper.get("a") == "theirs"
     usurper.delete("a")
     time.sleep(SHORT_TTL_S)
-    assert usurper.find_subtree("") == [], "a lost lease must not come back when the name is free again"
+    assert usurper.get_subtree("") == {}, "a lost lease must not come back when the name is free again"
 
 
 def test_an_update_never_overwrites_another_owner(make_service: ServiceFactory) -> None:
@@ -167,7 +167,7 @@ def test_the_keepalive_survives_an_unexpected_error(
     monkeypatch.setattr(owner, "_put", fail_once)
     assert raised.wait(20)
     add_for_a_while(observer, "reference", ttl_s=2 * SHORT_TTL_S)
-    wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+    wait_until(lambda: observer.get_subtree("reference") == {}, "a record that lives longer expires")
     assert observer.get("a") == "v"
 
 
@@ -210,10 +210,10 @@ def test_the_lease_of_a_killed_process_expires() -> None:
             try:
                 assert holder.stdout is not None and holder.stdout.readline() == "leased\n"
                 add_for_a_while(observer, "reference", ttl_s=1.5)
-                wait_until(lambda: observer.find_subtree("reference") == [], "a record that lives longer expires")
+                wait_until(lambda: observer.get_subtree("reference") == {}, "a record that lives longer expires")
                 assert observer.get("workers/victim") == "alive"
             finally:
                 holder.kill()
-        wait_until(lambda: observer.find_subtree("workers") == [], "the killed owner's lease expires")
+        wait_until(lambda: observer.get_subtree("workers") == {}, "the killed owner's lease expires")
         observer.lease("workers/victim", "successor", ttl_s=30, owner="successor")
         assert observer.get("workers/victim") == "successor"

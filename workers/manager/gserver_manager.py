@@ -346,7 +346,7 @@ class GserverManager(Worker):
         if version != self._version or self._has_gone_back:
             self._version = version
             workers = await asyncio.to_thread(
-                self.context.names.find_subtree, self.context.keys.worker_kind_root("rollout_worker")
+                self.context.names.get_subtree, self.context.keys.worker_kind_root("rollout_worker")
             )
             self._take_in_commits()
             self._admission.at_version(
