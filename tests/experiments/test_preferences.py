@@ -163,3 +163,14 @@ def test_nobody_answers_problems_in_a_trial_on_preferences(tmp_path: Path) -> No
     plan = plan_of(load(tmp_path, DPO), tmp_path)
     with pytest.raises(ConfigError, match="this trial learns from preferences, and nobody judges answers in it"):
         make_evaluation_config(plan, None, max_new_tokens=None)
+
+
+def test_models_make_room_after_their_last_call_of_a_step_where_they_are_asked_to(tmp_path: Path) -> None:
+    plan = plan_of(load(tmp_path, DPO, "actor.offload=between_calls", "ref.offload=between_calls"), tmp_path)
+    assert {call.name: [hook.type for hook in call.post_hooks] for call in plan.master.calls} == {
+        "ref_inf": ["offload"],
+        "actor_train": ["publish_weights", "offload"],
+        "evaluate_rows": [],
+    }
+    (stays, *_) = plan_of(load(tmp_path, DPO), tmp_path).master.calls
+    assert stays.post_hooks == ()
