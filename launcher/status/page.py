@@ -1,6 +1,6 @@
 """What rl-status prints: one page for all trials, or for one.
 
-fileroot --list_trials--> trials that have ended, remembered ------------------------+
+fileroot --list_trials--> trials that ended long ago: counted -----------------------+
                           the others --StatusReader--> what is known of each --------+--> rows --> page
 queue --a job of ours whose directory is gone, or does not answer--> a row of its own --+
 
@@ -22,15 +22,7 @@ from corral.launcher.status.evidence import Evidence, find_strays
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_trial, render_trials
-from corral.launcher.status.trial_list import (
-    FinishedTrial,
-    Found,
-    finished_path,
-    list_trials,
-    read_finished,
-    to_remember,
-    write_finished,
-)
+from corral.launcher.status.trial_list import SHOWN_AFTER_END_S, Found, list_trials
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_moment, printable
 from corral.launcher.trial.find import TrialFacts, find_trial
@@ -104,9 +96,6 @@ def _redis(evidence: Evidence, status: TrialStatus) -> Iterator[str]:
         yield f"{_INDENT}{row.worker} {row.state}: {lease}, {beat}, {row.restarts} restarts"
 
 
-_SHOWN_AFTER_END_S = 86400.0
-
-
 class StatusPage:
     """What rl-status prints, again and again with -w."""
 
@@ -130,10 +119,11 @@ class StatusPage:
         Raises:
             TimeoutError: if the file system of the fileroot does not answer.
         """
-        wants_details = self._output == "json" or self._explain
-        statuses, texts = self._read_all(use_memory=not wants_details)
+        trials = list_trials(self._fileroot, self._lookout, with_old=self._show_all)
+        statuses, texts = self._read_all(trials)
         shown = statuses if self._show_all else [status for status in statuses if not _is_old(status)]
-        page = self._render(shown, num_hidden=len(statuses) - len(shown))
+        num_hidden = len(statuses) - len(shown) + sum(one is None for one in trials.values())
+        page = self._render(shown, num_hidden=num_hidden)
         return "\n\n".join([page, *texts]) if self._explain else page
 
     def one_trial(self, name: str) -> str:
@@ -158,28 +148,19 @@ class StatusPage:
             return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
         return render_trials(statuses, colour=self._colour, width=self._width, num_hidden=num_hidden)
 
-    def _read_all(self, *, use_memory: bool) -> tuple[list[TrialStatus], list[str]]:
-        memory_path = finished_path(self._fileroot)
-        memory = read_finished(memory_path) if use_memory else {}
-        trials = list_trials(self._fileroot, memory, self._lookout)
-        to_read = [one for one in trials.values() if isinstance(one, TrialFacts)]
-        finished = {path: one for path, one in trials.items() if isinstance(one, FinishedTrial)}
-        reads, answer = self._reader.read_with_answer(to_read)
+    def _read_all(self, trials: Mapping[Path, Found]) -> tuple[list[TrialStatus], list[str]]:
+        """Of those that are to be read, and of jobs without one, the statuses, and the facts behind them."""
+        reads, answer = self._reader.read_with_answer([one for one in trials.values() if isinstance(one, TrialFacts)])
         if answer.asked_at is None and not answer.error and self._cluster.is_here():
             answer = self._queue.look()  # for jobs whose trial directory is gone
-        if use_memory:
-            kept = {str(path): one for path, one in finished.items()} | to_remember(reads)
-            if kept != memory:
-                write_finished(memory_path, kept)
-        statuses = {path: one.status for path, one in finished.items()}
-        statuses |= {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
+        statuses = {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
         statuses |= {Path(status.directory): status for status, _ in reads}
         texts = [explain(evidence, status) for status, evidence in reads if evidence is not None]
-        return [*(statuses[path] for path in trials), *self._orphans(answer, trials)], texts
+        return [*(statuses[path] for path in trials if path in statuses), *self._orphans(answer, trials)], texts
 
     def _orphans(self, answer: QueueAnswer, trials: Mapping[Path, Found]) -> list[TrialStatus]:
         """Rows for jobs whose trial directory is gone, or does not answer."""
-        strays = find_strays(answer.jobs, {one.uuid for one in trials.values() if not isinstance(one, str)})
+        strays = find_strays(answer.jobs, {one.uuid for one in trials.values() if isinstance(one, TrialFacts)})
         found = self._lookout.look({path: path.is_dir for _, path in strays if not isinstance(trials.get(path), str)})
         return [
             _orphan(job, path, self._cluster.mode, does_answer=found[path] is False)
@@ -189,7 +170,7 @@ class StatusPage:
 
 
 def _is_old(status: TrialStatus) -> bool:
-    return status.is_final and status.ended_at is not None and time.time() - status.ended_at > _SHOWN_AFTER_END_S
+    return status.is_final and status.ended_at is not None and time.time() - status.ended_at > SHOWN_AFTER_END_S
 
 
 def _orphan(job: Job, directory: Path, mode: str, *, does_answer: bool) -> TrialStatus:

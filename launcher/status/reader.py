@@ -200,9 +200,10 @@ def _gather_ended(opened: Evidence) -> Evidence | None:
     directory = opened.facts.directory
     jobs = _jobs_of(opened, is_over=False)
     waiting = (jobs.head,) if jobs.head and jobs.head.phase is JobPhase.WAITING else ()
-    attempts = read_attempts(directory)
-    if waiting and why_not_another(attempts, _read_log(opened)[0], taken_away(directory, attempts)) is None:
-        return None
+    if waiting:
+        attempts = read_attempts(directory)
+        if why_not_another(attempts, _read_log(opened)[0], taken_away(directory, attempts)) is None:
+            return None
     zombies = (*jobs.zombies, *waiting)
     has_failed = opened.ended is not None and opened.ended["state"] == TrialState.FAILED
     return replace(

@@ -1,6 +1,7 @@
 """The page of all trials: what is damaged, hangs, or has ended costs its own row and no other."""
 
 import json
+import os
 import selectors
 import socket
 import threading
@@ -28,7 +29,6 @@ from corral.launcher.status import reader
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.page import StatusPage
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.status.trial_list import finished_path, read_finished
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
 from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.broken_files import hanging
@@ -103,13 +103,18 @@ def test_a_damaged_plan_is_named_with_a_way_out(fileroot: Path) -> None:
             find_trial(name, fileroot)
 
 
-def test_what_has_ended_is_remembered_as_it_was_shown(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_long_ago_is_counted_and_not_read(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
-        make_trial(fileroot, f"done-{number}")
-    first = page(fileroot).all_trials()
-    assert len(read_finished(finished_path(fileroot))) == 3
+        directory = make_trial(fileroot, f"done-{number}")
+        write_end(directory, AttemptEndRecord(attempt=0, state="COMPLETE", cause="", then=""))
+        if number:
+            os.utime(directory.journal_path, (0.0, 0.0))
+    assert set(rows(page(fileroot, show_all=True).all_trials())) == {"done-0", "done-1", "done-2"}
+    found = page(fileroot).all_trials()
+    assert "done-0" in found and "2 trials that ended more than a day ago are not shown; rl-status -a" in found
     monkeypatch.setattr("corral.launcher.status.trial_list.load_facts", None)  # nobody reads them again
-    assert page(fileroot).all_trials() == first
+    (directory.path.parent / "done-0" / "plan.json").unlink()
+    assert page(fileroot).all_trials() == found.splitlines()[-1]
 
 
 class Jobs:
