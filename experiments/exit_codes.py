@@ -22,6 +22,12 @@ class CommandExit(IntEnum):
     """With --wait: somebody stopped the trial."""
 
 
+class UserError(Exception):
+    """What a user can mend: a command prints it, and leaves with its code."""
+
+    exit_code = CommandExit.ERROR
+
+
 class WorkerExit(IntEnum):
     """How a worker leaves; a signal is its negative number."""
 

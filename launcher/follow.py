@@ -31,8 +31,8 @@ class _Reading:
     offset: int
     partial: bytes = b""
 
-    def new_lines(self, files: Files) -> Iterator[bytes]:
-        """The whole lines up to what is its end now."""
+    def new_lines(self, files: Files, *, is_over: bool) -> Iterator[bytes]:
+        """The whole lines up to what is its end now; where nothing more will come, what has no newline, too."""
         # Opened anew each time: over NFS that is what makes another node's writes visible.
         try:
             with files.open(self.path) as file:
@@ -45,12 +45,8 @@ class _Reading:
                     yield from lines
         except FileNotFoundError:
             return
-
-    def last_line(self) -> Iterator[bytes]:
-        """What was written without a newline, where nothing more will come."""
-        if self.partial:
+        if is_over and self.partial:
             yield self.partial
-        self.partial = b""
 
 
 def follow(
@@ -78,7 +74,7 @@ def follow(
             readings.setdefault(file.path, _Reading(label=file.label, path=file.path, offset=offset))
         width = max((len(reading.label) for reading in readings.values()), default=0)
         for reading in readings.values():
-            for raw in (*reading.new_lines(files), *reading.last_line()) if is_over else reading.new_lines(files):
+            for raw in reading.new_lines(files, is_over=is_over):
                 if chosen.matches(line := text_of(raw)):
                     write(f"{reading.label.ljust(width)} | {line}" if prefix else line)
         if is_over:

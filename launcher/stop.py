@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
@@ -46,8 +47,10 @@ _WHY_NOT = {
 }
 
 
-class StopRefusedError(RuntimeError):
+class StopRefusedError(UserError):
     """What was asked for cannot be done to this trial; the text says why, and what can."""
+
+    exit_code = CommandExit.BAD_CONFIGURATION
 
 
 def request_stop(facts: TrialFacts, *, now: bool, grace_s: float, then: Literal["", "requeue"] = "") -> None:

@@ -20,9 +20,10 @@ from typing import Literal
 import msgspec
 
 from corral.experiments.errors import split_remedy
+from corral.experiments.exit_codes import UserError
 
 
-class TrialLogError(Exception):
+class TrialLogError(UserError):
     """Base of:
 
     SupersededError      a higher epoch was claimed

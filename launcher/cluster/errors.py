@@ -6,13 +6,19 @@ ClusterError
         SubmissionUnknownError        nobody can say whether it has
 """
 
+from corral.experiments.exit_codes import CommandExit, UserError
 
-class ClusterError(RuntimeError):
+
+class ClusterError(UserError):
     """The cluster was asked, and refused; the text is what it said."""
+
+    exit_code = CommandExit.REFUSED
 
 
 class ClusterUnreachableError(ClusterError):
     """Its commands are missing, time out, or find no controller: nothing is known about any job."""
+
+    exit_code = CommandExit.UNREACHABLE
 
 
 class UncertainSubmissionError(ClusterUnreachableError):

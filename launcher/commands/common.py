@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TextIO
 import typer
 from typer.exceptions import TyperException
 
-from corral.experiments.exit_codes import CommandExit
+from corral.experiments.exit_codes import CommandExit, UserError
 
 if TYPE_CHECKING:
     from corral.launcher.files.patient_files import PatientFiles
@@ -53,7 +53,6 @@ def _usage_message(error: TyperException) -> str:
 def user_errors() -> Iterator[None]:
     """Turns what a user can mend into a message and an exit code; anything else is a bug and shows itself."""
     from corral.experiments.errors import ConfigError
-    from corral.experiments.trial.log_state import TrialLogError
 
     try:
         yield
@@ -65,29 +64,10 @@ def user_errors() -> Iterator[None]:
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    except TrialLogError as error:
+    except UserError as error:
+        fail(str(error), error.exit_code)
+    except TimeoutError as error:
         fail(str(error), CommandExit.ERROR)
-    except (LookupError, RuntimeError, OSError) as error:
-        code = _exit_code_of(error)
-        if code is None:
-            raise
-        fail(str(error), code)
-
-
-def _exit_code_of(error: Exception) -> CommandExit | None:
-    from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
-    from corral.launcher.submit.prepare import SubmissionError
-    from corral.launcher.trial.find import PlanDamagedError, TrialNotFoundError
-
-    if isinstance(error, TrialNotFoundError):
-        return CommandExit.NOT_FOUND
-    if isinstance(error, ClusterUnreachableError):
-        return CommandExit.UNREACHABLE
-    if isinstance(error, ClusterError):
-        return CommandExit.REFUSED
-    if isinstance(error, SubmissionError | PlanDamagedError | TimeoutError):
-        return CommandExit.ERROR
-    return None
 
 
 def fail(message: str, code: CommandExit) -> NoReturn:

@@ -45,32 +45,29 @@ def logs(
         from corral.launcher.files.patient_files import PatientFiles
         from corral.launcher.follow import follow_trial
         from corral.launcher.logs.failures import describe_failures
-        from corral.launcher.logs.files import LogFinder, NoLogsError, attempt_number, print_tails
+        from corral.launcher.logs.files import LogFinder, attempt_number, print_tails
         from corral.launcher.logs.lines import end_of_lines
         from corral.launcher.trial.find import default_fileroot
 
         chosen, files = _line_filter(since, grep), PatientFiles()
         facts = find_in_time(files, trial, fileroot or default_fileroot())
         directory = facts.directory
-        try:
-            if errors:
-                number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
-                print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
-                return
-            finder = LogFinder(directory, workers or [], attempt=attempt)
-            found = files.run(finder.find, directory.path)
-            if path:
-                print("\n".join(str(log.path) for log in found))
-                return
-            count = lines if lines is not None else (None if since else _DEFAULT_LINES)
-            # Where following goes on: a line that is being written is printed once it is whole.
-            ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
-            print_tails(found, count, print, ends=ends, chosen=chosen, prefix=not no_prefix, files=files)
-            if follow:
-                with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
-                    follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
-        except NoLogsError as error:
-            fail(str(error), CommandExit.NOT_FOUND)
+        if errors:
+            number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
+            print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
+            return
+        finder = LogFinder(directory, workers or [], attempt=attempt)
+        found = files.run(finder.find, directory.path)
+        if path:
+            print("\n".join(str(log.path) for log in found))
+            return
+        count = lines if lines is not None else (None if since else _DEFAULT_LINES)
+        # Where following goes on: a line that is being written is printed once it is whole.
+        ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
+        print_tails(found, count, print, ends=ends, chosen=chosen, prefix=not no_prefix, files=files)
+        if follow:
+            with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
+                follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
 
 
 def _line_filter(since: str | None, grep: str | None) -> "LineFilter":

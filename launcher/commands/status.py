@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -41,17 +42,18 @@ def status(
         from corral.launcher.trial.find import default_fileroot
 
         root = fileroot or default_fileroot()
+        facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
         if wait:
-            if trial is None:
+            if trial is None or facts is None:
                 raise typer.BadParameter("--wait needs the name of one trial")
-            wait_for_trial(find_in_time(PatientFiles(), trial, root), trial)
+            wait_for_trial(facts, trial)
             return
         from corral.launcher.status.page import StatusPage
 
         page = StatusPage(
             root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
         )
-        look = page.all_trials if trial is None else lambda: page.one_trial(trial)
+        look = page.all_trials if facts is None else partial(page.one_trial, facts)
         if watch:
             _redraw(look)
         else:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, user_errors
 from corral.launcher.commands.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
@@ -42,22 +41,17 @@ def stop(
 ) -> None:
     """Let trials checkpoint, then stop them; rl-submit --resume continues them."""
     with user_errors():
-        from corral.launcher.stop import StopRefusedError
-
         if now and (requeue or group):
             raise typer.BadParameter("--now ends a trial at once; it goes with neither --requeue nor --group")
         if requeue and group:
             raise typer.BadParameter("--requeue is for a whole trial; it does not go with --group")
         if undo and not group:
             raise typer.BadParameter("--undo takes back --group; name the group")
-        try:
-            found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
-            if group is not None:
-                _keep_down(found, group, undo=undo)
-            else:
-                _stop_all(found, now=now, grace=grace, requeue=requeue)
-        except StopRefusedError as error:
-            fail(str(error), CommandExit.BAD_CONFIGURATION)
+        found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
+        if group is not None:
+            _keep_down(found, group, undo=undo)
+        else:
+            _stop_all(found, now=now, grace=grace, requeue=requeue)
 
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.files.patient_files import DIRECT, Files
@@ -18,8 +19,10 @@ OTHER_LOGS = ("redis", "supervisor")
 """Of no worker; shown to who asks for them."""
 
 
-class NoLogsError(LookupError):
+class NoLogsError(UserError):
     """Nothing matches what was asked for."""
+
+    exit_code = CommandExit.NOT_FOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

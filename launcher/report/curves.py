@@ -26,27 +26,22 @@ class Panel:
     floor_at_zero: bool = False
     finest: float | None = None
     """Where the values span powers of ten: below this the axis is linear, so that 0 has a place. None: all of it is."""
-    limit: float | None = None
-    """Drawn as a line: above it something is wrong."""
+    limits: tuple[float, ...] = ()
+    """Drawn as lines: above them something is wrong."""
 
 
 PANELS = (
     Panel(title="accuracy on held-out problems", names=ACCURACY, colour=GREEN, floor_at_zero=True),
     Panel(title="reward", names=REWARD, colour=BLUE),
     Panel(title="loss", names=LOSS, colour=ORANGE),
-    Panel(
-        title="staleness (versions)",
-        names=STALENESS,
-        colour=PURPLE,
-        floor_at_zero=True,
-    ),
+    Panel(title="staleness (versions)", names=STALENESS, colour=PURPLE, floor_at_zero=True),
     Panel(
         title="generator and trainer: difference, of what it may be",
         names=GAP,
         colour=INK,
         floor_at_zero=True,
         finest=1e-5,  # of 0.001 nats: the last bit of a log-probability near 0.1, the least that float32 shows
-        limit=1.0,
+        limits=(1.0,),
     ),
 )
 
@@ -56,21 +51,18 @@ class Curve:
     """The points of one panel."""
 
     panel: Panel
-    name: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
 
 def curves_of(lines: Sequence[dict[str, Any]]) -> list[Curve]:
-    """The curves that there are data for. Of a step that was trained twice, after a failure, the last time counts."""
+    """The curves that there are data for."""
     curves = []
     for panel in PANELS:
-        name = next((name for name in panel.names if any(is_number(line.get(name)) for line in lines)), None)
-        if name is None:
-            continue
-        value_by_step = {line["step"]: float(line[name]) for line in lines if is_number(line.get(name))}
-        steps = tuple(sorted(value_by_step))
-        curves.append(Curve(panel=panel, name=name, steps=steps, values=tuple(value_by_step[step] for step in steps)))
+        of_names = ([(line["step"], line[name]) for line in lines if is_number(line.get(name))] for name in panel.names)
+        if points := next(filter(None, of_names), None):
+            steps, values = zip(*points, strict=True)
+            curves.append(Curve(panel=panel, steps=steps, values=values))
     return curves
 
 
@@ -138,11 +130,10 @@ def _draw_curve(axes: "Axes", curve: Curve) -> None:
     axes.set_xlabel("train step", fontsize=8, color=INK)
     if finest is not None:
         axes.set_yscale("symlog", linthresh=finest)
-    limits = [] if curve.panel.limit is None else [curve.panel.limit]
-    for limit in limits:
+    for limit in curve.panel.limits:
         axes.axhline(limit, color=RED, linewidth=1.0, linestyle="--")
     if curve.panel.floor_at_zero:
-        axes.set_ylim(bottom=0.0, top=max(1e-6, *limits, *curve.values) * (1.08 if finest is None else 3.0))
+        axes.set_ylim(bottom=0.0, top=max(1e-6, *curve.panel.limits, *curve.values) * (1.08 if finest is None else 3.0))
     plain(axes)
 
 

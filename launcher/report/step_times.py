@@ -52,20 +52,21 @@ class StepTimes:
 
 
 def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> list[StepTimes]:
-    """The steps whose times were written, in order. Of a step that was trained twice the last time counts."""
+    """The steps whose times were written."""
     names = tuple(calls)
-    by_step: dict[int, StepTimes] = {}
+    steps = []
     for line in lines:
         found = {name: seconds for name in names if (seconds := _call_seconds(line, name)) is not None}
         if found:
-            by_step[line["step"]] = StepTimes(
+            times = StepTimes(
                 step=line["step"],
                 calls=_ordered(found),
                 wait_s=line["time/wait_s"] if is_number(line.get("time/wait_s")) else 0.0,
                 run_s=max(call.end_s for call in found.values()),
                 commit_s=line["time/commit_s"] if is_number(line.get("time/commit_s")) else 0.0,
             )
-    return [by_step[step] for step in sorted(by_step)]
+            steps.append(times)
+    return steps
 
 
 def mean_of(steps: Sequence[StepTimes]) -> StepTimes:

@@ -275,16 +275,16 @@ def judge_job(
 
 def judge_exit(word: str, exit_code: str) -> str:
     """What a job's exit code adds, as scontrol prints it (`0:53`); "" if nothing."""
-    if state_word(word) == "FAILED" and exit_code.endswith(":53"):
+    if state_word(word) != "FAILED" or exit_code in ("", "0:0"):
+        return ""
+    if exit_code.endswith(":53"):
         return "SLURM could not open the job's log: a folder of the trial directory is missing on the node"
-    if state_word(word) == "FAILED" and exit_code == "127:0":
+    if exit_code == "127:0":
         return (
             "the job's script did not find its program on the node (exit code 127), likely the Python of rl-submit: "
             "install it where nodes see it, too; rl-doctor looks for it, and logs/slurm-JOB.log names what is missing"
         )
-    if state_word(word) == "FAILED" and exit_code not in ("", "0:0"):
-        return f"the job failed with exit code {exit_code} before the trial could say why; see its logs/slurm-JOB.log"
-    return ""
+    return f"the job failed with exit code {exit_code} before the trial could say why; see its logs/slurm-JOB.log"
 
 
 def _why_blocked(reason: str, *, nodes_are_down: bool, exceeded: str) -> str:

@@ -24,13 +24,12 @@ from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.waits import WaitChain, find_waits
-from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
+from corral.launcher.status.words import ABSENT, FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
 from corral.launcher.status.workers import (
     GroupRow,
     WorkerRow,
     describe_extra_job,
     group_rows,
-    is_away,
     trouble,
     worker_rows,
 )
@@ -275,7 +274,7 @@ def _judge_readiness(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tri
     given_up = [row for row in rows if row.state is WorkerState.GIVEN_UP]
     if given_up:
         return TrialState.DEGRADED, f"goes on without {given_up[0].worker}: {evidence.given_up[given_up[0].worker]}"
-    needed = [row for row in rows if not is_away(row) or not _may_be_absent(evidence, row)]
+    needed = [row for row in rows if row.state not in ABSENT or not _may_be_absent(evidence, row)]
     ready = sum(row.state is WorkerState.UP for row in needed)
     if ready < len(needed):
         text = f"{ready} of {len(needed)} workers are ready"

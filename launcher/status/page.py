@@ -10,14 +10,13 @@ With --explain the facts behind each word, and the command that shows them (`exp
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.clusters import queue_here
-from corral.launcher.files.lookout import Lookout, Unanswered
+from corral.launcher.files.lookout import Lookout
 from corral.launcher.status.evidence import Evidence, find_strays
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
@@ -25,7 +24,7 @@ from corral.launcher.status.text import render_json, render_trial, render_trials
 from corral.launcher.status.trial_list import SHOWN_AFTER_END_S, Found, list_trials
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_moment, printable
-from corral.launcher.trial.find import TrialFacts, find_trial
+from corral.launcher.trial.find import TrialFacts
 
 _INDENT = "  "
 
@@ -126,15 +125,8 @@ class StatusPage:
         page = self._render(shown, num_hidden=num_hidden)
         return "\n\n".join([page, *texts]) if self._explain else page
 
-    def one_trial(self, name: str) -> str:
-        """One trial in full.
-
-        Raises:
-            TimeoutError: if its file system does not answer.
-        """
-        facts = self._lookout.look_once(self._fileroot / name, partial(find_trial, name, self._fileroot))
-        if isinstance(facts, Unanswered):
-            raise TimeoutError(facts.about(self._fileroot / name))
+    def one_trial(self, facts: TrialFacts) -> str:
+        """One trial in full."""
         ((status, evidence),), _ = self._reader.read_with_answer([facts])
         if self._output in ("json", "name"):
             return self._render([status], num_hidden=0)

@@ -6,7 +6,6 @@ step 12/40  accuracy 0.81  1.3 s/step  2,300 tokens/s  about 36s to go  answers 
 import sys
 import time
 from collections.abc import Collection
-from typing import Literal, TextIO
 
 from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.mode import has_jobs
@@ -29,24 +28,25 @@ _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8
 
 
-Part = Literal["version", "age", "speed"]
-_FIRST_TO_GO: tuple[Part, ...] = ("version", "age", "speed")
+_FIRST_TO_GO = ("version", "age", "speed")
 """What of the line may be left out."""
 
 
-def progress_line(status: TrialStatus, *, without: Collection[Part] = ()) -> str:
+def progress_line(status: TrialStatus, *, without: Collection[str] = ()) -> str:
     """The line, without a bar."""
-    total = f"/{status.total_steps}" if status.total_steps else ""
-    parts = [f"step {status.step or 0}{total}", status.numbers, "" if "speed" in without else status.speed]
     servers = (row for row in status.workers if row.worker.startswith("generation_server/"))
     version = next((row.version for row in servers if row.version), "")
-    if version and "version" not in without:
+    parts = {
+        "step": f"step {status.step or 0}" + (f"/{status.total_steps}" if status.total_steps else ""),
+        "numbers": status.numbers,
+        "speed": status.speed,
         # By the step alone: of "1.100" nobody would think that it comes after "1.98".
-        parts.append(f"answers by step {PolicyVersion.parse(version).step}")
-    parts.append(status.state)
-    if "age" not in without:
-        parts.append(f"age {format_duration(status.age_s)}")
-    return "  ".join(part for part in (*parts, status.note) if part)
+        "version": f"answers by step {PolicyVersion.parse(version).step}" if version else "",
+        "state": status.state,
+        "age": f"age {format_duration(status.age_s)}",
+        "note": status.note,
+    }
+    return "  ".join(part for name, part in parts.items() if part and name not in without)
 
 
 def live_line(status: TrialStatus, *, width: int) -> str:
@@ -67,18 +67,18 @@ def progress_bar(status: TrialStatus, *, room: int) -> str:
     return f"[{'=' * filled}{' ' * (width - filled)}] "
 
 
-def wait_for_end(facts: TrialFacts, *, reader: StatusReader | None = None, out: TextIO | None = None) -> TrialStatus:
+def wait_for_end(facts: TrialFacts) -> TrialStatus:
     """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
-    reader, out = reader or polite_reader(), out or sys.stdout
+    reader = polite_reader()
     interval_s = _CLUSTER_LOOK_INTERVAL_S if has_jobs(facts.mode) else _LOOK_INTERVAL_S
-    if out.isatty():
+    if sys.stdout.isatty():
         return _wait_on_terminal(facts, reader, interval_s)
     printed_at, printed_step = float("-inf"), None
     while True:
         (status,) = reader.read([facts])
         moved = status.step != printed_step and time.monotonic() - printed_at >= _PLAIN_INTERVAL_S
         if status.is_final or moved or time.monotonic() - printed_at >= 6 * _PLAIN_INTERVAL_S:
-            print(printable(progress_line(status)), file=out, flush=True)
+            print(printable(progress_line(status)), flush=True)
             printed_at, printed_step = time.monotonic(), status.step
         if status.is_final:
             return status

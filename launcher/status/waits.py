@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.launcher.status.words import ABSENT, SPEAKING, WorkerState
-from corral.launcher.status.workers import WorkerRow, is_away
+from corral.launcher.status.workers import WorkerRow
 from corral.launcher.terminal import format_duration
 
 # The first that fits is the one that holds the others up.
@@ -41,11 +41,6 @@ class WaitChain:
     """Workers that wait in the same way as the first one."""
     is_circle: bool = False
     """Whether the last one waits for one before it: nobody goes on."""
-
-    @property
-    def root(self) -> str:
-        """The worker that the first one hangs on."""
-        return self.steps[-1].worker
 
 
 def find_waits(rows: Sequence[WorkerRow]) -> list[WaitChain]:
@@ -115,7 +110,7 @@ def _next_rows(row: WorkerRow, row_by_worker: Mapping[str, WorkerRow]) -> list[W
 
 def _without_away(rows: Sequence[WorkerRow]) -> list[WorkerRow]:
     """Nobody waits for those that are away while there are others."""
-    return [row for row in rows if not is_away(row)] or list(rows)
+    return [row for row in rows if row.state not in ABSENT] or list(rows)
 
 
 def _order(row: WorkerRow) -> tuple[int, int, float]:

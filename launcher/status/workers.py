@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.status.evidence import Evidence, ExtraJob
-from corral.launcher.status.words import ABSENT, TROUBLED, WorkerState
+from corral.launcher.status.words import TROUBLED, WorkerState
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.history import WorkerLife
 from corral.scheduling.policy_version import PolicyVersion
@@ -79,11 +79,6 @@ def group_rows(evidence: Evidence, rows: Sequence[WorkerRow]) -> list[GroupRow]:
     """A row for every kind of worker, in the order of the plan."""
     kinds = dict.fromkeys(row.kind for row in rows)
     return [_group_row(evidence, kind, [row for row in rows if row.kind == kind]) for kind in kinds]
-
-
-def is_away(row: WorkerRow) -> bool:
-    """Whether the trial does, or has to do, without this worker for now."""
-    return row.state in ABSENT
 
 
 def trouble(evidence: Evidence, row: WorkerRow) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located
+from corral.experiments.exit_codes import UserError
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -40,7 +41,7 @@ _LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to 
 _LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
 
 
-class SubmissionError(RuntimeError):
+class SubmissionError(UserError):
     """The trial could not be started, for a reason outside of its configuration."""
 
 

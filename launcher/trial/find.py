@@ -11,17 +11,20 @@ from typing import Any
 import msgspec
 
 from corral.experiments.errors import did_you_mean
+from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.trial.directory import TrialDirectory, list_names, validate_name
 from corral.scheduling.worker_information import planned_workers
 
 _NODE_LOCAL = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 
 
-class TrialNotFoundError(LookupError):
+class TrialNotFoundError(UserError):
     """No trial is meant by that, or more than one."""
 
+    exit_code = CommandExit.NOT_FOUND
 
-class PlanDamagedError(RuntimeError):
+
+class PlanDamagedError(UserError):
     """The trial is there, and its plan cannot be read."""
 
 

@@ -16,11 +16,11 @@ _PACE_STEPS = 20  # long enough to even out evaluations and commits, short enoug
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines that hold a step."""
-    try:
-        return _parse(path.read_bytes())
-    except FileNotFoundError:
-        return []
+    """What whole lines hold of each step, in order; of one that was trained twice, after a failure, the last values."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in _parse(path.read_bytes()) if path.exists() else ():
+        by_step[line["step"]] = newest_of([by_step.get(line["step"], {}), line])
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:

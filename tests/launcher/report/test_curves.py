@@ -11,8 +11,12 @@ from corral.launcher.report.curves import curves_of, draw_curves, smooth, span_o
 from corral.launcher.trial.metrics import headline, last_lines, newest_of, read_metrics
 
 
-def test_a_step_that_was_trained_twice_counts_once_and_the_last_time() -> None:
-    (curve,) = curves_of([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 9.0}])
+def test_a_step_that_was_trained_twice_counts_once_and_the_last_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 9.0}, {"step": 1, "x": 0.5}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert read_metrics(path) == [{"step": 1, "loss": 9.0, "x": 0.5}, {"step": 2, "loss": 2.0}]
+    (curve,) = curves_of(read_metrics(path))
     assert (curve.steps, curve.values) == ((1, 2), (9.0, 2.0))
 
 
@@ -39,12 +43,8 @@ def test_the_picture_is_drawn_with_and_without_times(tmp_path: Path) -> None:
         }
         for step in range(40)
     ]
-    assert [curve.name for curve in curves_of(lines)] == [
-        "eval/accuracy",
-        "ppo/reward/mean",
-        "staleness/mean",
-        "gap/of_allowed",
-    ]
+    titles = [curve.panel.title.partition(" ")[0] for curve in curves_of(lines)]
+    assert titles == ["accuracy", "reward", "staleness", "generator"]
     for name, some in (("all", lines), ("one", [{"step": 0, "loss": 1.0}])):
         path = tmp_path / f"{name}.png"
         assert draw_curves(some, title="exp/trial", path=path) == [path]

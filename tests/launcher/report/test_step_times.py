@@ -26,10 +26,9 @@ def test_times_are_read_by_call_in_the_order_in_which_calls_end() -> None:
     assert (step.step, step.wait_s, step.run_s, step.commit_s) == (3, 0.25, 6.5, 0.5)
 
 
-def test_a_step_that_was_trained_twice_counts_once_and_lines_without_times_do_not() -> None:
+def test_lines_without_times_are_no_steps() -> None:
     lines = [
-        line(1, ref_inf=(0.0, 0.0, 9.0)),
-        {"step": 1, "eval/accuracy": 0.5},
+        {"step": 0, "eval/accuracy": 0.5},
         {"step": 2, "time/ref_inf_s": 1.0},
         line(1, ref_inf=(0.0, 0.0, 1.0)),
         {"step": 3, "time/ref_inf_s": None, "time/ref_inf/inputs_s": 0.0, "time/ref_inf/ranks_s": 0.0},

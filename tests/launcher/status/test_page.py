@@ -88,8 +88,6 @@ def test_a_directory_that_hangs_costs_its_own_row_and_no_other(fileroot: Path, h
         assert "UNKNOWN" in found["hung"] and "is its file system there?" in found["hung"]
         threads.append(sum(thread.name == "lookout" for thread in threading.enumerate()))
     assert threads == threads[:1] * 3  # the one that hangs is not joined by another
-    with pytest.raises(TimeoutError, match="is its file system there"):
-        page(fileroot).one_trial("exp/hung")
 
 
 def test_a_damaged_plan_is_named_with_a_way_out(fileroot: Path) -> None:
