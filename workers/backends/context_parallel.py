@@ -74,9 +74,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
     width = (num_tokens + padding) // num_ranks
     bounds = [min(part * width, num_tokens) for part in range(num_ranks + 1)]
     before = {
-        KeyLayout.PER_TOKEN: bounds,
-        KeyLayout.PER_SHIFTED_TOKEN: [_predicting_before(micro_batch.segment_lengths, bound) for bound in bounds],
-        KeyLayout.PER_ANSWER: [_ends_before(micro_batch.segment_lengths, bound) for bound in bounds],
+        layout: [_scores_before(layout, micro_batch.segment_lengths, bound) for bound in bounds] for layout in KeyLayout
     }
     first = rank * width
     own = slice(first, first + width)
@@ -98,15 +96,14 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
     return RowPart(part, rank, counts)
 
 
-def _predicting_before(segment_lengths: tuple[int, ...], place: int) -> int:
-    """How many tokens before a place have a next one in their segment."""
+def _scores_before(layout: KeyLayout, segment_lengths: tuple[int, ...], place: int) -> int:
+    """How many scores belong to tokens before a place: the one of a segment to its last token."""
+    if layout is KeyLayout.PER_ANSWER:
+        return sum(end <= place for end in accumulate(segment_lengths))
     starts = accumulate(segment_lengths, initial=0)
-    return sum(min(max(place - start, 0), length - 1) for start, length in zip(starts, segment_lengths, strict=False))
-
-
-def _ends_before(segment_lengths: tuple[int, ...], place: int) -> int:
-    """How many segments have their last token before a place."""
-    return sum(end <= place for end in accumulate(segment_lengths))
+    return sum(
+        min(max(place - start, 0), most) for start, most in zip(starts, layout.lengths(segment_lengths), strict=False)
+    )
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,18 +32,13 @@ _SUM_MODULUS: Final = 2**32  # sums of as many as 2**20 ranks are whole numbers 
 class AdaptedLinear(CastingLinear):
     """A linear layer with its frozen weight, and an adapter beside it: `lora_A` and `lora_B`."""
 
-    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
-        """Take over the layer's own parameters, and freeze them.
-
-        Args:
-            generator: A is drawn from it as peft draws it; B is zero, so that nothing changes before the first step.
-        """
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+        """Take over the layer's own parameters, and freeze them. B is zero, so that nothing changes before a step."""
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight.requires_grad_(False), base.bias
         with torch.device("meta"):  # torch would draw values of its own
             self.lora_A = nn.Linear(base.in_features, config.rank, bias=False).to_empty(device=base.weight.device)
             self.lora_B = nn.Linear(config.rank, base.out_features, bias=False).to_empty(device=base.weight.device)
-        draw_A(self.lora_A.weight, generator)
         nn.init.zeros_(self.lora_B.weight)
         self._scale = config.scale
         self._dropout = config.dropout
@@ -110,7 +105,9 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int, has_score_layer: 
             "name one in lora.targets, or leave it out to adapt all of them"
         )
     for name, module in found:
-        model.set_submodule(name, AdaptedLinear(module, config, generator_of(name, seed)))
+        adapted = AdaptedLinear(module, config)
+        draw_A(adapted.lora_A.weight, name, seed=seed)
+        model.set_submodule(name, adapted)
     if has_score_layer:
         model.score.requires_grad_(True)
 
@@ -128,20 +125,16 @@ def frozen_products(model: Any) -> list[Tensor]:
     ]
 
 
-def generator_of(layer: str, seed: int) -> torch.Generator:
-    """Of a layer's A: it depends on the layer's name, and not on who has the layer, or which part of it."""
+def draw_A(weight: Tensor, layer: str, *, seed: int) -> None:
+    """[r, in], whole, as peft draws it: by the layer's name, and not by who has the layer, or which part of it."""
     state = np.random.SeedSequence([seed, zlib.crc32(layer.encode())]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0] >> 1))
-
-
-def draw_A(weight: Tensor, generator: torch.Generator) -> None:
-    """[r, in], whole, as peft draws it."""
+    generator = torch.Generator().manual_seed(int(state[0] >> 1))
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5.0), generator=generator)
 
 
-def layers_with_adapters(model: nn.Module) -> list[str]:
-    """Names of the linear layers that have one."""
-    return [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
+    """The linear layers that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -166,10 +159,10 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> I
 
     A collective where the model is cut. A parameter that is neither cut nor adapted is given as it is, not copied.
     """
-    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    adapted = adapted_layers(model)
     for name, parameter in model.named_parameters():
-        if name in adapted:
-            yield name, adapted[name].merged_weight(dtype)
+        if name.endswith(".weight") and (layer := adapted.get(name.removesuffix(".weight"))) is not None:
+            yield name, layer.merged_weight(dtype)
         elif not is_adapter(name):
             yield name, whole(parameter.detach().to(dtype))
 

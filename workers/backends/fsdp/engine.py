@@ -22,8 +22,8 @@ from corral.workers.backends.fsdp.state import make_shard, read_state
 from corral.workers.backends.fsdp.tensor_parallel import squared_norm, sum_gradients_of_own_parts
 from corral.workers.backends.host_copies import parameters_that_can_leave
 from corral.workers.backends.lora import (
+    adapted_layers,
     count_parameters,
-    layers_with_adapters,
     merged_weights,
     sum_of_frozen,
     trained,
@@ -61,7 +61,7 @@ class FSDPEngine(MeshEngine):
         self.num_parameters, self.num_trained = count_parameters(self._model)
         if lora is not None:
             own_sum = sum_of_frozen(self._model, counts_copies=context.coords.tp_rank == 0)
-            self._note_adapters(lora, layers_with_adapters(self._model), own_sum=own_sum)
+            self._note_adapters(lora, adapted_layers(self._model), own_sum=own_sum)
         if self.optimizer is not None:
             self._optimizer = make_optimizer(self._model, self.optimizer, compute_dtype=compute_dtype)
         refuse_unless_packed_alike(

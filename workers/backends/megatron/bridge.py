@@ -22,10 +22,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.experiments.inputs.model_kinds import MIXTURES, megatron_refusals
 from corral.scheduling.parallel import stage_layers
 from corral.workers.backends.lora import is_adapter
-from corral.workers.backends.megatron.experts import expert_settings, has_experts, stored_names
+from corral.workers.backends.megatron.experts import MIXTRAL_NAMES, QWEN_NAMES, expert_settings
 
 _PRE_MLP_NORM: Final = "pre_mlp_layernorm.weight"
 _FUSED_NAMES: Final = {
@@ -81,11 +81,11 @@ class Bridge:
         if getattr(config, "head_dim", 0) is None:  # a Mixtral may leave it open, and mbridge computes with it
             config.head_dim = config.hidden_size // config.num_attention_heads
         self._head = head
-        self.expert_names = stored_names(config)
+        self.expert_names = MIXTRAL_NAMES if config.model_type == "mixtral" else QWEN_NAMES
         self.has_tied_output = bool(config.tie_word_embeddings) and head == "lm"
         self.tensor_rank, self._tensor_ranks = int(groups.tp.rank()), int(groups.tp.size())
         self._expert_rank, self._expert_ranks = int(groups.ep.rank()), int(groups.ep.size())
-        self.num_experts: int = config.num_experts if has_experts(config) else 0
+        self.num_experts: int = config.num_experts if config.model_type in MIXTURES else 0
         self._bridge: Any = AutoBridge.from_config(
             config,
             dtype=dtype,

@@ -120,11 +120,6 @@ def stack_experts(
             del waiting[home], matrices, rows
 
 
-def stored_names(config: Any) -> StoredNames:
-    """Those of a model's kind."""
-    return MIXTRAL_NAMES if config.model_type == "mixtral" else QWEN_NAMES
-
-
 def place_in_module(name: str, shape: tuple[int, ...], names: StoredNames) -> tuple[str, tuple[int, ...]]:
     """A directory's tensor -> the module's tensor that `stack_experts` puts it in, and where it begins there."""
     stored = names.of_expert(name)
@@ -138,7 +133,7 @@ def place_in_module(name: str, shape: tuple[int, ...], names: StoredNames) -> tu
 
 def expert_settings(config: Any) -> dict[str, Any]:
     """What of Megatron's configuration follows from a model's config.json besides what mbridge says; none if dense."""
-    if not has_experts(config):
+    if config.model_type not in MIXTURES:
         return {}
     sparse = sparse_layers(config.to_dict())
     settings: dict[str, Any] = {
@@ -156,11 +151,6 @@ def expert_settings(config: Any) -> dict[str, Any]:
             "moe_shared_expert_overlap": False,
         }
     return settings
-
-
-def has_experts(config: Any) -> bool:
-    """Whether layers of a model have experts."""
-    return config.model_type in MIXTURES
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]

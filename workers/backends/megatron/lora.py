@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.files.adapters import read_adapter
-from corral.workers.backends.lora import draw_A, drop_columns, generator_of
+from corral.workers.backends.lora import draw_A, drop_columns
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.checkpoint.low_rank import LowRank
@@ -173,7 +173,7 @@ class Adapters:
         for name, parameter in self.trained.parameters.items():
             if name.endswith(_A):
                 whole = torch.empty(self._shapes[name])
-                draw_A(whole, generator_of(name.removesuffix(_A), seed))
+                draw_A(whole, name.removesuffix(_A), seed=seed)
                 parameter.copy_(bridge.own_part(name, whole, parameter))
 
     @torch.no_grad()

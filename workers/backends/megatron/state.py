@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from corral.workers.backends.files.parts import Part
 from corral.workers.backends.megatron.bridge import Bridge
-from corral.workers.backends.megatron.experts import place_in_module
+from corral.workers.backends.megatron.experts import stack_experts
 from corral.workers.backends.megatron.optimizer import StageOptimizer
 from corral.workers.backends.megatron.places import Places
 from corral.workers.backends.megatron.weights import StageWeights
@@ -56,10 +56,9 @@ class StageState:
     """
 
     def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer | None) -> None:
-        self._weights, self._optimizer = weights, optimizer
+        self._weights, self._bridge, self._optimizer = weights, bridge, optimizer
         self._moments = _MOMENTS if optimizer is not None else []
         self._places = Places(bridge, weights.parameters, {part.name: part.shape for part in weights.parts})
-        self._expert_names = bridge.expert_names
 
     def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
         """This rank's parts of every parameter and its moments; no rank waits for another one."""
@@ -117,12 +116,10 @@ class StageState:
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         """Of the whole model's tensors, as modules of transformers have them."""
-        sizes: dict[str, tuple[int, ...]] = {}
-        for stored, shape in self._weights.stored_shapes().items():
-            name, start = place_in_module(stored, shape, self._expert_names)
-            ends = (first + size for first, size in zip(start, (1,) * (len(start) - len(shape)) + shape, strict=True))
-            sizes[name] = tuple(map(max, ends, sizes.get(name, start)))
-        return sizes
+        shapes = self._weights.stored_shapes().items()
+        stored = ((name, torch.empty(shape, device="meta")) for name, shape in shapes)
+        whole = stack_experts(stored, self._bridge.expert_names, num_experts=self._bridge.num_experts)
+        return {name: tuple(tensor.shape) for name, tensor in whole}
 
     def _parts(self, name: str, share: Share) -> Iterator[Part]:
         length = share.tensors[PARAMETER].numel()

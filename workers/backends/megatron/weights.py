@@ -60,7 +60,6 @@ class StageWeights:
         self.parts: list[Part] = self._agree()
         self._part_by_name = {part.name: part for part in self.parts}
         self._averages: dict[str, Tensor] = {}
-        self._copies = {part.name for part in self.parts if part.stage != groups.pp.rank()}
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -85,13 +84,13 @@ class StageWeights:
 
     def replicas(self, name: str) -> dist.ProcessGroup:
         """The ranks that have the same of a parameter."""
-        ((_, expert_rank), *_) = self._bridge.counterparts(name)
-        group: dist.ProcessGroup = self.groups.dp_cp if expert_rank is None else self.groups.expt_dp
+        is_shared = self._part_by_name[name].expert_rank is None
+        group: dist.ProcessGroup = self.groups.dp_cp if is_shared else self.groups.expt_dp
         return group
 
     def counts(self, name: str) -> bool:
         """Whether a parameter of this stage is not a copy of an earlier one's."""
-        return name not in self._copies
+        return self._part_by_name[name].stage == int(self.groups.pp.rank())
 
     @property
     def num_parameters(self) -> int:
