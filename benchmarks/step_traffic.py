@@ -30,7 +30,8 @@ from corral.experiments.inputs.decoder_config import decoder_sizes  # noqa: E402
 from corral.scheduling.memory.model import CallSizes, RoleModel  # noqa: E402
 from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
-from corral.workers.backends.heads import head_named  # noqa: E402
+from corral.workers.backends.chunked_head import install_chunked_head  # noqa: E402
+from corral.workers.backends.heads import HEADS  # noqa: E402
 from corral.workers.backends.lora import merged_weights  # noqa: E402
 from corral.workers.backends.low_precision import cast_per_use  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
@@ -105,9 +106,9 @@ def counted(config: Any, mesh: DeviceMesh, dtype: torch.dtype, tokens: int) -> t
     """A train step of one micro-batch with products in bfloat16, and an export in bfloat16."""
     register_packed_attention()
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
-    head = head_named("lm")
+    head = HEADS["lm"]
     cast_per_use(model)
-    head.install(model)
+    install_chunked_head(model)
     shard(model, mesh, compute_dtype=dtype)
     recompute_layers(layers_of(model), "full")
     model.train()

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_head import install_chunked_head
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.router_replay import tell_routers
 from corral.workers.backends.token_scores import TokenScores
@@ -43,15 +42,6 @@ class Head:
     """How many entries an answer has."""
     has_score_layer: bool = True
     """Whether a linear layer named `score` makes the logits, which a language model's directory lacks."""
-
-    def install(self, model: Any) -> None:
-        """Make the model one that `columns` can ask; before it is cut over ranks. `load_model` gave it its score layer.
-
-        Raises:
-            ValueError: if the model is not of the kind that has this head.
-        """
-        if not self.has_score_layer:
-            install_chunked_head(model)
 
     def columns(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
         """[entries, names] float32: one forward pass over the row of a micro-batch."""

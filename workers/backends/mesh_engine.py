@@ -28,7 +28,7 @@ from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerC
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
-from corral.workers.backends.files.adapters import Adapter, adapter_config
+from corral.workers.backends.files.adapters import adapter_config
 from corral.workers.backends.files.share import WeightShare, companion_files
 from corral.workers.backends.files.weights import WeightBase
 from corral.workers.backends.heads import HEADS
@@ -38,6 +38,8 @@ from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress
+from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG
+from corral.workers.checkpoint.manifest import ADAPTER_FOLDER
 from corral.workers.data.sequence_sample import SequenceSample
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,8 @@ class MeshEngine(ABC):
         self._companions: dict[str, bytes] = {}
         if self.context.place == 0:
             self._companions = companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
+            if self._adapter_config is not None:
+                self._companions[f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"] = self._adapter_config
 
     # --- what a backend says ----------------------------------------------------------------------------------------
 
@@ -348,12 +352,13 @@ class MeshEngine(ABC):
     def weight_share(self) -> WeightShare:
         """What `save_weights` writes on this rank, to be written, or copied and written later; a collective."""
         self.onload()
+        adapter = None if self._adapter_config is None else dict(self._whole_trained())
         return WeightShare(
             weights=self._stored_weights(),
             rank=self.context.place,
             num_ranks=self.context.mesh.dims.world_size,
             companions=self._companions,
-            adapter=self._adapter(),
+            adapter=adapter if self.context.place == 0 else None,
         )
 
     def save_weights(
@@ -373,8 +378,13 @@ class MeshEngine(ABC):
         """
         weight_base = WeightBase.of(base) if base is not None else None
         files = self.weight_share().write(directory, base=weight_base, on_progress=on_progress)
-        if weight_base is not None:
-            self._tell_of_missing_deltas(weight_base)
+        if weight_base is not None and weight_base.given_up and not self._has_told_of_deltas:
+            # Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing.
+            self._has_told_of_deltas = True
+            name, reason = next(iter(weight_base.given_up.items()))
+            logger.warning(
+                "%s has no delta from %s, and the like is not said again: %s", name, weight_base.directory.name, reason
+            )
         return files
 
     def _note_adapters(self, lora: LoraConfig, layers: Collection[str], *, own_sum: int) -> None:
@@ -386,22 +396,6 @@ class MeshEngine(ABC):
         """
         self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum": float(own_sum)})["sum"])
         self._adapter_config = adapter_config(layers, lora, base=self.directory, head=self.head)
-
-    def _adapter(self) -> Adapter | None:
-        """The adapters that are trained, if any are and this is the first rank; a collective where they are."""
-        if self._adapter_config is None:
-            return None
-        tensors = dict(self._whole_trained())
-        return Adapter(tensors=tensors, config=self._adapter_config) if self.context.place == 0 else None
-
-    def _tell_of_missing_deltas(self, base: WeightBase) -> None:
-        """Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing."""
-        if base.given_up and not self._has_told_of_deltas:
-            self._has_told_of_deltas = True
-            name, reason = next(iter(base.given_up.items()))
-            logger.warning(
-                "%s has no delta from %s, and the like is not said again: %s", name, base.directory.name, reason
-            )
 
     def state_shard(self, *, extra: train_state.Numbers | None = None) -> train_state.StateShard:
         """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.

@@ -70,13 +70,8 @@ def takes_one_call(setting: AttentionSetting) -> bool:
 
 def setting_of(query: Tensor, *, dropout: float, sliding_window: int | None) -> AttentionSetting:
     """The setting of a call, from its queries [..., head_dim]."""
-    return AttentionSetting(
-        capability=_capability(query.device),
-        dtype=products_type(query),
-        head_dim=query.shape[-1],
-        dropout=dropout,
-        sliding_window=sliding_window,
-    )
+    capability, dtype = _capability(query.device), products_type(query)
+    return AttentionSetting(capability, dtype, query.shape[-1], dropout, sliding_window)
 
 
 def attend_in_one_call(

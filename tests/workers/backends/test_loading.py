@@ -22,7 +22,7 @@ from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.experts import StoredExperts
 from corral.workers.backends.fsdp.loading import load_model, load_over_ranks
-from corral.workers.backends.heads import head_named
+from corral.workers.backends.heads import HEADS
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
 from tests.workers.backends.gang_helpers import play
@@ -88,7 +88,7 @@ def padded_logprobs_in_float32(directory: Path, sample: Any) -> Any:
 def test_weights_stay_in_their_files_until_a_rank_takes_its_rows(dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_low(tmp_path, dtype, num_files=3)
     with ExitStack() as stack:
-        model = load_model(directory, head_named("lm"), StoredExperts(directory, stack))
+        model = load_model(directory, HEADS["lm"], StoredExperts(directory, stack))
     mapped = mapped_files()
     for name, parameter in model.named_parameters():
         places = [path for start, end, path in mapped if start <= parameter.data_ptr() < end]
@@ -135,7 +135,7 @@ def play_rank(context: ParallelContext, directory: Path) -> None:
     """Load, count, and give back what was loaded."""
     for name, lora, model in (("plain", None, "model"), ("lora", LORA, "model"), *((m, None, m) for m in MIXTURES)):
         with LargestTensor(None if name in MIXTURES else torch.float32) as largest:
-            load_over_ranks(directory / model, head_named("lm"), context, lora, seed=0, compute_dtype=torch.float32)
+            load_over_ranks(directory / model, HEADS["lm"], context, lora, seed=0, compute_dtype=torch.float32)
         engine = make_engine(directory / model, context, lora=lora)
         weights = {name: whole(parameter) for name, parameter in engine.model.named_parameters()}
         save_file(weights, directory / f"{name}-{context.rank}.safetensors")

@@ -11,8 +11,7 @@ its folder that ends in safetensors, and transformers takes a model with adapter
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,18 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from corral.experiments.config.model import LoraConfig
-from corral.experiments.trial.directory import fsync_directory
-from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.sharding import each_once
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
-from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_TENSORS
-from corral.workers.checkpoint.manifest import ADAPTER_FOLDER
+from corral.workers.checkpoint.low_rank import ADAPTER_PREFIX, ADAPTER_TENSORS
 
 _TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}
 
 
 def adapter_config(layers: Collection[str], config: LoraConfig, *, base: Path, head: str) -> bytes:
-    """The content of adapter_config.json.
+    """The content of adapter_config.json, beside `adapter_model.safetensors` in the folder of an adapter.
 
     Args:
         layers: names of those that have adapters.
@@ -54,28 +49,6 @@ def adapter_config(layers: Collection[str], config: LoraConfig, *, base: Path, h
         "inference_mode": True,
     }
     return json.dumps(content, indent=2).encode()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """All that is trained, whole, by the model's names, and its configuration as `adapter_config` has it."""
-
-    tensors: Mapping[str, Tensor]
-    config: bytes
-
-    def write(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> dict[str, FileEntry]:
-        """Write it into a folder of its own of a version of the weights, which is in `directory`.
-
-        Returns:
-            The files by their path relative to `directory`; they are on disk.
-        """
-        folder = directory / ADAPTER_FOLDER
-        folder.mkdir(mode=0o700)
-        named = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.tensors.items()}
-        tensors = write_tensors(folder / ADAPTER_TENSORS, named, on_progress=on_progress)
-        config = write_durable(folder / ADAPTER_CONFIG, [self.config])
-        fsync_directory(folder)
-        return {f"{ADAPTER_FOLDER}/{ADAPTER_TENSORS}": tensors, f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}": config}
 
 
 @torch.no_grad()

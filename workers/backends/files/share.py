@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
-from corral.workers.backends.files.adapters import Adapter
+from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.files.weights import WeightBase, copy_own, write_weights
 from corral.workers.backends.heads import Head
 from corral.workers.backends.host_copies import host_copies
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+from corral.workers.checkpoint.low_rank import ADAPTER_PREFIX, ADAPTER_TENSORS
+from corral.workers.checkpoint.manifest import ADAPTER_FOLDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +39,13 @@ class WeightShare:
     rank: int
     num_ranks: int
     companions: Mapping[str, bytes]
-    """Small files by name: configuration, tokenizer; none on other ranks than the first."""
-    adapter: Adapter | None
-    """None on other ranks than the first, and where none is trained."""
+    """Small files by name: configuration, tokenizer, that of an adapter; none on other ranks than the first."""
+    adapter: Mapping[str, Tensor] | None
+    """All that is trained, whole, by the model's names; None on other ranks than the first, and without adapters."""
 
     def copied(self) -> "WeightShare":
         """The same in host memory, as far as this rank writes it; a collective, and its `write` is none any more."""
-        adapter = self.adapter and replace(self.adapter, tensors=host_copies(self.adapter.tensors))
+        adapter = self.adapter and host_copies(self.adapter)
         return replace(self, weights=copy_own(self.weights, rank=self.rank, num_ranks=self.num_ranks), adapter=adapter)
 
     def write(
@@ -61,11 +63,15 @@ class WeightShare:
         files = write_weights(
             directory, self.weights, rank=self.rank, num_ranks=self.num_ranks, base=base, on_progress=on_progress
         )
+        if self.adapter is not None:
+            (directory / ADAPTER_FOLDER).mkdir(mode=0o700)
+            name = f"{ADAPTER_FOLDER}/{ADAPTER_TENSORS}"
+            named = {f"{ADAPTER_PREFIX}{own}": tensor for own, tensor in self.adapter.items()}
+            files[name] = write_tensors(directory / name, named, on_progress=on_progress)
         for name, content in self.companions.items():
             files[name] = write_durable(directory / name, [content])
-        if self.adapter is not None:
-            files |= self.adapter.write(directory, on_progress=on_progress)
-        fsync_directory(directory)
+        for folder in {directory} | {(directory / name).parent for name in files}:
+            fsync_directory(folder)
         return files
 
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from corral.experiments.config.model import LoraConfig
+from corral.workers.backends.chunked_head import install_chunked_head
 from corral.workers.backends.files.adapters import read_adapter
 from corral.workers.backends.fsdp.experts import (
     GROUPED_EXPERTS,
@@ -219,7 +220,8 @@ def load_over_ranks(
             if lora.adapter is not None:
                 read_adapter(lora.adapter, trained(dict(model.named_parameters())))
         cast_per_use(model)
-        head.install(model)
+        if not head.has_score_layer:
+            install_chunked_head(model)
         install_router_replay(model)
         if mesh is not None and context.mesh.dims.tp > 1:
             cut_layers(model, mesh[TENSOR])

@@ -95,7 +95,6 @@ class Bridge:
                 pp_size=groups.pp.size(),
                 pp_rank=groups.pp.rank(),
                 vpp_size=None,
-                cp_size=1,
                 ep_size=groups.ep.size(),
                 etp_size=groups.expt_tp.size(),
                 tp_group=groups.tp,
