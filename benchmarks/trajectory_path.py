@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/trajectory_path.py [--groups 200] [--rounds 5] [--large-mb 0]
 
-A real RecordStore with its spool, TrajectorySender and TrajectoryReceiver, over a socket with CURVE, in one process.
+A real TrajectorySender with its spool and a TrajectoryReceiver, over a socket with CURVE, in one process.
 A group is 8 answers of 2,000 tokens with the experts of 18 layers, 0.85 MB. Counted per group: encodings, fsyncs,
 records read back. Its CPU milliseconds are of both ends together. Beside them, in turns, the limit: the same bytes
 written and forced to disk, and sent through a pair of sockets of the same kind. `--large-mb` sends one group of that
@@ -30,7 +30,7 @@ import zmq
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.delivery.messages import TrajectoryHeader, delivery_id
 from corral.workers.delivery.receiver import TrajectoryReceiver
-from corral.workers.delivery.sender import RecordStore, TrajectorySender
+from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
 from corral.workers.streams.codec import MessageCodec, Tensors
 from corral.workers.streams.security import StreamSecurity
@@ -68,13 +68,13 @@ def counting(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-async def delivered(sender: TrajectorySender, store: RecordStore, names: range, tensors: Tensors) -> None:
+async def delivered(sender: TrajectorySender, names: range, tensors: Tensors) -> None:
     """Put these records, and wait until the receiver has acknowledged all."""
     for order in names:
         header = TrajectoryHeader(
             uid=delivery_id(f"0:{order}", order), dataset_epoch=0, order=order, num_answers=ANSWERS, status="finished"
         )
-        await store.put(header, tensors)
+        await sender.put(header, tensors)
     deadline = time.monotonic() + DEADLINE_S
     while any(entry.state.value != "held" for entry in sender._book._entries.values()):
         sender.raise_failure()
@@ -122,24 +122,23 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         Spool(folder / "spool") as spool,
     ):
         receiver.start_session("1")
-        async with TrajectorySender(rollout, on_verdict=lambda uid, kind: None) as sender:
-            store = RecordStore(spool, sender, trial_uuid=TRIAL)
+        async with TrajectorySender(rollout, spool, on_verdict=lambda uid, kind: None) as sender:
             sender.set_receivers({0: receiver.endpoint})
-            await delivered(sender, store, range(1), tensors)
+            await delivered(sender, range(1), tensors)
             for index in range(arguments.rounds):
                 names = range(1 + index * arguments.groups, 1 + (index + 1) * arguments.groups)
                 with counting(counts):
                     start, begun = time.process_time(), time.monotonic()
-                    await delivered(sender, store, names, tensors)
+                    await delivered(sender, names, tensors)
                     ours.append(1000 * (time.process_time() - start) / arguments.groups)
                     wall.append(1000 * (time.monotonic() - begun) / arguments.groups)
                 receiver.drain(arguments.groups + 1)
-                await store.remove([f"0:{order}" for order in names])
+                await sender.remove([f"0:{order}" for order in names])
                 raw.append(1000 * limit(arguments.groups, frames, folder) / arguments.groups)
             if arguments.large_mb:
                 large = {"experts": np.zeros(arguments.large_mb * 2**20, np.int8)}
                 begun = time.monotonic()
-                await delivered(sender, store, range(10**6, 10**6 + 1), large)
+                await delivered(sender, range(10**6, 10**6 + 1), large)
                 print(f"a group of {arguments.large_mb} MB: acknowledged after {time.monotonic() - begun:.1f} s")
     num_groups = arguments.groups * arguments.rounds
     size = sum(map(len, frames)) / 1e6

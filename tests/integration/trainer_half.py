@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +45,11 @@ from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
 from corral.workers.delivery.sender import TrajectorySender
+from corral.workers.delivery.spool import Spool
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, install_signal_handlers, run_to_exit_code
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.model.model_worker import ModelWorker
-from corral.workers.streams.codec import MessageCodec, Tensors
 from corral.workers.streams.security import StreamSecurity
 from tests.integration.four_roles import Group, sample_of
 from tests.name_services import NamesAddress, running_names
@@ -262,7 +263,7 @@ class _Answering:
         self._stop_after = stop_after
         self._groups = {group.uid: group for batch in batches for group in batch}
         self._num_orders = 0
-        self._codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=UUID)
+        self._rejected: list[str] = []
         self._num_given = 0
         self._deadline = time.monotonic() + _DEADLINE_S
         self._is_over = threading.Event()
@@ -289,19 +290,25 @@ class _Answering:
         with (
             self._place.names.connect() as names,
             StreamSecurity(secrets, "rollout_worker", trial_uuid=UUID) as security,
+            tempfile.TemporaryDirectory() as folder,
+            Spool(Path(folder)) as spool,
         ):
-            async with TrajectorySender(security, on_verdict=self._on_verdict) as self._sender:
+            async with TrajectorySender(security, spool, on_verdict=self._on_verdict) as self._sender:
                 while not self._is_over.is_set():
-                    self._look(names, keys)
+                    await self._look(names, keys)
                     if time.monotonic() > self._deadline:
                         self._ask_for_stop()
                         raise TimeoutError(f"the master did not end within {_DEADLINE_S:.0f} s; it was asked to stop")
                     await asyncio.sleep(_POLL_S)
 
-    def _look(self, names: NameService, keys: TrialKeys) -> None:
+    async def _look(self, names: NameService, keys: TrialKeys) -> None:
         receivers = names.get_subtree(keys.trajectory_receivers_root())
         self._sender.set_receivers({int(name.rpartition("/")[2]): address for name, address in receivers.items()})
         self._sender.raise_failure()
+        while self._rejected:
+            uid = self._rejected.pop()
+            await self._sender.remove([uid])
+            await self._offer(self._groups[uid])
         try:
             step = PolicyVersion.parse(json.loads(names.get(keys.policy_version()))["version"]).step
         except NameNotFoundError:
@@ -309,7 +316,7 @@ class _Answering:
         wanted = step + 1 if self._stop_after is None else min(step + 1, self._stop_after)
         for batch in self._batches[self._num_given : wanted]:
             for group in batch:
-                self._offer(group)
+                await self._offer(group)
             self._num_given += 1
         if step == self._stop_after:
             self._ask_for_stop()
@@ -318,13 +325,13 @@ class _Answering:
         if self._trial.read_stop_request() is None:
             self._trial.write_stop_request(StopRequest(requested_at=0.0, by="test", now=False, grace_s=60.0))
 
-    def _offer(self, group: Group) -> None:
+    async def _offer(self, group: Group) -> None:
         self._num_orders += 1
         order = self._num_orders
         header = partial(TrajectoryHeader, uid=delivery_id(group.uid, order), dataset_epoch=0, order=order)
         if group.dropped_because:
             dropped = header(num_answers=0, status="dropped", reason=group.dropped_because)
-            self._deliver(dropped, {})
+            await self._sender.put(dropped, {})
             return
         sample = sample_of(group)
         finished = header(
@@ -335,13 +342,8 @@ class _Answering:
                 [VersionSpan(str(INITIAL_VERSION), 0, len(answer.old_logprobs))] for answer in group.answers
             ],
         )
-        self._deliver(finished, sample.data)
-
-    def _deliver(self, header: TrajectoryHeader, tensors: Tensors) -> None:
-        frames = self._codec.encode(header, epoch=0, tensors=tensors)
-        self._sender.deliver(header, lambda: frames)
+        await self._sender.put(finished, sample.data)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
         if kind == "stale":
-            self._sender.covered([delivery])
-            self._offer(self._groups[uid_of_delivery(delivery)])
+            self._rejected.append(uid_of_delivery(delivery))

@@ -143,7 +143,7 @@ def _read(path: Path) -> _Record | None:
     """The record in a file, if it can be read and is as it was written."""
     try:
         record = _decode(path.read_bytes())
-    except (msgspec.MsgspecError, OSError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
         return None
     return record if record.crc == _crc(record.uid, record.parts) else None
 

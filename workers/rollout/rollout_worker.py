@@ -30,7 +30,7 @@ from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
-from corral.workers.delivery.sender import RecordStore, TrajectorySender
+from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
@@ -142,12 +142,12 @@ class RolloutWorker(Worker):
                 context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
             )
         )
-        self._sender = await stack.enter_async_context(TrajectorySender(context.security, on_verdict=self._on_verdict))
-        self._records = RecordStore(spool, self._sender, trial_uuid=context.plan.trial.uuid)
+        self._sender = await stack.enter_async_context(
+            TrajectorySender(context.security, spool, on_verdict=self._on_verdict)
+        )
         self._committed.poll()
         # Their commits came while this worker was away.
-        await self._records.remove([uid for uid in self._records.uids() if self._committed.ledger.consumed(uid)])
-        self._records.deliver_all()
+        await self._sender.remove([uid for uid in self._sender.uids() if self._committed.ledger.consumed(uid)])
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
         session = await stack.enter_async_context(
             open_session(context.trust.client(), headers=headers, max_connections=_MAX_CONNECTIONS)
@@ -201,7 +201,7 @@ class RolloutWorker(Worker):
         )
         self._queue = PromptQueue(
             share,
-            is_settled=lambda uid: uid in self._records or uid in self._running or self._committed.ledger.consumed(uid),
+            is_settled=lambda uid: uid in self._sender or uid in self._running or self._committed.ledger.consumed(uid),
         )
 
     # Prompts
@@ -249,7 +249,7 @@ class RolloutWorker(Worker):
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
                 running=[Admitted(uid, order) for uid, order in self._running.items()],
-                finished=[Admitted(uid, order) for uid, order in self._records.orders().items()],
+                finished=[Admitted(uid, order) for uid, order in self._sender.orders().items()],
             )
         )
 
@@ -279,7 +279,7 @@ class RolloutWorker(Worker):
         await self._finish(uid, header, dict(sample.data))
 
     async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
-        await self._records.put(header, tensors)
+        await self._sender.put(header, tensors)
         self._running.pop(uid, None)
         self.context.presence.beat()
         await self._tell_finished(uid, delivered=header.status == "finished")
@@ -320,7 +320,7 @@ class RolloutWorker(Worker):
         if news.has_gone_back:
             logger.warning("the trainer fell back to an earlier commit; what later ones covered is issued again")
             self._queue.start_over()
-        await self._records.remove(news.covered)
+        await self._sender.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
         """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again."""
@@ -331,9 +331,9 @@ class RolloutWorker(Worker):
     async def _settle_verdicts(self, tasks: asyncio.TaskGroup) -> None:
         while not self.context.stopping.is_set():
             delivery = await self._verdicts.get()
-            if not self._records.holds(delivery):
+            if not self._sender.holds(delivery):
                 continue
-            for uid in await self._records.remove([uid_of_delivery(delivery)]):
+            for uid in await self._sender.remove([uid_of_delivery(delivery)]):
                 tasks.create_task(self._issue_again(uid))
 
     # Helpers

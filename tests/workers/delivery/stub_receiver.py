@@ -28,7 +28,7 @@ def main(secrets: str, address_file: str, index: str, session: str, output_file:
             with Path(output_file).open("a") as output:
                 while True:
                     for header, tensors in receiver.drain(2):
-                        expected = int(header.uid.rsplit("-", 1)[1])
+                        expected = header.order
                         is_right = bool((tensors["input_ids"] == expected).all() and len(tensors["logprobs"]) == 500)
                         output.write(json.dumps([session, header.uid, is_right]) + "\n")
                         output.flush()

@@ -1,19 +1,19 @@
 """A process that delivers trajectories: `python -m ... SECRETS ADDRESS_FILE NAME COUNT`.
 
-Its "spool" is computed: record i of a worker always has the same content. It stops when its standard input is closed.
+Its spool is in memory: record i of a worker always has the same content. It ends when it is killed.
 """
 
 import asyncio
-import functools
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from corral.workers.delivery.messages import TrajectoryHeader
+from corral.workers.delivery.messages import TrajectoryHeader, delivery_id
 from corral.workers.delivery.sender import TrajectorySender
-from corral.workers.streams.codec import MessageCodec, Tensors
+from corral.workers.streams.codec import Tensors
+from tests.workers.delivery.memory_spool import MemorySpool
 from tests.workers.stream_helpers import security_of
 
 
@@ -23,13 +23,12 @@ def payload(index: int) -> Tensors:
 
 async def deliver(secrets: str, address_file: str, name: str, count: str) -> None:
     with security_of(Path(secrets), "rollout_worker") as security:
-        codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=security.trial_uuid)
-        async with TrajectorySender(security, on_verdict=lambda uid, kind: None) as sender:
-            for index in range(int(count)):
-                header = TrajectoryHeader(
-                    uid=f"0:{name}-{index}", dataset_epoch=0, order=index, num_answers=1, status="finished"
-                )
-                sender.deliver(header, functools.partial(codec.encode, header, epoch=0, tensors=payload(index)))
+        spool = MemorySpool()
+        for index in range(int(count)):
+            uid = delivery_id(f"0:{name}-{index}", index)
+            header = TrajectoryHeader(uid=uid, dataset_epoch=0, order=index, num_answers=1, status="finished")
+            spool.fill(header, payload(index), trial_uuid=security.trial_uuid)
+        async with TrajectorySender(security, spool, on_verdict=lambda uid, kind: None) as sender:
             while True:
                 addresses = json.loads(Path(address_file).read_text())
                 sender.set_receivers({int(index): address for index, address in addresses.items()})

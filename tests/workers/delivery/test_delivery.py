@@ -6,21 +6,22 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from corral.scheduling.policy_version import VersionSpan
-from corral.workers.delivery.messages import TrajectoryHeader
+from corral.workers.delivery.messages import TrajectoryHeader, delivery_id
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.sender_book import RecordState
 from corral.workers.streams import codec, security
-from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
+from corral.workers.streams.codec import Tensors
 from corral.workers.streams.errors import WrongTrialKeyError
 from corral.workers.streams.security import StreamSecurity
+from tests.workers.delivery.memory_spool import MemorySpool
 from tests.workers.stream_helpers import LOOPBACK, start_stub, until, wait_until, wait_up
 
 AsRole = Callable[[str], StreamSecurity]
@@ -28,7 +29,7 @@ AsRole = Callable[[str], StreamSecurity]
 
 def header(index: int) -> TrajectoryHeader:
     return TrajectoryHeader(
-        uid=f"0:problem-{index}",
+        uid=delivery_id(f"0:problem-{index}", index),
         dataset_epoch=0,
         order=index,
         num_answers=2,
@@ -41,26 +42,6 @@ def header(index: int) -> TrajectoryHeader:
 
 def payload(index: int) -> Tensors:
     return {"input_ids": np.full(100, index, np.int64), "rewards": np.array([0.0, 1.0], np.float32)}
-
-
-class Spool:
-    """Counts how often each record is read."""
-
-    def __init__(self, sender: TrajectorySender) -> None:
-        self.num_reads: Counter[int] = Counter()
-        self._sender = sender
-        self._codec: MessageCodec[TrajectoryHeader] = MessageCodec(
-            TrajectoryHeader, trial_uuid=sender._security.trial_uuid
-        )
-
-    def deliver(self, index: int, tensors: Tensors | None = None, *, is_at_hand: bool = True) -> None:
-        frames = self._codec.encode(header(index), epoch=0, tensors=payload(index) if tensors is None else tensors)
-
-        def read() -> list[Buffer]:
-            self.num_reads[index] += 1
-            return frames
-
-        self._sender.deliver(header(index), read, frames=frames if is_at_hand else None)
 
 
 def uids(receiver: TrajectoryReceiver, max_records: int = 100) -> list[str]:
@@ -78,16 +59,30 @@ def with_sender(
     security: StreamSecurity,
     test: Callable[[TrajectorySender], Awaitable[None]],
     verdicts: list[tuple[str, str]] | None = None,
+    *,
+    spool: MemorySpool | None = None,
+    in_spool: Sequence[int] = (),
 ) -> None:
+    """Run a test with a sender whose spool holds some records already."""
+    spool = spool or MemorySpool()
+    for index in in_spool:
+        spool.fill(header(index), payload(index), trial_uuid=security.trial_uuid)
+
     async def run() -> None:
         def note(uid: str, kind: str) -> None:
             if verdicts is not None:
                 verdicts.append((uid, kind))
 
-        async with TrajectorySender(security, on_verdict=note) as sender:
+        async with TrajectorySender(security, spool, on_verdict=note) as sender:
+            spool.num_reads.clear()
             await test(sender)
 
     asyncio.run(run())
+
+
+async def put(sender: TrajectorySender, *indices: int) -> None:
+    for index in indices:
+        await sender.put(header(index), payload(index))
 
 
 def count(sender: TrajectorySender, state: RecordState) -> int:
@@ -105,7 +100,7 @@ async def wait_connected(sender: TrajectorySender, deadline_s: float) -> None:
 def test_a_record_arrives_as_it_was(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers({0: receiver.endpoint})
-        Spool(sender).deliver(7)
+        await put(sender, 7)
         await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         [(received, tensors)] = receiver.drain(10)
         assert received == header(7)
@@ -122,9 +117,7 @@ def test_each_record_is_announced_once_it_can_be_drained(as_role: AsRole, receiv
 
     async def run(sender: TrajectorySender) -> None:
         sender.set_receivers({0: receiver.endpoint})
-        spool = Spool(sender)
-        for index in range(3):
-            spool.deliver(index)
+        await put(sender, 0, 1, 2)
         await until(lambda: acked(sender) == 3, waiting_for="the acknowledgements")
         assert announced == [1, 2, 3]
 
@@ -135,30 +128,30 @@ def test_what_is_at_hand_is_never_read_back_and_what_is_not_is_read_once(
     as_role: AsRole, receiver: TrajectoryReceiver
 ) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool(sender)
-        for index in range(20):
-            spool.deliver(index, is_at_hand=index < 15)
+        await put(sender, *range(15))
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 20, waiting_for="the acknowledgements")
         assert sorted(uids(receiver)) == sorted(header(index).uid for index in range(20))
-        assert spool.num_reads == Counter(range(15, 20))
+        assert spool.num_reads == Counter(f"0:problem-{index}" for index in range(15, 20))
 
-    with_sender(as_role("rollout_worker"), run)
+    spool = MemorySpool()
+    with_sender(as_role("rollout_worker"), run, spool=spool, in_spool=range(15, 20))
 
 
 def test_several_senders_share_several_receivers_evenly(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(first: TrajectorySender) -> None:
         with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as other:
             other.start_session("1-b")
-            async with TrajectorySender(as_role("rollout_worker"), on_verdict=lambda uid, kind: None) as second:
+            async with TrajectorySender(
+                as_role("rollout_worker"), MemorySpool(), on_verdict=lambda uid, kind: None
+            ) as second:
                 for sender in (first, second):
                     sender.set_receivers({0: receiver.endpoint, 1: other.endpoint})
                 receivers = [*first._book._receivers.values(), *second._book._receivers.values()]
                 await until(lambda: all(one.is_ready for one in receivers), waiting_for="the sessions")
-                spools = Spool(first), Spool(second)
                 for index in range(0, 60, 6):
                     for order in range(index, index + 6):
-                        spools[order // 2 % 2].deliver(order)
+                        await put((first, second)[order // 2 % 2], order)
                     await until(
                         lambda: not count(first, RecordState.SENT) + count(second, RecordState.SENT),
                         waiting_for="the acknowledgements",
@@ -181,7 +174,7 @@ def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receive
 def test_nothing_is_taken_in_before_a_session_starts(as_role: AsRole) -> None:
     async def run(sender: TrajectorySender) -> None:
         with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as receiver:
-            Spool(sender).deliver(1)
+            await put(sender, 1)
             sender.set_receivers({0: receiver.endpoint})
             await wait_connected(sender, 10)
             await asyncio.sleep(0.05)
@@ -196,13 +189,11 @@ def test_a_new_session_gets_everything_again_that_no_commit_covers(
     as_role: AsRole, receiver: TrajectoryReceiver
 ) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool(sender)
-        for index in range(3):
-            spool.deliver(index)
+        await put(sender, 0, 1, 2)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 3, waiting_for="three acknowledgements")
         assert len(uids(receiver)) == 3
-        sender.covered([header(0).uid])
+        assert await sender.remove(["0:problem-0"]) == ["0:problem-0"]
         await asyncio.to_thread(receiver.start_session, "2-a")
         await until(lambda: acked(sender) == 2 and receiver.num_held == 2, waiting_for="the other two, again")
         assert uids(receiver) == [header(1).uid, header(2).uid]
@@ -214,7 +205,7 @@ def test_a_verdict_reaches_the_sender_and_ends_the_delivery(as_role: AsRole, rec
     verdicts: list[tuple[str, str]] = []
 
     async def run(sender: TrajectorySender) -> None:
-        Spool(sender).deliver(1)
+        await put(sender, 1)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         await asyncio.to_thread(receiver.verdict, header(1).uid, "stale")
@@ -231,17 +222,14 @@ def test_an_unreadable_payload_is_said_and_holds_nobody_up(as_role: AsRole, rece
     verdicts: list[tuple[str, str]] = []
 
     async def run(sender: TrajectorySender) -> None:
-        def broken() -> list[Buffer]:
-            raise OSError("the spool is torn")
-
-        for index in range(8):
-            sender.deliver(header(index), broken)
-        Spool(sender).deliver(8)
+        spool.torn = {f"0:problem-{index}" for index in range(8)}
+        await put(sender, 8)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 1, waiting_for="the readable record")
         assert sorted(verdicts) == [(header(index).uid, "unreadable") for index in range(8)]
 
-    with_sender(as_role("rollout_worker"), run, verdicts)
+    spool = MemorySpool()
+    with_sender(as_role("rollout_worker"), run, verdicts, spool=spool, in_spool=range(8))
 
 
 def test_a_record_larger_than_a_frame_may_be_arrives_and_so_does_the_next(
@@ -252,8 +240,8 @@ def test_a_record_larger_than_a_frame_may_be_arrives_and_so_does_the_next(
     experts = np.arange(5000, dtype=np.int64)
 
     async def run(sender: TrajectorySender) -> None:
-        Spool(sender).deliver(1, {"experts": experts})
-        Spool(sender).deliver(2)
+        await sender.put(header(1), {"experts": experts})
+        await put(sender, 2)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 2, waiting_for="the acknowledgements")
         received = {header.uid: tensors for header, tensors in receiver.drain(2)}
@@ -266,17 +254,17 @@ def test_a_record_larger_than_a_frame_may_be_arrives_and_so_does_the_next(
 
 def test_what_a_vanished_receiver_held_goes_to_another(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     async def run(sender: TrajectorySender) -> None:
-        spool = Spool(sender)
         with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as vanishing:
             vanishing.start_session("1-b")
-            spool.deliver(1)
+            await put(sender, 1)
             sender.set_receivers({1: vanishing.endpoint})
             await until(lambda: acked(sender) == 1, waiting_for="the acknowledgement")
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: receiver.num_held == 1, waiting_for="the record at the other receiver")
-        assert spool.num_reads == {1: 1}
+        assert spool.num_reads == {"0:problem-1": 1}
 
-    with_sender(as_role("rollout_worker"), run)
+    spool = MemorySpool()
+    with_sender(as_role("rollout_worker"), run, spool=spool)
 
 
 def test_a_sender_of_another_trial_hears_of_it(stranger: StreamSecurity, receiver: TrajectoryReceiver) -> None:
@@ -345,14 +333,14 @@ def test_nothing_is_lost_or_doubled_when_a_sender_is_killed(processes: Processes
     kill(first)
     processes.sender("w", 300)
     wait_until(lambda: len(processes.drained()) >= 300, waiting_for="the rest")
-    assert sorted(processes.uids("1-a")) == sorted(f"0:w-{index}" for index in range(300))
+    assert sorted(processes.uids("1-a")) == sorted(f"0:w-{index}#{index}" for index in range(300))
     assert all(is_right for _, _, is_right in processes.drained())
 
 
 def test_a_receiver_that_is_killed_is_replaced_by_one_that_gets_everything(processes: Processes) -> None:
     processes.sender("v", 150)
     processes.sender("w", 150)
-    expected = sorted(f"0:{name}-{index}" for name in "vw" for index in range(150))
+    expected = sorted(f"0:{name}-{index}#{index}" for name in "vw" for index in range(150))
     first = processes.receiver(0, "1-a")
     wait_until(lambda: len(processes.uids("1-a")) > 20, waiting_for="some records")
     kill(first)

@@ -81,14 +81,15 @@ def test_a_record_torn_at_any_byte_costs_itself_only(directory: Path, caplog: py
         assert len(_files(directory)) == 1
 
 
-def test_a_flipped_bit_costs_its_record_only(directory: Path) -> None:
+@pytest.mark.parametrize("bit", [0x10, 0x80])  # of a text, the highest makes it none
+def test_a_flipped_bit_costs_its_record_only(directory: Path, bit: int) -> None:
     with Spool(directory) as spool:
         spool.append("0:a", [b"", b"same size"])
         spool.append("0:b", [b"", b"same size"])
     first = directory / _files(directory)[0]
     whole = first.read_bytes()
     for index in range(len(whole)):
-        first.write_bytes(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
+        first.write_bytes(whole[:index] + bytes([whole[index] ^ bit]) + whole[index + 1 :])
         with Spool(directory) as spool:
             assert contents(spool) == {"0:b": [b"", b"same size"]}
 
