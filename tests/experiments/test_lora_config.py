@@ -60,9 +60,9 @@ def write_adapter(directory: Path, *, rank: int = 4, layers: tuple[str, ...] = (
     ("override", "words"),
     [
         ("model.lora={alpha: 8}", ("model.lora.rank is missing", "Rows of A")),
-        ("model.lora={rank: 0, alpha: 8}", ("model.lora.rank must be at least 1",)),
-        ("model.lora={rank: 4, alpha: 0}", ("model.lora.alpha must be above 0",)),
-        ("model.lora={rank: 4, alpha: 8, dropout: 1.0}", ("model.lora.dropout must be below 1",)),
+        ("model.lora={rank: 0, alpha: 8}", ("model.lora.rank must be greater than or equal to 1",)),
+        ("model.lora={rank: 4, alpha: 0}", ("model.lora.alpha must be greater than 0",)),
+        ("model.lora={rank: 4, alpha: 8, dropout: 1.0}", ("model.lora.dropout must be less than 1",)),
         ("model.lora={rank: 4, alpha: 8, bias: all}", ("unknown key 'bias' in model.lora",)),
         ("model.lora={rank: 4, alpha: 8, targets: []}", ("targets names no layer", "null adapts all")),
         ("model.lora={rank: 4, alpha: 8, targets: [lm_head]}", ("'lm_head'", "leave it out")),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from corral.scheduling.memory.model import cut_dim
@@ -120,8 +120,8 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     return cut(whole, like.device_mesh, like.placements) if isinstance(like, DTensor) else whole
 
 
-def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of a tensor that every rank has whole; no collective."""
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, by the placements of a DTensor; no collective."""
     # src_data_rank=None: every rank has the whole tensor itself, nothing needs to be sent. The rows are a view of it,
     # which would keep all of it in memory.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()

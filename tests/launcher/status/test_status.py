@@ -102,7 +102,7 @@ def job(state: str, reason: str = "None", *, has_run: bool = False, exit_code: s
 
 
 DOWN = QueueAnswer(error="squeue timed out", unreachable_since=NOW - 30.0)
-AWAY = dataclasses.replace(DOWN, asked_at=NOW - 60.0)
+AWAY = msgspec.structs.replace(DOWN, asked_at=NOW - 60.0)
 ANSWERED = QueueAnswer(asked_at=NOW)
 
 
