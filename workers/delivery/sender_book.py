@@ -50,7 +50,7 @@ class _Receiver:
 
 
 Sends = list[tuple[int, str]]
-"""(index of the receiver, uid of the record to send to it)."""
+"""(index of the receiver, name of the record to send to it)."""
 
 
 class SenderBook:
@@ -61,9 +61,6 @@ class SenderBook:
         self._receivers: dict[int, _Receiver] = {}
         self._waiting: list[tuple[int, str]] = []
         """Heap by admission number; entries that moved on are skipped."""
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._entries
 
     def add(self, uid: str, *, order: int) -> Sends:
         """A new record; adding it again changes nothing."""

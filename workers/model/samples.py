@@ -75,8 +75,6 @@ class Samples:
     """Reads rows of the dataset; None where samples are trajectories."""
     held_out: RowLoader | None = None
     """Reads rows that are looked at and not learned from; None where nobody does."""
-    num_rows: int = 0
-    """Rows of the dataset, 0 without one."""
     _delivery_by_uid: dict[str, str] = field(default_factory=dict)
 
     def announce_to(self, on_arrival: Callable[[], None]) -> None:
@@ -163,7 +161,7 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
     held_out = RowLoader(spec.held_out, spec.tokenizer) if spec.held_out is not None else None
     if spec.dataset is not None:
         rows = RowLoader(spec.dataset, spec.tokenizer)
-        yield Samples(store, rows=rows, held_out=held_out, num_rows=spec.dataset.num_rows)
+        yield Samples(store, rows=rows, held_out=held_out)
         return
     with (
         TrajectoryReceiver(context.security, address=context.address) as receiver,
