@@ -5,7 +5,7 @@
        ▲                        │ drop, abandon            │ drop (stale, malformed)
        └────────────────────────┴──────────────────────────┘  may be admitted again, as if new
 
-The gate (StalenessGate, which workers/manager/gserver_manager.py holds) admits a prompt while
+The gate (StalenessGate, which workers/manager/admission.py holds) admits a prompt while
 
     running < max_concurrent   and   accepted + running < (eta + version + 1) * batch_size
 

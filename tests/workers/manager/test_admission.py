@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
-from corral.workers.manager.gserver_manager import Admission
+from corral.workers.manager.admission import Admission
 from corral.workers.requests.manager_messages import Allocation
 
 WORKER = "rollout_worker/0"
