@@ -272,7 +272,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=3
 MinJobAge=60
-SlurmdTimeout=10
+SlurmdTimeout=120
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
