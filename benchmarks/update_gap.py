@@ -47,7 +47,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa
 from corral.workers.generation.control import ControlServer  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
 from corral.workers.requests.manager_messages import Schedule  # noqa: E402
-from corral.workers.rollout.group_maker import GenerationClient, Setback  # noqa: E402
+from corral.workers.rollout.generation_client import GenerationClient, Setback  # noqa: E402
 from corral.workers.streams.https import open_session  # noqa: E402
 from corral.workers.weight_transport.filling import StagedVersion  # noqa: E402
 from corral.workers.weight_transport.host_weights import HostWeights  # noqa: E402

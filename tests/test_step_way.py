@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "step.md"
 ROW = re.compile(r"\| `(?P<file>[^`]+\.py)` \| `(?P<function>[^`]+)` \|(?: `(?P<word>[^`]+)`)? \|")
-MOST_FILES = {"A train step": 18, "An asynchronous step": 28}
+MOST_FILES = {"A train step": 18, "An asynchronous step": 30}
 """That the ways enter; an asynchronous step enters those of a train step as well."""
 
 

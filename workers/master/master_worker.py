@@ -51,7 +51,7 @@ A whole asynchronous step:
     12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
                                            Initialize, sessions    of a gang           then OkReply of all
 
-     1, 4   rollout/rollout_worker.py, group_maker.py; engine/loop.py
+     1, 4   rollout/rollout_worker.py, group_maker.py, generation_client.py; engine/loop.py
      2, 3   manager/gserver_manager.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver.py

@@ -4,7 +4,7 @@
                  │  aborted or server lost: the tokens that came back stay, the rest is asked for again
                  └─ every token keeps the policy version that made it
 
-Pure; the HTTP client around it is in group_maker.py.
+Pure; the HTTP client around it is in generation_client.py.
 """
 
 from collections.abc import Mapping, Sequence

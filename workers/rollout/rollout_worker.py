@@ -44,13 +44,8 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
-from corral.workers.rollout.group_maker import (
-    GenerationClient,
-    GenerationFailedError,
-    GroupMaker,
-    PromptFailedError,
-    Setback,
-)
+from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
+from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session

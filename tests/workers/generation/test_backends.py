@@ -26,7 +26,7 @@ from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
-from corral.workers.rollout.group_maker import GenerationClient, RouteFunction, Setback
+from corral.workers.rollout.generation_client import GenerationClient, RouteFunction, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging

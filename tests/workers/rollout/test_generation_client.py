@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from corral.experiments.config.rollout import SamplingConfig
-from corral.workers.rollout.group_maker import GenerationClient, Setback
+from corral.workers.rollout.generation_client import GenerationClient, Setback
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.rollout.engine_servers import DEADLINE_S, sample_in_turns
 
