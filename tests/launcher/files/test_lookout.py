@@ -36,3 +36,9 @@ def test_errors_of_the_system_are_answers_and_others_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         lookout.look({"a": lambda: 1 // 0})
     assert lookout.look({}) == {}
+
+
+def test_looks_that_wait_for_their_file_systems_do_so_side_by_side() -> None:
+    all_look = threading.Barrier(8)  # which nobody passes before all are there
+    answers = Lookout[int]().look(dict.fromkeys(range(8), lambda: all_look.wait(timeout=20.0)), patience_s=30.0)
+    assert sorted(answers.values()) == list(range(8))
