@@ -30,6 +30,7 @@ from benchmarks.slow_calls import Interval, Pace, read_intervals, write_paces  #
 from corral.experiments.experiment import Experiment  # noqa: E402
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan  # noqa: E402
 from corral.experiments.registry import load_experiment  # noqa: E402
+from corral.experiments.specs import read_dataset  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec, WorkerSpec  # noqa: E402
 from corral.scheduling.dataflow import build_dataflow  # noqa: E402
@@ -140,7 +141,7 @@ def _slow_worker(worker: WorkerSpec, experiment: Experiment) -> WorkerSpec:
     if isinstance(worker, MasterWorkerSpec):
         return worker.model_copy(update={"calls": _slow_calls(worker.calls), "source": "dataset"})
     if isinstance(worker, ModelWorkerSpec):
-        return worker.model_copy(update={"calls": _slow_calls(worker.calls), "dataset": experiment.read_dataset()})
+        return worker.model_copy(update={"calls": _slow_calls(worker.calls), "dataset": read_dataset(experiment)})
     return worker
 
 

@@ -7,8 +7,8 @@
 All five kinds of workers take part.
 """
 
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from corral.experiments.checks.algorithm import check_concurrency
 from corral.experiments.checks.generation import (
@@ -78,8 +78,8 @@ class AsyncPPOExperiment(PolicyExperiment):
     def max_head_offpolicyness(self) -> int:
         return self.rollout.max_head_offpolicyness
 
-    def behaviour_spec(self) -> BehaviourSpec:
-        return BehaviourSpec(
+    def rank_settings(self) -> Mapping[str, Any]:
+        behaviour = BehaviourSpec(
             sampling=self.rollout.sampling,
             dtype=self.engine.dtype,
             rounded_by=self.rounding_settings,
@@ -87,6 +87,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             keeps_experts=self.routed_experts is not None and self.max_head_offpolicyness > 0,
             routes_anew=self.routes_anew,
         )
+        return {**super().rank_settings(), "behaviour": behaviour}
 
     def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
         manager = GserverManagerSpec(
@@ -166,9 +167,8 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
                 path=("weights", "transport"),
             )
-        allocation, _ = self.checked_allocation
-        if allocation is not None and allocation.generation is not None:
-            yield from self._server_problems(allocation.generation)
+        if (engine := self.parsed_allocation.generation) is not None:
+            yield from self._server_problems(engine)
 
     def _server_problems(self, engine: EngineAllocation) -> Iterator[ConfigProblem]:
         group, gpus = self.groups.generation_server, engine.dims.tp

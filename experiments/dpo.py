@@ -6,13 +6,13 @@
 The reference may have ranks of its own: actor=fsdp:d1,ref=fsdp:d1. It is the same model for held-out rows.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from corral.experiments.config.algorithm import DPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.row_experiment import ROW_KEYS, RowExperiment
-from corral.experiments.worker_specs import ModelRoleSpec
 from corral.scheduling.model_function_call import ModelFunctionCall
 
 
@@ -43,5 +43,5 @@ class DPOExperiment(RowExperiment):
             self.train_call("dpo", input_keys=(*ROW_KEYS, "ref_logprobs")),
         ]
 
-    def role_specs(self) -> list[ModelRoleSpec]:
-        return [role.model_copy(update={"dpo": self.dpo}) for role in super().role_specs()]
+    def role_settings(self, role: str) -> Mapping[str, Any]:
+        return {"dpo": self.dpo}

@@ -1,7 +1,8 @@
-"""Experiment: a checked experiment file -> what runs (worker specs) and on what (ExperimentScheduling).
+"""Experiment: what an experiment file says -> what runs, and on what.
 
     experiment.yaml ──► Experiment ──scheduling_setup()──► ExperimentScheduling    counts and resources per worker kind
-                                   └──worker_specs()─────► every worker's spec     the graph among it
+                          │   └─────specs.py─────────────► every worker's spec     the graph among it
+                          └─────────registry.py──────────► what is wrong with it
 
 Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there are and which workers run them.
 """
@@ -10,23 +11,17 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from corral.experiments.checks.data import (
     CheckedDataset,
-    check_batch,
     check_dataset,
-    check_evaluation,
-    check_model,
-    check_vocabulary,
     dataset_warnings,
 )
 from corral.experiments.checks.generation import check_allocation
-from corral.experiments.checks.graph import check_models, check_publication, graph_keys
-from corral.experiments.checks.groups import check_containers, check_groups, check_placement
-from corral.experiments.checks.training import check_layouts, dtype_warnings
+from corral.experiments.checks.training import dtype_warnings
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import (
     ClusterConfig,
@@ -37,29 +32,20 @@ from corral.experiments.config.cluster import (
 )
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import ModelConfig, ReferenceModelConfig, TrainedModelConfig
+from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
-from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.model_directory import transformer_shape
-from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.inputs.users_code import Declared, users_paths
 from corral.experiments.inputs.users_process import ask_keys
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
-    BehaviourSpec,
     DatasetSpec,
-    GenerationSpec,
     Head,
-    MasterWorkerSpec,
     ModelRoleSpec,
-    ModelWorkerSpec,
-    RewardSpec,
     WorkerSpec,
 )
 from corral.scheduling.allocation import Allocation, parse_allocation
-from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.keys import Key
 from corral.scheduling.mesh import Mesh
@@ -73,9 +59,6 @@ from corral.scheduling.model_function_call import (
 )
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
-
-_OF_TRAINING = ("optimizer", "lora", "recompute", "gradient_sums")
-"""Settings of trained models alone that model workers are told."""
 
 Name = Annotated[str, AfterValidator(validate_name)]
 
@@ -179,9 +162,15 @@ class Experiment(FrozenConfig):
         """The calls, and who waits for whom."""
         return build_dataflow([*self.calls(), *self.evaluate_calls()], self.sample_keys)
 
-    @property
+    @field_validator("allocation")
+    @classmethod
+    def _is_an_allocation(cls, value: str) -> str:
+        parse_allocation(value)
+        return value
+
+    @cached_property
     def parsed_allocation(self) -> Allocation:
-        """The allocation string, read; ValueError if it is none."""
+        """The allocation string, read."""
         return parse_allocation(self.allocation)
 
     @property
@@ -194,14 +183,14 @@ class Experiment(FrozenConfig):
         return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
 
     @cached_property
-    def checked_allocation(self) -> tuple[Allocation | None, list[ConfigProblem]]:
-        """The allocation, and what is wrong with it; None if it cannot be read."""
-        return check_allocation(self.allocation, roles=self.roles, generates=self.generates)
+    def allocation_problems(self) -> list[ConfigProblem]:
+        """What the allocation has that this experiment or this version cannot do."""
+        return check_allocation(self.parsed_allocation, roles=self.roles, generates=self.generates)
 
     @property
     def known_meshes(self) -> Mapping[str, Mesh]:
         """The ranks of each role; none if the allocation is broken."""
-        return {} if self.checked_allocation[1] else self.meshes
+        return {} if self.allocation_problems else self.meshes
 
     @property
     def expected_counts(self) -> dict[WorkerKind, int | None]:
@@ -247,27 +236,6 @@ class Experiment(FrozenConfig):
             elastic=ElasticTasks(count=elastic.count, scheduling=elastic.scheduling or scheduling) if elastic else None,
         )
 
-    def find_problems(self) -> Iterator[ConfigProblem]:
-        """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""
-        allocation, problems = self.checked_allocation
-        yield from problems
-        if allocation is not None and not problems:
-            yield from check_layouts(allocation, self.meshes, self.models, key_of=self.key_of)
-            group_problems = [
-                *check_groups(self.groups, self.expected_counts),
-                *check_containers(self.groups, self.cluster),
-            ]
-            yield from group_problems
-            if not group_problems:
-                yield from check_placement(self.scheduling_setup(), self.cluster)
-        yield from self.checked_dataset.problems
-        for role, model in self.models.items():
-            yield from check_model(model, (self.key_of(role),))
-            if role in self.beside_first:
-                yield from check_vocabulary(model, self.models[self.roles[0]], key=self.key_of(role))
-        yield from self.find_own_problems()
-        yield from self._training_problems()
-
     @cached_property
     def checked_dataset(self) -> CheckedDataset:
         """What is in the dataset that is learned from."""
@@ -307,19 +275,6 @@ class Experiment(FrozenConfig):
         if task.gpu > 0:
             yield from dtype_warnings(self.models)
 
-    def _training_problems(self) -> Iterator[ConfigProblem]:
-        """Mistakes in how the trained model, batches, ranks and held-out problems fit together."""
-        if self.checked_dataset.num_rows is not None:
-            yield from check_batch(
-                num_rows=self.checked_dataset.num_rows,
-                epochs=self.control.total_train_epochs,
-                train_batch_size=self.train_batch_size,
-                meshes=self.known_meshes,
-            )
-        if self.evaluation is not None:
-            model = self.models[self.roles[0]].path
-            yield from check_evaluation(self.evaluation, model, kind=self.row_kind, limits=self.length_limits())
-
     @property
     def source(self) -> Literal["dataset", "prompts", "trajectories"]:
         """Where the samples of a train step come from."""
@@ -338,11 +293,6 @@ class Experiment(FrozenConfig):
     def mesh_of(self, model: ModelName) -> Mesh:
         """The ranks of a model."""
         return self.meshes[model.role]
-
-    @property
-    def sample_ranks(self) -> list[int]:
-        """Where samples come in: at the heads of the trained policy, which reads most of their keys."""
-        return list(self.meshes[self.roles[0]].dp_heads)
 
     def evaluate_calls(self) -> list[ModelFunctionCall]:
         """The calls that look at held-out rows, if there are any."""
@@ -422,104 +372,21 @@ class Experiment(FrozenConfig):
         """Keys of samples whose shape follows from a model."""
         return ()
 
-    def role_specs(self) -> list[ModelRoleSpec]:
-        """What model workers are told of each role."""
-        return [
-            ModelRoleSpec(
-                role=role,
-                model=model.weights_alone(),
-                backend="megatron" if self.parsed_allocation.training_of(role).backend == "megatron" else "fsdp",
-                head=self.heads.get(role, "lm"),
-                **{name: getattr(model, name) for name in _OF_TRAINING if hasattr(model, name)},
-                is_averaged=isinstance(model, ReferenceModelConfig) and model.ema is not None,
-                num_parameters=count_parameters(model, head=self.heads.get(role, "lm")),
-            )
-            for role, model in self.models.items()
-        ]
+    def role_settings(self, role: str) -> Mapping[str, Any]:
+        """What model workers are told of a role besides what its model says: fields of ModelRoleSpec."""
+        return {}
 
-    def reward_spec(self) -> RewardSpec:
-        """Who judges answers."""
-        return RewardSpec()
+    def replicas(self, first: ModelRoleSpec) -> list[ModelRoleSpec]:
+        """Models that hold the parameters of the first role's in another place."""
+        return []
 
-    def behaviour_spec(self) -> BehaviourSpec:
-        """Who makes the answers that are trained on."""
-        return BehaviourSpec()
-
-    def generation_spec(self) -> GenerationSpec | None:
-        """How model workers answer prompts; None where no call of the graph generates."""
-        return None
+    def rank_settings(self) -> Mapping[str, Any]:
+        """What every training rank is told of answers, how they are made and who judges: fields of ModelWorkerSpec."""
+        return {}
 
     def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
         """The workers that generate, where that is no call of the graph."""
         return []
-
-    def worker_specs(self) -> list[WorkerSpec]:
-        """Every worker's specification.
-
-        Raises:
-            ConfigError: if the dataset cannot be read any more.
-            ValueError: if calls, models and keys do not fit each other.
-        """
-        dataset = self.read_dataset()
-        return [*self._trainer_specs(dataset, self.graph, self.role_specs()), *self.generation_side(dataset)]
-
-    def _trainer_specs(
-        self, dataset: DatasetSpec, graph: DataflowGraph, roles: Sequence[ModelRoleSpec]
-    ) -> Iterator[WorkerSpec]:
-        """The master and every model worker, each with the models that it holds a part of."""
-        check_models(graph, roles)
-        check_publication(graph, ModelName(self.roles[0]))
-        declared = self.declared(self.own_code, interfaces=[call.implementation for call in graph.calls])
-        keys = {name: one.keys for name, one in declared.items()}
-        shapes = {role.role: transformer_shape(role.model.path) for role in roles}
-        changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
-        held_out = self._read_held_out(graph)
-        master = MasterWorkerSpec(
-            calls=list(graph.calls),
-            train_batch_size=self.train_batch_size,
-            num_prompts=dataset.num_rows,
-            source=self.source,
-            max_head_offpolicyness=self.max_head_offpolicyness,
-            control=self.control,
-            initial_weights={role.role: role.model.path for role in roles if role.role in changed},
-            published_role=self.roles[0],
-            writes_deltas=self.writes_deltas,
-            writes_first_version=self.generates and not self.trained.starts_as_stored,
-            shape_by_role={role: shape for role, shape in shapes.items() if shape is not None},
-            declared_keys=graph_keys(graph.calls, keys, graph.dataset_keys, given=self.model_keys),
-            meshes={str(name): self.mesh_of(name) for name in graph.model_names},
-            sample_ranks=self.sample_ranks,
-            shuffle=self.dataset.shuffle,
-            evaluate_every=self.evaluation.frequency if self.evaluation is not None else Frequency(),
-        )
-        yield master
-        for rank in range(self.num_training_ranks):
-            yield ModelWorkerSpec(
-                index=rank,
-                world_size=self.num_training_ranks,
-                roles=[role for role in roles if rank in master.mesh(role.model_name)],
-                calls=master.calls,
-                declared_keys=master.declared_keys,
-                tokenizer=self.trained.path,
-                takes_samples=rank in self.sample_ranks and self.source != "prompts",
-                dataset=None if self.generates else dataset,
-                generation=self.generation_spec(),
-                evaluation=self.evaluation,
-                held_out=held_out,
-                reward=self.reward_spec(),
-                behaviour=self.behaviour_spec(),
-                total_steps=self.control.total_steps(num_rows=dataset.num_rows, batch_size=self.train_batch_size),
-            )
-
-    def read_dataset(self) -> DatasetSpec:
-        """Facts of the dataset as it is now; ConfigError if it cannot be used."""
-        return dataset_spec(self.dataset, kind=self.row_kind, too_long=self.checked_dataset.too_long)
-
-    def _read_held_out(self, graph: DataflowGraph) -> DatasetSpec | None:
-        """Facts of the rows that calls evaluate on."""
-        if self.evaluation is None or not any(call.input_keys for call in graph.evaluate_calls):
-            return None
-        return dataset_spec(self.evaluation.dataset, kind=self.row_kind)
 
 
 def _leaving(model: ModelConfig) -> tuple[OffloadHook, ...]:

@@ -18,6 +18,7 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import naming_users_line
+from corral.experiments.specs import worker_specs
 from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.model_function_call import ModelName
@@ -168,7 +169,7 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
             it was loaded.
     """
     with naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        scheduling, workers = experiment.scheduling_setup(), experiment.worker_specs()
+        scheduling, workers = experiment.scheduling_setup(), worker_specs(experiment)
     return RunPlan(
         trial=trial_identity,
         mode=mode,

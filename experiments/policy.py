@@ -30,7 +30,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.inputs.tokens import LengthLimits
-from corral.experiments.worker_specs import ModelRoleSpec, RewardSpec, RoutedExpertsSpec
+from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
 from corral.scheduling.keys import ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import (
     CallType,
@@ -195,21 +195,18 @@ class PolicyExperiment(Experiment):
             post_hooks=follows if role == "actor" else [],
         )
 
-    def role_specs(self) -> list[ModelRoleSpec]:
-        own: dict[str, dict[str, Any]] = {}
-        if self.critic is not None:
-            own["critic"] = {"critic": self.critic.value}
-        if self.reward_model is not None:
-            own["reward"] = {"head": self.reward_model.head}
-        return [spec.model_copy(update={"ppo": self.ppo, **own.get(spec.role, {})}) for spec in super().role_specs()]
+    def role_settings(self, role: str) -> Mapping[str, Any]:
+        own: dict[str, Any] = {"ppo": self.ppo}
+        if role == "critic" and self.critic is not None:
+            own["critic"] = self.critic.value
+        if role == "reward" and self.reward_model is not None:
+            own["head"] = self.reward_model.head
+        return own
 
-    def reward_spec(self) -> RewardSpec:
-        """Who judges answers."""
-        return RewardSpec(
-            function=self.rollout.reward,
-            timeout_s=self.rollout.reward_timeout_s,
-            retries=self.rollout.reward_retries,
-        )
+    def rank_settings(self) -> Mapping[str, Any]:
+        rollout = self.rollout
+        judge = RewardSpec(function=rollout.reward, timeout_s=rollout.reward_timeout_s, retries=rollout.reward_retries)
+        return {"reward": judge}
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)

@@ -8,8 +8,8 @@ Workers: the master and the model workers. The policy generates on its own ranks
 their own, which takes its weights over before each step: a share of the allocation named `generation`.
 """
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from corral.experiments.checks.generation import check_embedded_model
 from corral.experiments.config.rollout import EngineConfig
@@ -45,11 +45,7 @@ class PPOExperiment(PolicyExperiment):
     @property
     def has_replica(self) -> bool:
         """Whether a replica of the policy generates, on ranks of its own."""
-        try:
-            shares = self.parsed_allocation.training
-        except ValueError:  # told by the check of the allocation
-            return False
-        return any(GENERATION in share.roles for share in shares)
+        return any(GENERATION in share.roles for share in self.parsed_allocation.training)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -70,14 +66,13 @@ class PPOExperiment(PolicyExperiment):
             pre_hooks=(PullWeightsHook(source=ModelName("actor")),) if self.has_replica else (),
         )
 
-    def role_specs(self) -> list[ModelRoleSpec]:
-        specs = super().role_specs()
+    def replicas(self, first: ModelRoleSpec) -> list[ModelRoleSpec]:
         if not self.has_replica:
-            return specs
+            return []
         # It takes over what the policy and its adapters amount to, and trains nothing.
-        counts = count_parameters(specs[0].model, head=specs[0].head)
+        counts = count_parameters(first.model, head=first.head)
         untrained = {"replica_id": 1, "optimizer": None, "lora": None, "recompute": "none", "num_parameters": counts}
-        return [*specs, specs[0].model_copy(update=untrained)]
+        return [first.model_copy(update=untrained)]
 
     def calls(self) -> list[ModelFunctionCall]:
         return [self.generate_call(), *self.training_calls()]
@@ -86,17 +81,16 @@ class PPOExperiment(PolicyExperiment):
     def sample_keys(self) -> tuple[str, ...]:
         return ()
 
-    def behaviour_spec(self) -> BehaviourSpec:
-        # On the trainer's float32 weights as they are.
-        return BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew)
-
-    def generation_spec(self) -> GenerationSpec:
-        return GenerationSpec(
+    def rank_settings(self) -> Mapping[str, Any]:
+        generation = GenerationSpec(
             sampling=self.rollout.sampling,
             group_size=self.ppo.group_size,
             max_running_requests=self.engine.max_running_requests,
             experts=self.routed_experts,
         )
+        # On the trainer's float32 weights as they are.
+        behaviour = BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew)
+        return {**super().rank_settings(), "generation": generation, "behaviour": behaviour}
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems()

@@ -1,6 +1,6 @@
 """profiles + experiment.yaml + overrides -> Experiment, or everything that is wrong with them.
 
-    bytes ─read_yaml─► raw values ─merge, override─► raw values ─validate─► Experiment ─find_problems─► Experiment
+    bytes ─read_yaml─► raw values ─merge, override─► raw values ─validate─► Experiment ─_find_problems─► Experiment
              │                         │                        │                       │
              └─────────────────────────┴───── ConfigError ──────┴───────────────────────┘
 
@@ -9,12 +9,15 @@ Each stage reports all of its mistakes at once; the next stage runs only on what
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.checks.data import check_batch, check_evaluation, check_model, check_vocabulary
+from corral.experiments.checks.groups import check_containers, check_groups, check_placement
+from corral.experiments.checks.training import check_layouts
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
@@ -128,9 +131,42 @@ def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[Ke
 def check_experiment(experiment: Experiment, source: ConfigSource, *, is_to_run: bool = True) -> None:
     """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
     with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        found = [problem for problem in experiment.find_problems() if is_to_run or not problem.is_of_running]
+        found = [problem for problem in _find_problems(experiment) if is_to_run or not problem.is_of_running]
         if found:
             raise ConfigError(problem.showing(experiment) for problem in found)
+
+
+def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""
+    key_of, models = experiment.key_of, experiment.models
+    if problems := experiment.allocation_problems:
+        yield from problems
+    else:
+        yield from check_layouts(experiment.parsed_allocation, experiment.meshes, models, key_of=key_of)
+        group_problems = [
+            *check_groups(experiment.groups, experiment.expected_counts),
+            *check_containers(experiment.groups, experiment.cluster),
+        ]
+        yield from group_problems
+        if not group_problems:
+            yield from check_placement(experiment.scheduling_setup(), experiment.cluster)
+    dataset = experiment.checked_dataset
+    yield from dataset.problems
+    for role, model in models.items():
+        yield from check_model(model, (key_of(role),))
+        if role in experiment.beside_first:
+            yield from check_vocabulary(model, models[experiment.roles[0]], key=key_of(role))
+    yield from experiment.find_own_problems()
+    if dataset.num_rows is not None:
+        yield from check_batch(
+            num_rows=dataset.num_rows,
+            epochs=experiment.control.total_train_epochs,
+            train_batch_size=experiment.train_batch_size,
+            meshes=experiment.known_meshes,
+        )
+    if (evaluation := experiment.evaluation) is not None:
+        path, limits = models[experiment.roles[0]].path, experiment.length_limits()
+        yield from check_evaluation(evaluation, path, kind=experiment.row_kind, limits=limits)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[Override]:

@@ -264,7 +264,7 @@ class ModelWorkerSpec(FrozenConfig):
     """Held-out problems."""
     held_out: DatasetSpec | None = None
     """The rows of calls that evaluate on rows; None where there is no such call."""
-    reward: RewardSpec
+    reward: RewardSpec = RewardSpec()
     """Who judges held-out answers."""
     behaviour: BehaviourSpec = BehaviourSpec()
     """Who makes the answers that are trained on."""

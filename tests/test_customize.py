@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
-from corral.experiments.checks.graph import graph_keys
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.registry import load_experiment
+from corral.experiments.specs import graph_keys
 from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.base import check_call, compute_logprobs

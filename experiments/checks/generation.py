@@ -18,7 +18,7 @@ from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, model_type
 from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
-from corral.scheduling.allocation import Allocation, parse_allocation
+from corral.scheduling.allocation import Allocation
 
 BUILT_GENERATION_BACKENDS = ("hf", "sglang")
 
@@ -37,21 +37,13 @@ _DIVISORS = (_ATTENTION_SIZES, _EXPERT_SIZES, ("dcp-size",))
 """Flags of SGLang whose product divides the GPUs of a server: they say how these share the work."""
 
 
-def check_allocation(
-    text: str, *, roles: Iterable[str], generates: bool
-) -> tuple[Allocation | None, list[ConfigProblem]]:
-    """The allocation, and what this version cannot do of it; None if it is no allocation string at all."""
-    try:
-        allocation = parse_allocation(text)
-    except ValueError as error:
-        message, hint = split_remedy(str(error))
-        hint = hint or ("for example hf:d1+fsdp:d1" if generates else "for example fsdp:d1")
-        return None, [ConfigProblem(message, hint, path=("allocation",))]
+def check_allocation(allocation: Allocation, *, roles: Iterable[str], generates: bool) -> list[ConfigProblem]:
+    """What an experiment cannot do with an allocation, or this version not at all."""
     problems = [
         *check_generation_side(allocation, generates=generates),
         *check_training_side(allocation, roles=tuple(roles)),
     ]
-    return allocation, [replace(problem, path=("allocation",)) for problem in problems]
+    return [replace(problem, path=("allocation",)) for problem in problems]
 
 
 def check_generation_side(allocation: Allocation, *, generates: bool) -> Iterator[ConfigProblem]:

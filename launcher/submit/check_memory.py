@@ -147,7 +147,7 @@ class _Checks:
                 return False
             changed = _with_layout(allocation, share, dims)
             layout = Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
-            problems = check_allocation(str(changed), roles=named, generates=allocation.generation is not None)[1]
+            problems = check_allocation(changed, roles=named, generates=allocation.generation is not None)
             problems += check_layouts(changed, dict.fromkeys(models, layout), models)
             return all(problem.is_of_running for problem in problems)
 

@@ -19,6 +19,7 @@ from corral.experiments.config.rollout import EngineConfig, WeightsConfig
 from corral.experiments.host_memory import BESIDE_MB, EMBEDDED_MB, copied_mb, server_memory
 from corral.experiments.inputs.parameters import adapted_bytes, adapter_bytes, served_bytes
 from corral.experiments.registry import load_experiment
+from corral.experiments.specs import worker_specs
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.parallel import ParallelDims
@@ -172,7 +173,7 @@ def test_a_server_of_a_large_model_asks_for_as_much_more_as_its_versions_need(
     )
     experiment = ppo(folder, "allocation=hf:d3+fsdp:d1", "control.commit_beside_training=false")
     assert experiment.scheduling_setup()["generation_server"].scheduling.mem == asked_mb
-    servers = [one for one in experiment.worker_specs() if isinstance(one, GenerationServerSpec)]
+    servers = [one for one in worker_specs(experiment) if isinstance(one, GenerationServerSpec)]
     assert [set(server.memory_mb) for server in servers] == [{"its processes", VERSIONS}] * 3
     assert list(experiment.find_warnings()) == []
 

@@ -11,6 +11,7 @@ from corral.experiments.checks import generation as generation_checks
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.experiments.sft import SFTExperiment
+from corral.experiments.specs import worker_specs
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 
 
@@ -164,7 +165,7 @@ def test_adapters_do_not_travel_where_none_are_trained(folder: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "delta", "disk"])
 def test_the_master_has_deltas_written_where_servers_take_them(folder: Path, transport: str) -> None:
-    workers = _ppo(folder, f"weights.transport={transport}").worker_specs()
+    workers = worker_specs(_ppo(folder, f"weights.transport={transport}"))
     [master] = [worker for worker in workers if worker.kind == "master_worker"]
     [server] = [worker for worker in workers if worker.kind == "generation_server"]
     assert (master.writes_deltas, server.weights.transport) == (transport == "delta", transport)
@@ -203,7 +204,7 @@ def test_answers_that_keep_old_keys_and_values_are_told_of_and_refused_of_sglang
     [warning] = _ppo(folder, in_place, "ppo.use_decoupled_loss=false").find_warnings()
     assert "counts as learning in ppo.eps_clip" in warning
     for mode in ("retract", "abort", "in_place"):
-        workers = _ppo(folder, f"weights.update_mode={mode}").worker_specs()
+        workers = worker_specs(_ppo(folder, f"weights.update_mode={mode}"))
         [server] = [worker for worker in workers if worker.kind == "generation_server"]
         [trainer] = [worker for worker in workers if worker.kind == "model_worker"]
         assert (server.weights.update_mode, trainer.behaviour.keeps_cache) == (mode, mode == "in_place")

@@ -13,6 +13,7 @@ from corral.experiments.config.model import LoraConfig, ModelConfig, TrainedMode
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.registry import load_experiment
+from corral.experiments.specs import role_specs, worker_specs
 from corral.experiments.worker_specs import GenerationServerSpec, Head, MasterWorkerSpec
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
@@ -119,7 +120,7 @@ def test_what_training_starts_from_is_published_where_servers_cannot_make_it_fro
         ("ppo", f"actor.{settings}", True, ["base"]),
         ("ppo", f"actor.{plain}", False, ["0.0"]),
     ):
-        workers = load_experiment(folder / f"{name}.yaml", [override]).worker_specs()
+        workers = worker_specs(load_experiment(folder / f"{name}.yaml", [override]))
         (master,) = (worker for worker in workers if isinstance(worker, MasterWorkerSpec))
         assert master.writes_first_version == is_written
         servers = [worker for worker in workers if isinstance(worker, GenerationServerSpec)]
@@ -156,7 +157,7 @@ def test_a_replica_that_generates_takes_over_weights_and_has_no_adapters(folder:
         text = text.replace(line, "")
     (folder / "sync.yaml").write_text(text)
     overrides = ["allocation=actor=fsdp:d1,generation=fsdp:d1", f"actor.lora={LORA}"]
-    actor, replica = load_experiment(folder / "sync.yaml", overrides).role_specs()
+    actor, replica = role_specs(load_experiment(folder / "sync.yaml", overrides))
     assert (actor.replica_id, actor.lora) == (0, LoraConfig(rank=4, alpha=8.0))
     assert (replica.replica_id, replica.lora, replica.optimizer) == (1, None, None)
     assert actor.num_parameters is not None and replica.num_parameters is not None

@@ -9,6 +9,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
+from corral.experiments.specs import read_dataset
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.launcher.evaluation.plan import make_evaluation_config
 from corral.scheduling.cadence import Frequency
@@ -110,7 +111,7 @@ def test_a_preference_that_is_too_long_is_left_out(
     experiment = load(tmp_path, text, f"{role}.max_tokens_per_micro_batch=18", "evaluation=null", rows=rows)
     (warning,) = (text for text in experiment.find_warnings() if "left out" in text)
     assert warning.startswith("1 of 11 rows of the dataset are left out") and f"pairs.jsonl:2: {excess}" in warning
-    assert experiment.read_dataset().num_rows == 10
+    assert read_dataset(experiment).num_rows == 10
 
 
 def test_rows_of_another_kind_are_refused_with_the_key_that_names_the_field(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.checks.graph import check_publication
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
+from corral.experiments.specs import check_publication
 from corral.launcher.submit.prepare import prepare
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook

@@ -2,7 +2,7 @@
 
 import pytest
 
-from corral.experiments.checks.graph import graph_keys
+from corral.experiments.specs import graph_keys
 from corral.scheduling.keys import BUILT_IN_KEYS, Key, KeyLayout, built_in, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 
