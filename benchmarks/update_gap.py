@@ -57,6 +57,7 @@ from tests.name_services import MemoryNameService  # noqa: E402
 from tests.workers.backends.trained_versions import publish  # noqa: E402
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK, Served, serving  # noqa: E402
 from tests.workers.loop_thread import loop_thread  # noqa: E402
+from tests.workers.rollout.rollout_rig import prompt_dataset  # noqa: E402
 from tests.workers.trusted import trust  # noqa: E402
 from tests.workers.worker_context import worker_context  # noqa: E402
 
@@ -91,7 +92,13 @@ class Trial:
         self.rollout = RolloutConfig.model_validate(
             {"reward": "tests.workers.rollout.rollout_rig:judge", "max_head_offpolicyness": eta}
         )
-        spec = GserverManagerSpec(num_generation_servers=NUM_SERVERS, train_batch_size=BATCH, rollout=self.rollout)
+        spec = GserverManagerSpec(
+            num_generation_servers=NUM_SERVERS,
+            dataset=prompt_dataset(folder, ["1+1="]),
+            train_batch_size=BATCH,
+            total_train_epochs=1,
+            rollout=self.rollout,
+        )
         self.plan = make_plan(trial.path).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
         self.step = 0

@@ -92,7 +92,9 @@ class AsyncPPOExperiment(PolicyExperiment):
     def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
         manager = GserverManagerSpec(
             num_generation_servers=self.num_workers("generation_server"),
+            dataset=dataset,
             train_batch_size=self.train_batch_size,
+            total_train_epochs=self.control.total_train_epochs,
             rollout=self.rollout,
         )
         return [*self._generation_servers(), manager, *self._rollout_workers(dataset)]
@@ -147,8 +149,6 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dataset=dataset,
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
-                train_batch_size=self.train_batch_size,
-                total_train_epochs=self.control.total_train_epochs,
                 rollout=self.rollout,
                 experts=self.routed_experts,
             )

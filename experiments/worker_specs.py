@@ -298,12 +298,14 @@ class GenerationServerSpec(FrozenConfig):
 
 
 class GserverManagerSpec(FrozenConfig):
-    """Routing, admission and weight updates."""
+    """Prompts, routing and weight updates."""
 
     kind: Literal["gserver_manager"] = "gserver_manager"
     index: int = 0
     num_generation_servers: int = Field(ge=1)
+    dataset: DatasetSpec
     train_batch_size: int = Field(ge=1)
+    total_train_epochs: int = Field(ge=1)
     rollout: RolloutConfig
 
 
@@ -317,8 +319,6 @@ class RolloutWorkerSpec(FrozenConfig):
     tokenizer: Path
     """Directory with tokenizer.json."""
     group_size: int = Field(ge=1)
-    train_batch_size: int = Field(ge=1)
-    total_train_epochs: int = Field(ge=1)
     rollout: RolloutConfig
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""

@@ -63,8 +63,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM
     gives the first ones that are free, so workers that ask for equally many may have swapped theirs."""
     gpu_binding: GpuBinding = "per_task"
-    overlaps: bool = False
-    """Whether it runs beside the plan, on resources that are other steps'; never in layout.json."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,18 +90,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def head(self) -> Allocation:
         """The allocation that the supervisor runs in."""
         return self.allocations[0]
-
-    def fallback_of(self, worker: str) -> Step | None:
-        """Where an elastic worker without GPUs runs while its own job is away: on the supervisor's node.
-
-        It was not planned for there, so it shares: rollout workers wait for servers most of their time.
-        """
-        step = self.steps.get(worker)
-        is_elastic = step is not None and self.allocations[step.allocation].role == "elastic"
-        if step is None or not is_elastic or not worker.startswith("rollout_worker/"):
-            return None
-        mem_mb = min(step.mem_mb, self.head.mem_mb_per_node)
-        return Step(allocation=0, node_index=0, cpus=1, mem_mb=mem_mb, gpu_binding="none", overlaps=True)
 
     def workers_of(self, allocation: int) -> list[str]:
         """The workers whose steps run in one allocation."""

@@ -177,7 +177,7 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step = self._moved.get(worker) or self._planned(worker)
+        step = self._moved.get(worker) or self.layout.steps[worker]
         allocation = self.layout.allocations[step.allocation]
         running = self.allocations().get(step.allocation)
         if running is None:
@@ -202,12 +202,6 @@ class SrunRunner:
 
     def move(self, worker: str, step: Step) -> None:
         self._moved[worker] = step
-
-    def _planned(self, worker: str) -> Step:
-        """Where the layout has a worker, or what it falls back on."""
-        step = self.layout.steps[worker]
-        is_away = step.allocation not in self.allocations()
-        return (self.layout.fallback_of(worker) if is_away else None) or step
 
     def bind_address(self, worker: str) -> str:
         if self.plan.cluster.bind_address != "auto":

@@ -15,7 +15,6 @@ from corral.experiments.plan import RunPlan, make_run_plan
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.directory import TrialDirectory
 
-_ROLLOUT: Final = "rollout_worker"
 _FOLLOWING: Final = ("model_worker", "generation_server")
 """Groups whose count the allocation says; one that was written beside it said the same once."""
 
@@ -23,7 +22,7 @@ _FOLLOWING: Final = ("model_worker", "generation_server")
 def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tuple[RunPlan, Mapping[str, Any]]:
     """The trial's plan with another allocation, and what config.yaml is to say then.
 
-    Guarantee: every prompt stays with the rollout worker that has it in its spool, so none is lost or trained twice.
+    What is in the spool of a rollout worker that there is no longer is generated again.
 
     Args:
         allocation: as the experiment file would have it.
@@ -31,17 +30,14 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tu
     Raises:
         ConfigError: if it does not fit the experiment, or the trial's files are not what it was planned from.
     """
-    # Elastic ones are beside these, and stay as they were written.
-    rollout = plan.scheduling.get(_ROLLOUT)
-    kept = [f"groups.{_ROLLOUT}.count={rollout.count}"] if rollout else []
-    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}", *kept])
+    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}"])
     if differing := _changed_keys(plan.config, before.experiment.model_dump(mode="json")):
         raise ConfigError.of(
             f"{directory.config_path} is not what the trial was planned from: {', '.join(differing[:3])} differs",
             hint="put the file back; a trial goes on with other ranks, and with no other settings",
         )
     follow = [f"groups.{kind}.count=null" for kind in _FOLLOWING if kind in before.written.get("groups", {})]
-    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *kept, *follow])
+    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *follow])
     with located(loaded.source):
         changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
     if (digests := set(_digests(plan.model_dump(mode="json")))) != set(_digests(changed.model_dump(mode="json"))):
@@ -54,13 +50,7 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tu
 
 
 def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Keys whose values differ, but for the number of rollout workers, which nobody need have written."""
-    return sorted(key for key in before.keys() | after.keys() if _kept(before, key) != _kept(after, key))
-
-
-def _kept(config: dict[str, Any], key: str) -> Any:
-    value = config.get(key)
-    return {**value, _ROLLOUT: {**value[_ROLLOUT], "count": None}} if key == "groups" and value else value
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
 
 def _digests(content: Any) -> Iterator[str]:

@@ -14,6 +14,9 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import AllocationRunner
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.layout.layout import Layout, RunningAllocation, Step
+from corral.scheduling.worker_information import WorkerKind, parse_worker_id
+
+_SERVE_TOGETHER: tuple[WorkerKind, ...] = ("generation_server", "rollout_worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class Relocation:
     """What becomes of the workers of lost nodes."""
 
     moves: Mapping[str, Step] = field(default_factory=dict)
-    """New step by worker, on resources that nobody else has, or beside others that have them."""
+    """New step by worker, on resources that nobody else has."""
     without_room: tuple[str, ...] = ()
     why_over: str = ""
     """Why the attempt cannot go on; "" if it can."""
@@ -35,28 +38,27 @@ def relocate(layout: Layout, steps: Mapping[str, Step], lost: Collection[int]) -
         lost: all nodes of the head that have failed so far, by their indices.
 
     Returns:
-        Moves that leave every node within what the allocation has there. Rollout workers, which own a share of the
-        prompts and mostly wait, share cores where none are free.
+        Moves that leave every node within what the allocation has there.
     """
     steps = {worker: step for worker, step in steps.items() if step.allocation == 0}
     left = [node for node in range(layout.head.num_nodes) if node not in lost]
     staying = {worker: step for worker, step in steps.items() if step.node_index in left}
     homeless = [worker for worker in steps if worker not in staying]
     moves: dict[str, Step] = {}
-    # The largest first: the small ones fit into what is left.
-    for worker in sorted(homeless, key=lambda worker: (-steps[worker].gpus, -steps[worker].cpus, worker)):
+    kept = {kind_of(worker) for worker in staying}
+    # First those that nobody stands in for, then the largest: the small ones fit into what is left.
+    for worker in sorted(
+        homeless, key=lambda worker: (kind_of(worker) in kept, -steps[worker].gpus, -steps[worker].cpus, worker)
+    ):
         taken = {**staying, **moves}
         places = (_fit(layout, taken, steps[worker], node) for node in left)
         if (found := next((place for place in places if place is not None), None)) is not None:
             moves[worker] = found
-    for worker in homeless:  # only now, so that those who share are in nobody's way
-        step = steps[worker]
-        if worker not in moves and worker.startswith("rollout_worker/") and not step.gpus and left:
-            taken = {**staying, **moves}
-            used_mb = {node: sum(one.mem_mb for one in _steps_on(taken, node)) for node in left}
-            node = min(left, key=used_mb.__getitem__)
-            moves[worker] = msgspec.structs.replace(step, node_index=node, cpus=1, overlaps=True)
     return Relocation(moves=moves, without_room=tuple(worker for worker in homeless if worker not in moves))
+
+
+def kind_of(worker: str) -> WorkerKind:
+    return parse_worker_id(worker)[0]
 
 
 def _steps_on(steps: Mapping[str, Step], node: int) -> list[Step]:
@@ -76,7 +78,7 @@ def _fit(layout: Layout, taken: Mapping[str, Step], step: Step, node: int) -> St
     if not fits:
         return None
     gpu_indices = tuple(free_gpus[: step.gpus])
-    return msgspec.structs.replace(step, node_index=node, gpu_indices=gpu_indices, overlaps=False)
+    return msgspec.structs.replace(step, node_index=node, gpu_indices=gpu_indices)
 
 
 def _slack(layout: Layout) -> tuple[int, int]:
@@ -90,17 +92,17 @@ def _slack(layout: Layout) -> tuple[int, int]:
 def why_over(steps: Mapping[str, Step], without_room: Collection[str]) -> str:
     """Why an attempt cannot go on after a loss, or "" if it can. Pure.
 
-    Only a generation server can be done without while others are left; a rollout worker's prompts are nobody else's.
+    A generation server or a rollout worker can be done without while there is another one.
 
     Args:
         steps: of the workers that it still has.
         without_room: those that it has just lost.
     """
     for worker in without_room:
-        if not worker.startswith("generation_server/"):
+        if (kind := kind_of(worker)) not in _SERVE_TOGETHER:
             return f"{worker} has no room on the nodes that are left"
-        if not any(other.startswith("generation_server/") for other in steps):
-            return "no generation_server is left"
+        if not any(kind_of(other) == kind for other in steps):
+            return f"no {kind} is left"
     return ""
 
 

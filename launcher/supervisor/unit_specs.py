@@ -73,14 +73,12 @@ class UnitNodes:
         """The restart units, told which of them run in extra jobs."""
         roles = {unit: allocation.role for unit, allocation in self._allocation_by_unit.items()}
         gang = tuple(unit.name for unit in units if roles.get(unit.name) == "group")
-        has_fallback = {unit.name: self._extra_jobs.layout.fallback_of(unit.name) is not None for unit in units}
         return [
             replace(
                 unit,
                 needs_nodes=unit.name in roles and self._allocation_by_unit[unit.name].is_extra_job,
-                has_fallback=has_fallback[unit.name],
                 waits_for=() if unit.is_service or unit.name in gang else gang,
-                is_optional=roles.get(unit.name) == "elastic" and not has_fallback[unit.name],
+                is_optional=roles.get(unit.name) == "elastic",
             )
             for unit in units
         ]
@@ -92,7 +90,7 @@ class UnitNodes:
             for unit in self._units_by_allocation[event.name]:
                 match event.news:
                     case "granted":
-                        actions += machine.nodes_granted(unit, now)
+                        machine.nodes_granted(unit)
                     case "lost":
                         actions += machine.nodes_lost(unit, event.cause, now)
                     case "stay":

@@ -53,8 +53,6 @@ class UnitSpec:
     """A service (Redis) outlives the workers: it is restarted while they stop, and ends last."""
     needs_nodes: bool = False
     """Its nodes are those of an extra job, which may be away."""
-    has_fallback: bool = False
-    """While its nodes are away it runs elsewhere."""
     waits_for: tuple[str, ...] = ()
     """Units without whose nodes it is not started: its deadlines must not count the time that jobs are queued."""
     is_optional: bool = False
@@ -107,7 +105,6 @@ class _Unit:
     charged: int = 0
     in_a_row: int = 0
     has_nodes: bool = True
-    is_on_fallback: bool = False
     is_kept_down: bool = False
     is_given_up: bool = False
     expected_end: str = ""
@@ -117,8 +114,7 @@ class _Unit:
 
     @property
     def may_start(self) -> bool:
-        is_somewhere = self.has_nodes or self.spec.has_fallback
-        return self.phase is UnitPhase.WAITING and is_somewhere and not self.is_kept_down and not self.is_given_up
+        return self.phase is UnitPhase.WAITING and self.has_nodes and not self.is_kept_down and not self.is_given_up
 
 
 class UnitMachine:
@@ -171,19 +167,15 @@ class UnitMachine:
         self._silent_s[task] = silent_s
         return [SignalTask(task, kill=True)]
 
-    def nodes_granted(self, name: str, now: float) -> list[Action]:
-        """The unit's nodes are there; what runs on its fallback moves."""
-        unit = self._units[name]
-        unit.has_nodes = True
-        if unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
-            return self._expect_end(unit, "its own nodes were granted", now, kill=False)
-        return []
+    def nodes_granted(self, name: str) -> None:
+        """The unit's nodes are there."""
+        self._units[name].has_nodes = True
 
     def nodes_lost(self, name: str, cause: str, now: float) -> list[Action]:
         """The unit's nodes are gone, and with them what ran there."""
         unit = self._units[name]
         unit.has_nodes = False
-        if unit.is_on_fallback or self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
+        if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING, TrialPhase.ENDED):
             return []
         is_checking = unit.phase is UnitPhase.CHECKING
         actions = self._leave(unit, cause, now) if is_checking else self._expect_end(unit, cause, now, kill=True)
@@ -255,7 +247,6 @@ class UnitMachine:
                 unit.running = set(unit.spec.tasks)
                 unit.exits.clear()
                 unit.started_at = now
-                unit.is_on_fallback = not unit.has_nodes
                 actions.append(StartUnit(unit.spec.name))
         return actions
 
@@ -263,7 +254,7 @@ class UnitMachine:
         """The last task of a unit is gone."""
         if unit.expected_end:
             return self._leave(unit, unit.expected_end, now)
-        if unit.spec.needs_nodes and not unit.is_on_fallback and self.phase is TrialPhase.RUNNING:
+        if unit.spec.needs_nodes and self.phase is TrialPhase.RUNNING:
             unit.phase = UnitPhase.CHECKING
             unit.deadline = now + CHECK_TIMEOUT_S
             return [CheckNodes(unit.spec.name)]
@@ -279,7 +270,6 @@ class UnitMachine:
 
     def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
         unit.phase, unit.start_at, unit.deadline, unit.expected_end = UnitPhase.WAITING, now, float("inf"), ""
-        unit.is_on_fallback = False
         return [UnitNews("unit_left", unit.spec.name, cause)]
 
     def _overdue(self, unit: _Unit, now: float) -> list[Action]:

@@ -98,20 +98,23 @@ def make_plan(
     workers += [
         GenerationServerSpec(index=index, initial_weights=directory, engine=EngineConfig()) for index in range(servers)
     ]
+    dataset = DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), row_kind="answers", num_rows=12, sha256="")
     workers.append(
-        GserverManagerSpec(num_generation_servers=max(servers, 1), train_batch_size=4, rollout=RolloutConfig())
+        GserverManagerSpec(
+            num_generation_servers=max(servers, 1),
+            dataset=dataset,
+            train_batch_size=4,
+            total_train_epochs=1,
+            rollout=RolloutConfig(),
+        )
     )
     workers += [
         RolloutWorkerSpec(
             index=index,
             num_rollout_workers=rollout_workers,
-            dataset=DatasetSpec(
-                config=DatasetConfig(path=Path("/nowhere")), row_kind="answers", num_rows=12, sha256=""
-            ),
+            dataset=dataset,
             tokenizer=Path("/nowhere"),
             group_size=1,
-            train_batch_size=4,
-            total_train_epochs=1,
             rollout=RolloutConfig(),
         )
         for index in range(rollout_workers)

@@ -49,12 +49,10 @@ def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: 
     return [f"{dataset_epoch}:{row_id}" for row_id in order]
 
 
-def uids_of_share(
-    row_ids: list[str], *, seed: int, num_epochs: int, shuffle: bool, share: int, num_shares: int
-) -> Iterator[str]:
-    """Every uid that one of `num_shares` workers issues, over all passes."""
+def uids_of_passes(row_ids: list[str], *, seed: int, num_epochs: int, shuffle: bool) -> Iterator[str]:
+    """Every uid of all passes, in the order in which they are issued."""
     for dataset_epoch in range(num_epochs):
-        yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)[share::num_shares]
+        yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)
 
 
 def held_out_uids(row_ids: Iterable[str], *, version: int) -> list[str]:

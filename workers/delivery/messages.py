@@ -31,6 +31,11 @@ def uid_of_delivery(name: str) -> str:
     return name.rpartition("#")[0]
 
 
+def order_of_delivery(name: str) -> int:
+    """The admission number of this generation of it."""
+    return int(name.rpartition("#")[2])
+
+
 VerdictKind = Literal["duplicate", "stale", "consumed", "unreadable"]
 """duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last
 as long as the session; the others are final. stale: too old to train on. unreadable: said by the sender itself, whose

@@ -15,6 +15,7 @@ ends the worker: what is on disk then decides what the next one generates again.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Literal
 
 from corral.workers.delivery.messages import (
     Ack,
@@ -87,9 +88,9 @@ class TrajectorySender(AsyncClosing):
         header = self._header_by_uid.get(uid_of_delivery(delivery))
         return header is not None and header.uid == delivery
 
-    def orders(self) -> dict[str, int]:
-        """Admission number by uid, of the records that hold answers."""
-        return {uid: header.order for uid, header in self._header_by_uid.items() if header.status == "finished"}
+    def orders(self, status: Literal["finished", "dropped"]) -> dict[str, int]:
+        """Admission number by uid, of the records that hold answers, or of those that only say why there are none."""
+        return {uid: header.order for uid, header in self._header_by_uid.items() if header.status == status}
 
     async def put(self, header: TrajectoryHeader, tensors: Tensors) -> None:
         """Make a record durable and deliver it; OSError if it cannot be written."""

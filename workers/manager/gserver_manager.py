@@ -15,7 +15,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,15 +29,15 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, Refusal, WeightsInUse
+from corral.workers.data.prompts import load_planned_rows, uids_of_passes
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
-from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
+from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.routing import Server, ServerState, ServerTable
 from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
-    Admitted,
     Allocate,
     Allocation,
     Finish,
@@ -55,8 +58,22 @@ _PROBE_INTERVAL_S = 2.0
 _COMMIT_POLL_S = 0.2
 _WORKER_POLL_S = 1.0
 _RETRY_PAUSE_S = 0.5
-_LONGEST_ADMISSION_WAIT_S = 0.5  # then rl-status hears through the rollout worker why the gate is closed
+_LONGEST_TURN_S = 10.0  # then rl-status hears the numbers of the gate anew, through the rollout worker
 _MOST_REFUSALS = 2  # of one directory by one server: a network file system may show a new file late, but not for ever
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A rollout worker waits for a prompt."""
+
+    knows: str
+    """What it was told that prompts wait for."""
+    answer: asyncio.Future[Allocation] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, allocation: Allocation) -> None:
+        """Unless it has just waited too long; a prompt that it was dealt it then gets the next time that it asks."""
+        if not self.answer.done():
+            self.answer.set_result(allocation)
 
 
 class GserverManager(Worker):
@@ -66,16 +83,18 @@ class GserverManager(Worker):
         super().__init__(context)
         self._spec = context.specification(GserverManagerSpec)
         rollout = self._spec.rollout
+        self._committed = CommittedLedger(context.trial)
         self._admission = Admission(
             StalenessGate(
                 batch_size=self._spec.train_batch_size,
                 max_staleness=rollout.max_head_offpolicyness,
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
             ),
+            passes=self._load_passes(),
+            is_committed=lambda uid: self._committed.ledger.consumed(uid),
             trainer=MASTER,
         )
         self._table = ServerTable(policy=rollout.schedule_policy)
-        self._committed = CommittedLedger(context.trial)
         self._version: PolicyVersion | None = None
         self._has_gone_back = False
         """Whether commits were rejected that the gate has counted."""
@@ -87,8 +106,17 @@ class GserverManager(Worker):
         num_servers = len(context.workers("generation_server"))
         self._standing_still = asyncio.Semaphore(max(1, int(rollout.max_updating_share * num_servers)))
         """Has room for the servers that may take over weights at the same time, of those that generate."""
-        self._admission_news = asyncio.Event()
-        """Set once, when something has happened that may let a prompt in; then there is a new one."""
+        self._turns: dict[str, _Turn] = {}
+        """By name, of the rollout workers that wait for a prompt."""
+
+    def _load_passes(self) -> Callable[[], Iterator[str]]:
+        spec = self._spec
+        try:
+            row_ids = list(load_planned_rows(spec.dataset))
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
+        seed, shuffle = self.context.plan.seed, spec.dataset.config.shuffle
+        return lambda: uids_of_passes(row_ids, seed=seed, num_epochs=spec.total_train_epochs, shuffle=shuffle)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -136,38 +164,47 @@ class GserverManager(Worker):
                 return self._route(request)
             case Finish():
                 self._table.finished(request.uid)
-                self._admission.finish(request.worker, request.uid, delivered=request.delivered)
-                self._note_admission()
+                self._admission.finish(request.worker, request.uid, order=request.order, outcome=request.outcome)
+                self._let_in()
                 return Ok()
             case Report():
                 self._take_in_commits()
                 self._admission.report(
                     request.worker,
                     incarnation=request.incarnation,
-                    running=self._not_consumed(request.running),
-                    finished=self._not_consumed(request.finished),
+                    running=dict(msgspec.structs.astuple(admitted) for admitted in request.running),
+                    finished=dict(msgspec.structs.astuple(admitted) for admitted in request.finished),
+                    dropped=request.dropped,
                 )
-                self._note_admission()
+                self._let_in()
                 return Ok()
 
     async def _allocate(self, request: Allocate) -> Allocation:
-        """The order number as soon as the gate opens, or why it is closed, so that nobody asks again and again."""
-        answer = self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_ADMISSION_WAIT_S):
-                while answer.order is None and not answer.must_report:
-                    await self._admission_news.wait()
-                    answer = self._admission.allocate(request.worker, request.uid, incarnation=request.incarnation)
-        return answer
+        """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
+        worker = request.worker
+        answer = self._admission.ask(worker, incarnation=request.incarnation, last=request.last)
+        if answer is not None:
+            return answer
+        turn = self._turns[worker] = _Turn(request.knows)
+        self._let_in()
+        try:
+            async with asyncio.timeout(_LONGEST_TURN_S):
+                return await turn.answer
+        except TimeoutError:
+            return self._admission.refusal()
+        finally:
+            if self._turns.get(worker) is turn:
+                del self._turns[worker]
+                self._admission.leave(worker)
 
-    def _note_admission(self) -> None:
-        """Whoever waits at the gate tries again: something has happened that may have opened it."""
-        self._admission_news.set()
-        self._admission_news = asyncio.Event()
-
-    def _not_consumed(self, held: list[Admitted]) -> dict[str, int]:
-        """Order by uid; what a commit covers is counted already, even if its rollout worker has not heard of it yet."""
-        return {admitted.uid: admitted.order for admitted in held if not self._committed.ledger.consumed(admitted.uid)}
+    def _let_in(self) -> None:
+        """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
+        for worker, allocation in self._admission.deal():
+            self._turns.pop(worker).end(allocation)
+        waiting_for = self._admission.waiting_for()
+        for worker in [worker for worker, turn in self._turns.items() if turn.knows != waiting_for]:
+            self._admission.leave(worker)
+            self._turns.pop(worker).end(self._admission.refusal())
 
     def _route(self, request: Schedule) -> Route:
         if self._version is None:
@@ -218,7 +255,7 @@ class GserverManager(Worker):
                 starts_over=self._has_gone_back,
             )
             self._has_gone_back = False
-            self._note_admission()
+            self._let_in()
             self.context.presence.beat(version=str(version))
         self._start_updates(published)
         if self._table.serving(version):
@@ -330,15 +367,14 @@ class GserverManager(Worker):
         root = self.context.keys.worker_kind_root("rollout_worker")
         records = await asyncio.to_thread(self.context.names.get_subtree, root)
         alive = {f"rollout_worker/{name.rpartition('/')[2]}" for name in records}
-        for worker in self._admission.workers() - alive:
-            logger.warning("%s is gone; its prompts are free", worker)
-            self._admission.lost(worker)
-            self._note_admission()
+        for worker in self._admission.look(alive, now=time.monotonic()):
+            logger.warning("%s is gone; others get its prompts", worker)
+        self._let_in()
 
     async def _watch_commits(self) -> None:
         self._take_in_commits()
 
     def _take_in_commits(self) -> None:
         news = self._committed.poll()
-        self._admission.consumed(news.trained)
+        self._admission.consumed(news.trained, news.dropped)
         self._has_gone_back |= news.has_gone_back

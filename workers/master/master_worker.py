@@ -23,10 +23,10 @@ A whole asynchronous step:
                                                                            └─────────────────────┘
 
     loop          consumes                 produces                waits for           unblocked by
-     1 prompts    the uids of its share    a task for each group   the gate of 2       Allocation: a new version, or a
-                  that are not settled                                                 group's end, opens the gate
-     2 admission  Allocate, Finish,        order numbers           a first version,    9; the Report of each rollout
-                  Report, covered uids                             all reports, room   worker; 9 or Finish
+     1 prompts    Allocation               a task for each group   2                   a new version, or a group's
+                                                                                       end, opens the gate
+     2 admission  all passes, Allocate,    prompts and their       a first version,    9; the Report of each rollout
+                  Finish, Report           order numbers           all reports, room   worker; 9 or Finish
      3 routing    Schedule                 a server's URL          a server READY at   its update, and its own word
                                                                    this version        for the version that it holds
      4 generation a prompt, chunk by       a judged group, or why  3, the server, the  tokens; where none come, 3 is
@@ -52,7 +52,7 @@ A whole asynchronous step:
                                            Initialize, sessions    of a gang           then OkReply of all
 
      1, 4   rollout/rollout_worker.py, group_maker.py, generation_client.py; engine/loop.py
-     2, 3   manager/gserver_manager.py, routing.py, on the gate of scheduling/staleness.py
+     2, 3   manager/gserver_manager.py, admission.py, routing.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver.py
      6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
@@ -109,7 +109,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import load_planned_rows, uids_of_share
+from corral.workers.data.prompts import load_planned_rows, uids_of_passes
 from corral.workers.lifecycle.worker import (
     CannotContinueError,
     StopRequested,
@@ -274,13 +274,11 @@ class MasterWorker(Worker):
     def _row_uids(self) -> Iterator[str]:
         trainer = self._trainer
         assert trainer.dataset is not None, "the plan's samples come from a dataset, but its model workers have none"
-        return uids_of_share(
+        return uids_of_passes(
             list(load_planned_rows(trainer.dataset)),
             seed=self.context.plan.seed,
             num_epochs=self._spec.control.total_train_epochs,
             shuffle=trainer.dataset.config.shuffle,
-            share=0,
-            num_shares=1,
         )
 
     def _publish(self, published: PublishedWeights) -> None:

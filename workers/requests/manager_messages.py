@@ -1,13 +1,15 @@
 """What rollout workers and the generation-server manager say to each other.
 
-    Allocate --> Allocation     may I start this prompt? Its admission number is its birth order.
+    Allocate --> Allocation     a prompt, as soon as it may start. Its admission number is its birth order.
     Schedule --> Route          which server makes the next chunk?
-    Finish   --> Ok             it was delivered, or given up: its slot is free again
+    Finish   --> Ok             it is in the spool, or to be issued again: its slot is free
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
 
 Every request names what it is about by uid and can be repeated without harm, because the manager may have restarted in
 between.
 """
+
+from typing import Literal
 
 import msgspec
 
@@ -21,12 +23,22 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     order: int
 
 
+WaitingFor = Literal["weights", "reports", "prompts", "staleness", "concurrency"]
+"""The trainer's first weights; what other rollout workers have; a prompt, all being dealt; the gate's two limits."""
+
+Outcome = Literal["finished", "dropped", "again"]
+"""In the spool with answers; in the spool as given up; nowhere, and to be issued again."""
+
+
 class Allocate(MessageBody, frozen=True, tag="allocate"):
-    """-> Allocation"""
+    """-> Allocation, when a prompt may start, or what that waits for has become something else; or after a while."""
 
     worker: str
     incarnation: str
-    uid: str
+    last: int | None
+    """Admission number of the prompt that this process was given last."""
+    knows: WaitingFor | Literal[""] = ""
+    """What it was told that prompts wait for."""
 
 
 class Schedule(MessageBody, frozen=True, tag="schedule"):
@@ -50,8 +62,8 @@ class Finish(MessageBody, frozen=True, tag="finish"):
 
     worker: str
     uid: str
-    delivered: bool
-    """True: it will be trained on. False: it was given up, or rejected; its place is free."""
+    order: int
+    outcome: Outcome
 
 
 class Report(MessageBody, frozen=True, tag="report"):
@@ -62,16 +74,20 @@ class Report(MessageBody, frozen=True, tag="report"):
     running: list[Admitted]
     finished: list[Admitted]
     """In the spool, not covered by a commit yet."""
+    dropped: list[str]
+    """In the spool as given up."""
 
 
 ManagerRequest = Allocate | Schedule | Finish | Report
 
 
 class Allocation(MessageBody, frozen=True, tag="allocation"):
-    """The gate's answer."""
+    """A prompt, or why there is none; then it is asked for again."""
 
+    uid: str = ""
     order: int | None = None
-    """Admission number; None: the prompt must ask again."""
+    """Admission number; None: there is no prompt."""
+    waiting_for: WaitingFor | Literal[""] = ""
     reason: str = ""
     """Why not, for `rl-status`."""
     waits_for: list[str] = []

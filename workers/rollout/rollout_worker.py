@@ -1,14 +1,14 @@
 """The rollout worker: prompts in, judged trajectories out, each delivered until a commit covers it.
 
-PromptQueue ─► admission (manager) ─► agent ⇄ generation servers ─► reward ─► spool (fsync) ─► stream ─► trainer
-     ▲                                                                          │
-     └── failed, or rejected as stale ◄─────────────────────────────────────────┤
-                                                 commits in the trial log ──► covered: forgotten
+manager ──a prompt──► agent ⇄ generation servers ─► reward ─► spool (fsync) ─► stream ─► trainer
+   ▲                                                            │
+   └── finished; failed, or rejected as stale: issue it again ◄─┤
+                                   commits in the trial log ──► covered: forgotten
 
 loop         consumes              waits for                unblocked by            produces
-issue        prompts               the gate                 Allocation              running groups
-(a group)    one prompt            generation servers       the reward              a record, or the prompt again
-verdicts     rejected records      the sender               model workers           the prompt again
+prompts      Allocation            the manager              its gate                running groups
+(a group)    one prompt            generation servers       the reward              a record, or the prompt back
+verdicts     rejected records      the sender               model workers           the prompt back
 receivers    receivers' records    name-resolve             model workers           connections of the sender
 commits      trial log             the master               Commit                  space in the spool
 
@@ -18,18 +18,23 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.trial.worker_record import MANAGER, MASTER
+from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.data.prompts import load_planned_rows, split_uid, uids_of_share
-from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
+from corral.workers.data.prompts import load_planned_rows, split_uid
+from corral.workers.delivery.messages import (
+    TrajectoryHeader,
+    VerdictKind,
+    delivery_id,
+    order_of_delivery,
+    uid_of_delivery,
+)
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
@@ -40,6 +45,7 @@ from corral.workers.requests.manager_messages import (
     Finish,
     ManagerReply,
     ManagerRequest,
+    Outcome,
     Report,
     Route,
     Schedule,
@@ -54,64 +60,25 @@ from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
-_CLOSED_PAUSE_S = 0.02  # the manager lets a prompt wait and answers when the gate opens, but for what it says at once
-_IDLE_PAUSE_S = 0.2
 _RECEIVER_POLL_S = 0.5
 _COMMIT_POLL_S = 0.2
 _REQUEST_DEADLINE_S = 60.0
-_SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds
+_SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
+_LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while
 _MAX_CONNECTIONS = 1024
 _MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
 
-class PromptQueue:
-    """Which prompt is started next: those issued again first, then the worker's share in the order of the seed.
-
-    waiting ──take──► running ──finished──► spooled ──covered by a commit──► done
-     ▲  ▲                │ failed               │ rejected as stale            │ the trainer fell back
-     │  └──── first ─────┴──────────────────────┘                              │ past that commit
-     └──── start_over ─────────────────────────────────────────────────────────┘
-
-    Pure; what is done comes from the ledger, what is spooled from the spool. That no uid is lost when a process dies
-    rests on the walk over the whole share, at each start and after each fall-back, past nothing but what the committed
-    ledger holds or this worker still has. The spool only saves generating again.
-
-    Args:
-        share: gives all uids of this worker's share, in order, each time that it is called.
-        is_settled: whether a uid is in the ledger or in the spool, and must not be generated.
-    """
-
-    def __init__(self, share: Callable[[], Iterable[str]], *, is_settled: Callable[[str], bool]) -> None:
-        self._share = share
-        self._fresh: Iterator[str] = iter(share())
-        self._again: deque[str] = deque()
-        self._is_settled = is_settled
-
-    def take(self) -> str | None:
-        """The next prompt to start, or None if there is none at the moment."""
-        while self._again:
-            uid = self._again.popleft()
-            if not self._is_settled(uid):
-                return uid
-        return next((uid for uid in self._fresh if not self._is_settled(uid)), None)
-
-    def put_back(self, uid: str) -> None:
-        """A prompt was taken and not started, failed, or was rejected: it is issued again."""
-        if uid not in self._again:
-            self._again.append(uid)
-
-    def start_over(self) -> None:
-        """Something that was settled is so no longer: the whole share is looked at again, from its beginning."""
-        self._fresh = iter(self._share())
-
-
 class RolloutWorker(Worker):
-    """Generates this worker's share of the prompts."""
+    """Generates for the prompts that the manager deals to it."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(RolloutWorkerSpec)
         self._running: dict[str, int] = {}
+        """Order by uid."""
+        self._refusal = Allocation()
+        """Why there was no other prompt when the manager spoke last."""
         self._verdicts: asyncio.Queue[str] = asyncio.Queue()
         self._servers = context.workers("generation_server")
         self._committed = CommittedLedger(context.trial)
@@ -123,7 +90,7 @@ class RolloutWorker(Worker):
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._issue_prompts(tasks))
+                tasks.create_task(self._take_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
                 tasks.create_task(self.every(_RECEIVER_POLL_S, self._watch_receivers))
                 tasks.create_task(self.every(_COMMIT_POLL_S, self._watch_commits))
@@ -185,57 +152,31 @@ class RolloutWorker(Worker):
             raise BadConfigurationError(str(error)) from error
         self._tokenizer = load_tokenizer(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
-        share = partial(
-            uids_of_share,
-            list(self._rows),
-            seed=self.context.plan.seed,
-            num_epochs=spec.total_train_epochs,
-            shuffle=spec.dataset.config.shuffle,
-            share=spec.index,
-            num_shares=spec.num_rollout_workers,
-        )
-        self._queue = PromptQueue(
-            share,
-            is_settled=lambda uid: uid in self._sender or uid in self._running or self._committed.ledger.consumed(uid),
-        )
 
     # Prompts
 
-    async def _issue_prompts(self, tasks: asyncio.TaskGroup) -> None:
+    async def _take_prompts(self, tasks: asyncio.TaskGroup) -> None:
+        worker, incarnation = self.context.worker_id, self.context.incarnation
+        last: int | None = None
         while not self.context.stopping.is_set():
-            uid = self._queue.take()
-            if uid is None:
-                self._show("wait for the trainer", "to train on what is delivered", waits_for=[MASTER])
-                await self._report()  # a manager that starts anew admits nobody before it has heard of everybody
-                await asyncio.sleep(_IDLE_PAUSE_S)
+            knows = self._refusal.waiting_for
+            request = Allocate(worker=worker, incarnation=incarnation, last=last, knows=knows)
+            try:
+                allocation = await self._ask_manager(request, slow_after_s=_LONGEST_TURN_S)
+            except StreamTimeoutError as error:
+                logger.warning("%s", error)
                 continue
-            order = await self._allocate(uid)
-            if order is None:
-                self._queue.put_back(uid)
-                await asyncio.sleep(_CLOSED_PAUSE_S)
-                continue
-            self._running[uid] = order
-            tasks.create_task(self._roll_out(uid, order))
-            self._show("generate")
-
-    async def _allocate(self, uid: str) -> int | None:
-        """Ask the manager to start a prompt; its order number, or None if the gate is closed."""
-        try:
-            allocation = await self._ask_manager(
-                Allocate(worker=self.context.worker_id, incarnation=self.context.incarnation, uid=uid)
-            )
-        except StreamTimeoutError as error:
-            logger.warning("%s", error)
-            return None
-        assert isinstance(allocation, Allocation)
-        if allocation.must_report:
-            await self._report()
-            return None
-        if allocation.order is not None:
-            return allocation.order
-        if not self._running:
-            self._show("wait for admission", allocation.reason, waits_for=allocation.waits_for)
-        return None
+            assert isinstance(allocation, Allocation)
+            if allocation.must_report:
+                await self._report()
+            elif allocation.order is None:
+                self._refusal = allocation
+                self._show()
+            else:
+                self._refusal, last = Allocation(), allocation.order
+                self._running[allocation.uid] = allocation.order
+                tasks.create_task(self._roll_out(allocation.uid, allocation.order))
+                self._show()
 
     async def _report(self) -> None:
         """Tell a manager that may know nothing of us what we run and what we have finished."""
@@ -244,7 +185,8 @@ class RolloutWorker(Worker):
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
                 running=[Admitted(uid, order) for uid, order in self._running.items()],
-                finished=[Admitted(uid, order) for uid, order in self._sender.orders().items()],
+                finished=[Admitted(uid, order) for uid, order in self._sender.orders("finished").items()],
+                dropped=list(self._sender.orders("dropped")),
             )
         )
 
@@ -261,8 +203,7 @@ class RolloutWorker(Worker):
             return
         except (GenerationFailedError, StreamError) as error:
             logger.warning("prompt %s is issued again: %s", uid, error)
-            self._running.pop(uid, None)
-            await self._issue_again(uid)
+            await self._tell_end(uid, order, "again")
             return
         header = header_of(
             num_answers=len(group.answers),
@@ -275,17 +216,14 @@ class RolloutWorker(Worker):
 
     async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
         await self._sender.put(header, tensors)
-        self._running.pop(uid, None)
         self.context.presence.beat()
-        await self._tell_finished(uid, delivered=header.status == "finished")
+        await self._tell_end(uid, header.order, header.status)
 
-    async def _issue_again(self, uid: str) -> None:
-        """In this order: an end that the manager hears of after the next beginning would be taken for that one's."""
-        await self._tell_finished(uid, delivered=False)
-        self._queue.put_back(uid)
-
-    async def _tell_finished(self, uid: str, *, delivered: bool) -> None:
-        await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, delivered=delivered))
+    async def _tell_end(self, uid: str, order: int, outcome: Outcome) -> None:
+        """Until the manager has heard it: nobody else would ever issue the prompt again."""
+        self._running.pop(uid, None)
+        self._show()
+        await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, order=order, outcome=outcome))
 
     async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         failed = setback.url if setback and not setback.is_busy else ""
@@ -298,7 +236,7 @@ class RolloutWorker(Worker):
         )
         assert isinstance(route, Route)
         if route.url is None:
-            self._show("generate", route.reason, waits_for=route.waits_for)
+            self._show_wait(route.reason, route.waits_for)
         return route.url
 
     # The trainer's side
@@ -312,9 +250,6 @@ class RolloutWorker(Worker):
 
     async def _watch_commits(self) -> None:
         news = self._committed.poll()
-        if news.has_gone_back:
-            logger.warning("the trainer fell back to an earlier commit; what later ones covered is issued again")
-            self._queue.start_over()
         await self._sender.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
@@ -328,35 +263,48 @@ class RolloutWorker(Worker):
             delivery = await self._verdicts.get()
             if not self._sender.holds(delivery):
                 continue
+            order = order_of_delivery(delivery)
             for uid in await self._sender.remove([uid_of_delivery(delivery)]):
-                tasks.create_task(self._issue_again(uid))
+                tasks.create_task(self._tell_end(uid, order, "again"))
 
     # Helpers
 
     async def _tell_manager(self, news: Finish | Report) -> None:
-        try:
-            await self._ask_manager(news)
-        except StreamTimeoutError as error:  # the next manager learns it from our report
-            logger.warning("%s", error)
+        """Until it has heard it, however long it is away."""
+        while True:
+            try:
+                await self._ask_manager(news)
+            except StreamTimeoutError as error:
+                logger.warning("%s; it is told again", error)
+            else:
+                return
 
-    async def _ask_manager(self, request: ManagerRequest) -> ManagerReply:
+    async def _ask_manager(self, request: ManagerRequest, *, slow_after_s: float = _SLOW_ANSWER_S) -> ManagerReply:
         """The manager's answer; if it takes its time, that is what rl-status shows, and no earlier answer of it.
 
         Raises:
             StreamTimeoutError: if there is none within `_REQUEST_DEADLINE_S`.
         """
         loop = asyncio.get_running_loop()
-        phase = "generate" if self._running else "wait for admission"
-        slow = loop.call_later(_SLOW_ANSWER_S, partial(self._show, phase, "its answer", waits_for=[MANAGER]))
+        slow = loop.call_later(slow_after_s, partial(self._show_wait, "its answer", [MANAGER]))
         try:
             answer = await self._manager.request(request, deadline_s=_REQUEST_DEADLINE_S)
         finally:
             slow.cancel()
         if loop.time() >= slow.when():
-            self._show(phase)
+            self._show()
         return answer
 
-    def _show(self, phase: str, waiting_for: str = "", *, waits_for: Sequence[str] = ()) -> None:
-        self.context.presence.enter(
-            phase, waiting_for=waiting_for, waits_for=waits_for, works_with=self._servers if self._running else ()
-        )
+    def _show(self) -> None:
+        """What it does, or why there is no prompt for it."""
+        if self._running:
+            self._show_wait("", ())
+        else:
+            self._show_wait(self._refusal.reason, self._refusal.waits_for)
+
+    def _show_wait(self, waiting_for: str, waits_for: Sequence[str]) -> None:
+        phase, works_with = "generate", self._servers
+        if not self._running:
+            phase = "wait for the trainer" if self._refusal.waiting_for == "prompts" else "wait for admission"
+            works_with = ()
+        self.context.presence.enter(phase, waiting_for=waiting_for, waits_for=waits_for, works_with=works_with)

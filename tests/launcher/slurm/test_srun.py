@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from corral.experiments.config.cluster import ClusterConfig
@@ -57,11 +56,6 @@ def test_a_sliced_worker_shares_the_nodes_gpus_and_the_cores_of_those_who_do() -
     assert {"--exact", "--overlap", "--gres=gpu:8", "--cpus-per-task=6", "--mem=500M"} <= set(command)
     inside = command[command.index("sh") :]
     assert (inside[:2], inside[3:]) == (["sh", "-c"], ["cut-gpus", "4,5", "2", "python", "-m", "work"])
-
-
-def test_a_worker_beside_the_plan_overlaps() -> None:
-    assert "--overlap" in srun_command("rollout_worker/0", WORK, StepPlace(step=step(overlaps=True), running=HEAD))
-    assert "--overlap" not in srun_command("rollout_worker/0", WORK, StepPlace(step=step(), running=HEAD))
 
 
 def test_where_slurm_counts_no_gpus_the_planned_ones_are_named() -> None:
@@ -226,24 +220,11 @@ def test_an_allocation_that_comes_and_goes_is_looked_at_anew_for_each_start(tmp_
     assert runner.place_of("model_worker/0").host == "n4"
 
 
-def test_a_worker_can_be_moved_beside_the_plan(tmp_path: Path) -> None:
+def test_a_worker_can_be_moved(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
-    runner.move("model_worker/0", step(node_index=1, overlaps=True))
+    runner.move("model_worker/0", step(node_index=1))
     place = runner.place_of("model_worker/0")
-    assert (place.host, place.step.overlaps, place.step.allocation) == ("n2", True, 0)
-
-
-def test_an_elastic_rollout_worker_runs_beside_the_supervisor_while_its_own_job_is_away(tmp_path: Path) -> None:
-    allocations = {0: HEAD}
-    runner = make_runner(tmp_path, allocations, layout="jobs")
-    own = msgspec.structs.replace(runner.layout.allocations[1], name="rollout_worker/0", role="elastic")
-    steps = {"rollout_worker/0": step(allocation=1)}
-    runner.layout = msgspec.structs.replace(runner.layout, allocations=(runner.layout.allocations[0], own), steps=steps)
-    place = runner.place_of("rollout_worker/0")
-    assert (place.host, place.step.overlaps, place.step.allocation, place.step.cpus) == ("n1", True, 0, 1)
-    allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n9",))
-    place = runner.place_of("rollout_worker/0")
-    assert (place.host, place.step.overlaps, place.step) == ("n9", False, steps["rollout_worker/0"])
+    assert (place.host, place.step.allocation) == ("n2", 0)
 
 
 def test_a_sliced_worker_that_moved_shares_the_cores_of_its_new_node(tmp_path: Path) -> None:

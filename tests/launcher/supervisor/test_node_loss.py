@@ -78,48 +78,33 @@ def used(steps: Mapping[str, Step], node: int) -> tuple[int, int, list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(given_layout=layouts(), losses=st.lists(st.integers(0, 3), max_size=3, unique=True))
-def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_shares_found_nothing_free(
+def test_whatever_nodes_are_lost_no_node_is_overcommitted_and_who_has_no_room_found_nothing_free(
     given_layout: Layout, losses: list[int]
 ) -> None:
-    shape, steps, lost, sharing = given_layout.head, dict(given_layout.steps), set[int](), set[str]()
+    shape, steps, lost = given_layout.head, dict(given_layout.steps), set[int]()
     for node in losses:
         lost.add(node)
         homeless = {worker for worker, one in steps.items() if one.node_index in lost}
         found = relocate(given_layout, steps, lost)
-        shares = {worker for worker, one in found.moves.items() if one.overlaps}
         assert sorted([*found.moves, *found.without_room]) == sorted(homeless)
         assert all(one.node_index not in lost for one in found.moves.values())
-        moves = {worker: one for worker, one in found.moves.items() if not one.overlaps}
-        for worker, moved in moves.items():
-            before = steps[worker]
-            assert (
-                moved
-                == msgspec.structs.replace(
-                    before, node_index=moved.node_index, gpu_indices=moved.gpu_indices, overlaps=False
-                )
-                and len(moved.gpu_indices) == before.gpus
-            )
-        sharing = (sharing - homeless) | shares
-        kept = {worker: one for worker, one in steps.items() if worker not in homeless} | moves
-        left = [index for index in range(shape.num_nodes) if index not in lost]
-        for index in left:
-            cpus, mem_mb, gpus = used({worker: one for worker, one in kept.items() if worker not in sharing}, index)
+        for worker, moved in found.moves.items():
+            elsewhere = {"node_index": moved.node_index, "gpu_indices": moved.gpu_indices}
+            assert moved == msgspec.structs.replace(steps[worker], **elsewhere)
+            assert len(moved.gpu_indices) == steps[worker].gpus
+        kept = {worker: one for worker, one in steps.items() if worker not in homeless} | dict(found.moves)
+        for index in [index for index in range(shape.num_nodes) if index not in lost]:
+            cpus, mem_mb, gpus = used(kept, index)
             slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
             assert cpus + slack[0] <= shape.cpus_per_node and mem_mb + slack[1] <= shape.mem_mb_per_node
             assert len(gpus) == len(set(gpus)) and set(gpus) <= set(range(shape.gpus_per_node))
-        for worker in [*shares, *found.without_room]:
-            is_sharing = worker in shares
-            assert is_sharing is (worker.startswith("rollout_worker/") and not steps[worker].gpus and bool(left))
-            for index in left:
-                cpus, mem_mb, gpus = used(kept, index)
-                slack = (SLACK_CPUS, SLACK_MB) if index == 0 else (0, 0)
+            for worker in found.without_room:
                 assert (
                     cpus + steps[worker].cpus + slack[0] > shape.cpus_per_node
                     or mem_mb + steps[worker].mem_mb + slack[1] > shape.mem_mb_per_node
                     or len(gpus) + steps[worker].gpus > shape.gpus_per_node
                 ), f"{worker} had room on node {index}"
-        gone = set(found.without_room)
-        steps = {worker: one for worker, one in (steps | found.moves).items() if worker not in gone}
+        steps = kept
 
 
 THREE_NODES = layout(
@@ -134,22 +119,22 @@ THREE_NODES = layout(
 )
 
 
-def test_what_fits_moves_and_a_rollout_worker_shares_where_memory_is_left() -> None:
+def test_who_has_nobody_to_stand_in_for_it_moves_first() -> None:
     found = relocate(THREE_NODES, THREE_NODES.steps, {1})
-    sharing = msgspec.structs.replace(step(0, 1), overlaps=True)
-    assert found.moves == {"generation_server/0": step(2, 4), "rollout_worker/0": sharing}
-    assert found.without_room == ()
+    assert found.moves == {"rollout_worker/0": step(2, 2)}
+    assert found.without_room == ("generation_server/0",)
 
 
-def test_the_largest_chooses_first_and_one_that_shares_is_in_nobodys_way() -> None:
+def test_the_largest_chooses_first() -> None:
     steps = {
         "master_worker/0": step(0, 5),
-        "rollout_worker/0": step(1, 4),  # fits nowhere, so it shares
-        "generation_server/0": step(1, 2),  # takes what is left
+        "rollout_worker/1": step(0, 1),
+        "generation_server/1": step(1, 1),
+        "rollout_worker/0": step(2, 1),
+        "generation_server/0": step(2, 7),
     }
-    found = relocate(layout(head(2), steps), steps, {1})
-    sharing = {worker: one.overlaps for worker, one in found.moves.items()}
-    assert sharing == {"generation_server/0": False, "rollout_worker/0": True}
+    found = relocate(layout(head(3), steps), steps, {2})
+    assert found.moves == {"generation_server/0": step(1, 7), "rollout_worker/0": step(0, 1)}
 
 
 def test_workers_with_gpus_get_free_ones_or_none() -> None:
@@ -160,8 +145,10 @@ def test_workers_with_gpus_get_free_ones_or_none() -> None:
         "rollout_worker/0": step(1, 1, gpus=(2,)),
     }
     found = relocate(layout(head(2, gpus=4), steps), steps, {1})
-    assert found.moves["generation_server/1"].gpu_indices == (1, 3)
-    assert found.without_room == ("rollout_worker/0",)  # it owns a GPU, so it cannot share
+    assert found.moves["rollout_worker/0"].gpu_indices == (1,)
+    assert found.without_room == ("generation_server/1",)
+    del steps["rollout_worker/0"]
+    assert relocate(layout(head(2, gpus=4), steps), steps, {1}).moves["generation_server/1"].gpu_indices == (1, 3)
 
 
 def test_another_allocation_is_neither_lost_nor_moved_to() -> None:
@@ -184,10 +171,10 @@ def test_another_allocation_is_neither_lost_nor_moved_to() -> None:
         (("generation_server/0", "generation_server/1"), (), "no generation_server is left"),
         (("model_worker/0",), (), "model_worker/0 has no room on the nodes that are left"),
         (("master_worker/0",), (), "master_worker/0 has no room"),
-        (("generation_server/0", "rollout_worker/0"), (), "rollout_worker/0 has no room"),  # its prompts are its own
+        (("generation_server/0", "rollout_worker/0"), (), "no rollout_worker is left"),
     ],
 )
-def test_only_a_generation_server_can_be_done_without_while_another_is_left(
+def test_a_server_or_rollout_worker_can_be_done_without_while_another_is_left(
     without_room: tuple[str, ...], given_up: tuple[str, ...], why: str
 ) -> None:
     left = {worker: one for worker, one in THREE_NODES.steps.items() if worker not in (*without_room, *given_up)}
@@ -230,10 +217,10 @@ class Runner:
     """Notes where workers are told to go."""
 
     def __init__(self) -> None:
-        self.moved: dict[str, tuple[int, bool]] = {}
+        self.moved: dict[str, int] = {}
 
     def move(self, worker: str, step: Step) -> None:
-        self.moved[worker] = (step.node_index, step.overlaps)
+        self.moved[worker] = step.node_index
 
     def start(self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> Task:
         raise AssertionError("starts are the supervisor's")
@@ -284,8 +271,8 @@ def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_expected() -> None:
     loss.look()
     found = loss.relocate()
     assert found.why_over == ""
-    assert runner.moved == {"generation_server/0": (2, False), "rollout_worker/0": (0, True)}
-    assert loss.host_of(found.moves["generation_server/0"]) == "n3"
+    assert runner.moved == {"rollout_worker/0": 2} and found.without_room == ("generation_server/0",)
+    assert loss.host_of(found.moves["rollout_worker/0"]) == "n3"
     assert [loss.explains_end("generation_server/0") for _ in range(2)] == [True, False]
     assert not loss.explains_end("model_worker/0")
 
@@ -298,8 +285,8 @@ def test_a_second_loss_counts_what_the_first_one_moved() -> None:
     client.left = "n1"
     loss.look()
     found = loss.relocate()
-    assert set(found.without_room) == {"generation_server/0", "generation_server/1"}
-    assert found.why_over == "no generation_server is left" and found.moves == {}
+    assert set(found.without_room) == {"rollout_worker/0", "generation_server/1"}
+    assert found.why_over == "no rollout_worker is left" and found.moves == {}
 
 
 def test_nodes_are_down_if_slurm_says_so() -> None:

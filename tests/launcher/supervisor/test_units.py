@@ -23,7 +23,6 @@ from corral.launcher.supervisor.actions import (
 from corral.launcher.supervisor.units import (
     CHECK_TIMEOUT_S,
     MAX_PAUSE_S,
-    TERMINATE_GRACE_S,
     TrialPhase,
     UnitMachine,
     UnitSpec,
@@ -226,7 +225,6 @@ def test_redis_is_restarted_even_while_the_trial_stops() -> None:
 
 
 SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_nodes=True, is_optional=True)
-ROAMER = UnitSpec(name="rollout_worker/1", tasks=("rollout_worker/1",), needs_nodes=True, has_fallback=True)
 FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_nodes=True)
 WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
 
@@ -236,7 +234,7 @@ def with_nodes(*units: UnitSpec) -> UnitMachine:
     machine = UnitMachine(units, BUDGETS)
     for unit in units:
         if unit.needs_nodes:
-            machine.nodes_granted(unit.name, 0.0)
+            machine.nodes_granted(unit.name)
     machine.tick(0.0)
     return machine
 
@@ -245,7 +243,7 @@ def test_a_unit_without_its_nodes_is_not_started_and_holds_nothing_up() -> None:
     machine = UnitMachine((MASTER, SERVER), BUDGETS)
     assert machine.tick(0.0) == [StartUnit("master_worker/0")]
     assert machine.tick(10_000.0) == []
-    machine.nodes_granted("generation_server/1", 10_000.0)
+    machine.nodes_granted("generation_server/1")
     assert machine.tick(10_000.0) == [StartUnit("generation_server/1")]
 
 
@@ -260,7 +258,7 @@ def test_a_unit_whose_nodes_were_lost_comes_back_with_them_at_no_cost() -> None:
             UnitNews("unit_left", "generation_server/1", "preempted")
         ]
         assert machine.tick(now + 100.0) == []
-        machine.nodes_granted("generation_server/1", now)
+        machine.nodes_granted("generation_server/1")
         assert machine.tick(now) == [StartUnit("generation_server/1")]
 
 
@@ -294,35 +292,10 @@ def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
     assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
 
 
-def test_a_unit_with_a_fallback_starts_there_and_moves_when_its_nodes_are_granted() -> None:
-    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
-    assert StartUnit("rollout_worker/1") in machine.tick(0.0)
-    assert machine.nodes_granted("rollout_worker/1", 5.0) == [SignalTask("rollout_worker/1", kill=False)]
-    (left,) = machine.exited(TaskExit("rollout_worker/1", 0), 6.0)
-    assert is_left(left)
-    assert machine.tick(6.0) == [StartUnit("rollout_worker/1")]
-    machine.nodes_lost("rollout_worker/1", "preempted", 7.0)
-    machine.exited(TaskExit("rollout_worker/1", 0), 7.0)
-    assert machine.tick(7.0) == [StartUnit("rollout_worker/1")]  # in its fallback again
-
-
-def test_what_does_not_move_when_asked_is_killed() -> None:
-    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
-    machine.tick(0.0)
-    machine.nodes_granted("rollout_worker/1", 5.0)
-    assert machine.tick(5.0 + TERMINATE_GRACE_S) == [SignalTask("rollout_worker/1", kill=True)]
-
-
-def test_a_crash_in_the_fallback_is_a_crash() -> None:
-    machine = UnitMachine((MASTER, ROAMER), BUDGETS)
-    machine.tick(0.0)
-    assert is_restarting(machine.exited(TaskExit("rollout_worker/1", 1), 1.0)[0])
-
-
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
     machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
     assert machine.tick(0.0) == []
-    machine.nodes_granted("model_worker", 50.0)
+    machine.nodes_granted("model_worker")
     assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
     lost = machine.nodes_lost("model_worker", "node failed", 60.0)
     assert SignalTask("master_worker/0", kill=False) in lost
@@ -330,13 +303,13 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
     for rank in FAR_GANG.tasks:
         machine.exited(TaskExit(rank, -9), 61.0)
     assert machine.tick(1000.0) == []
-    machine.nodes_granted("model_worker", 2000.0)
+    machine.nodes_granted("model_worker")
     assert machine.tick(2000.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
 
 
 def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
     machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
-    machine.nodes_granted("model_worker", 0.0)
+    machine.nodes_granted("model_worker")
     machine.tick(0.0)
     for rank in FAR_GANG.tasks:
         asked = machine.exited(TaskExit(rank, 0), 10.0)
@@ -420,7 +393,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         assert "used up" not in world.end.cause
 
 
-FAR_UNITS = (SERVER, ROAMER, FAR_GANG)
+FAR_UNITS = (SERVER, FAR_GANG)
 NODES_EVENTS = st.tuples(
     st.sampled_from(["exit", "grant", "lose", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
 )
@@ -444,7 +417,7 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
             match action:
                 case StartUnit(name):
                     unit = next(unit for unit in units if unit.name == name)
-                    assert not unit.needs_nodes or unit.has_fallback or name in granted
+                    assert not unit.needs_nodes or name in granted
                     assert "model_worker" in granted or name != "master_worker/0"
                 case CheckNodes(name):
                     checking.add(name)
@@ -460,12 +433,10 @@ def test_whatever_becomes_of_nodes_nothing_starts_without_them_and_their_loss_co
             world.running.discard(task)
             if not unit_by_task[task].needs_nodes:
                 crashes[unit_by_task[task].name] += 1
-            elif unit_by_task[task].has_fallback:
-                crashes[unit_by_task[task].name] += 1  # in its fallback it has no nodes to lose
             apply(machine.exited(TaskExit(task, code), now))
         elif kind == "grant" and far_unit not in granted:
             granted.add(far_unit)
-            apply(machine.nodes_granted(far_unit, now))
+            machine.nodes_granted(far_unit)
         elif kind == "lose" and far_unit in granted:
             granted.discard(far_unit)
             apply(machine.nodes_lost(far_unit, "lost", now))

@@ -1,180 +1,405 @@
-"""Admission counts what is held, whoever dies in between."""
+"""Prompts are dealt in order, each until it is settled, within the gate's bound, whoever dies in between."""
 
-from hypothesis import given
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
-from corral.workers.manager.admission import Admission
+from corral.workers.data.prompts import ordered_uids, uids_of_passes
+from corral.workers.manager.admission import RECORD_GRACE_S, SPOOL_GRACE_S, Admission, PromptQueue
 from corral.workers.requests.manager_messages import Allocation
 
-WORKER = "rollout_worker/0"
+WORKER, OTHER = "rollout_worker/0", "rollout_worker/1"
 MASTER = "master_worker/0"
+PROMPTS = [f"0:{number}" for number in range(8)]
 
 
-def fresh(batch_size: int = 2, eta: int = 0, max_concurrent: int = 99) -> Admission:
+def fresh(
+    batch_size: int = 2,
+    eta: int = 0,
+    max_concurrent: int = 99,
+    prompts: Iterable[str] = PROMPTS,
+    committed: Iterable[str] = (),
+) -> Admission:
     gate = StalenessGate(batch_size=batch_size, max_staleness=eta, max_concurrent=max_concurrent)
-    return Admission(gate, trainer=MASTER)
+    return Admission(gate, passes=lambda: prompts, is_committed=frozenset(committed).__contains__, trainer=MASTER)
 
 
-def opened(batch_size: int = 2, eta: int = 0) -> Admission:
-    admission = fresh(batch_size, eta)
-    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER])
-    admission.report(WORKER, incarnation="a", running={}, finished={})
+def opened(*workers: str, batch_size: int = 2, eta: int = 0, max_concurrent: int = 99) -> Admission:
+    admission = fresh(batch_size, eta, max_concurrent)
+    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=workers or (WORKER,))
+    for worker in workers or (WORKER,):
+        admission.report(worker, incarnation="a", running={}, finished={})
     return admission
 
 
-def ask(admission: Admission, worker: str, uid: str, *, incarnation: str = "a") -> Allocation:
-    return admission.allocate(worker, uid, incarnation=incarnation)
+HEARD = -1
+
+
+def ask(admission: Admission, worker: str = WORKER, *, incarnation: str = "a", last: int | None = HEARD) -> Allocation:
+    """What a worker is answered at once, or is dealt now, or why it is not; as a rule it heard its last answer."""
+    if last == HEARD:
+        holder = admission._holders.get(worker)
+        last = holder.last.order if holder and holder.last else None
+    answer = admission.ask(worker, incarnation=incarnation, last=last)
+    if answer is None:
+        answer = dict(admission.deal()).get(worker) or admission.refusal()
+        admission.leave(worker)
+    return answer
+
+
+def take_all(admission: Admission, worker: str = WORKER) -> dict[str, int]:
+    """Order by uid, of all that can be dealt to a worker now."""
+    taken: dict[str, int] = {}
+    while (answer := ask(admission, worker)).order is not None:
+        taken[answer.uid] = answer.order
+    return taken
 
 
 def test_nothing_starts_before_weights_are_published() -> None:
     admission = fresh()
-    assert ask(admission, WORKER, "0:a").order is None
-    assert "published" in admission.explain() and admission.opened_by() == (MASTER,)
+    admission.report(WORKER, incarnation="a", running={}, finished={})
+    answer = ask(admission)
+    assert (answer.order, answer.waiting_for, answer.waits_for) == (None, "weights", [MASTER])
 
 
 def test_nothing_starts_before_every_living_rollout_worker_has_reported() -> None:
     admission = fresh()
-    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
+    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, OTHER])
     admission.report(WORKER, incarnation="a", running={}, finished={})
-    assert ask(admission, WORKER, "0:a").waits_for == ["rollout_worker/1"]
-    admission.lost("rollout_worker/1")
-    assert ask(admission, WORKER, "0:a").order == 0
+    assert ask(admission).waits_for == [OTHER]
+    assert admission.look([WORKER], now=0.0) == []
+    assert admission.look([WORKER], now=RECORD_GRACE_S) == [OTHER]
+    assert ask(admission).order == 0
+
+
+def test_prompts_are_dealt_in_order_and_those_issued_again_first() -> None:
+    admission = opened(batch_size=3)
+    assert take_all(admission) == {"0:0": 0, "0:1": 1, "0:2": 2}
+    admission.finish(WORKER, "0:0", order=0, outcome="again")
+    admission.finish(WORKER, "0:1", order=1, outcome="dropped")
+    assert take_all(admission) == {"0:0": 3, "0:3": 4}
+
+
+def test_who_runs_least_is_served_first() -> None:
+    admission = opened(WORKER, OTHER, batch_size=8)
+    assert ask(admission).uid == "0:0"
+    for worker, last in ((WORKER, 0), (OTHER, None)):
+        assert admission.ask(worker, incarnation="a", last=last) is None
+    assert [worker for worker, _ in admission.deal()] == [OTHER, WORKER]
 
 
 def test_a_refusal_names_the_workers_that_can_open_the_gate() -> None:
-    stale = opened(batch_size=1, eta=0)
-    assert stale.opened_by() == ()
-    ask(stale, WORKER, "0:a")
-    assert ask(stale, WORKER, "0:b").waits_for == [MASTER]
-    busy = fresh(batch_size=8, max_concurrent=1)
-    busy.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER, "rollout_worker/1"])
-    for worker in (WORKER, "rollout_worker/1"):
-        busy.report(worker, incarnation="a", running={}, finished={})
-    ask(busy, WORKER, "0:a")
-    assert ask(busy, "rollout_worker/1", "0:b").waits_for == [WORKER]
+    stale = opened(batch_size=1)
+    ask(stale)
+    answer = ask(stale)
+    assert (answer.waiting_for, answer.waits_for) == ("staleness", [MASTER])
+    busy = opened(WORKER, OTHER, batch_size=8, max_concurrent=1)
+    ask(busy)
+    answer = ask(busy, OTHER)
+    assert (answer.waiting_for, answer.waits_for) == ("concurrency", [WORKER])
+    done = opened(batch_size=99)
+    assert len(take_all(done)) == len(PROMPTS)
+    answer = ask(done)
+    assert (answer.waiting_for, answer.waits_for) == ("prompts", [MASTER])
 
 
-def test_the_places_of_a_dead_rollout_worker_are_free_again() -> None:
-    admission = opened()
-    assert [ask(admission, WORKER, uid).order for uid in ("0:a", "0:b", "0:c")] == [0, 1, None]
-    admission.lost(WORKER)
-    admission.report(WORKER, incarnation="b", running={}, finished={})
-    assert ask(admission, WORKER, "0:a", incarnation="b").order is not None
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    admission = opened(batch_size=8)
+    first = ask(admission)
+    assert ask(admission, last=None) == first, "it did not hear of the first one"
+    assert ask(admission).order == 1
 
 
-def test_what_a_process_ran_that_nobody_missed_is_free_when_the_next_one_asks() -> None:
-    """It may ask for others first, such as one that is issued again, and the gate is full with what nobody runs."""
-    admission = opened(batch_size=2, eta=0)
-    assert [ask(admission, WORKER, uid).order for uid in ("0:b", "0:c", "0:a")] == [0, 1, None]
-    assert ask(admission, WORKER, "0:a", incarnation="b").must_report
-    admission.report(WORKER, incarnation="b", running={}, finished={"0:c": 1})
-    assert ask(admission, WORKER, "0:a", incarnation="b").order is not None
-    assert ask(admission, WORKER, "0:b", incarnation="b").order is None
-    assert ask(admission, WORKER, "0:b").must_report  # what the one before had said late
+def test_what_a_dead_rollout_worker_ran_goes_on_elsewhere_and_so_does_what_it_never_delivers() -> None:
+    admission = opened(WORKER, OTHER, batch_size=3)
+    assert list(take_all(admission)) == ["0:0", "0:1", "0:2"]
+    admission.finish(WORKER, "0:0", order=0, outcome="finished")
+    admission.finish(WORKER, "0:1", order=1, outcome="dropped")
+    admission.look([OTHER], now=0.0)
+    assert take_all(admission, OTHER) == {"0:3": 3}, "of the one that was given up"
+    admission.look([OTHER], now=RECORD_GRACE_S)
+    assert list(take_all(admission, OTHER)) == ["0:2"], "what it has finished it may deliver yet"
+    admission.look([OTHER], now=SPOOL_GRACE_S)
+    assert list(take_all(admission, OTHER)) == ["0:0"], "the gate counts it no longer"
+
+
+def test_a_name_service_that_forgets_everybody_for_a_while_takes_nothing_from_anybody() -> None:
+    admission = opened(WORKER, OTHER)
+    take_all(admission)
+    assert admission.look([], now=0.0) == [] == admission.look([OTHER], now=RECORD_GRACE_S - 0.1)
+    assert admission.look([WORKER, OTHER], now=RECORD_GRACE_S) == []
+    assert admission.look([], now=RECORD_GRACE_S + 0.1) == [], "time is counted anew"
+    assert admission.running == 2
+
+
+def test_what_a_process_ran_that_nobody_missed_is_dealt_when_the_next_one_has_reported() -> None:
+    admission = opened(batch_size=2)
+    assert list(take_all(admission)) == ["0:0", "0:1"]
+    assert ask(admission, incarnation="b").must_report
+    admission.report(WORKER, incarnation="b", running={}, finished={"0:1": 1})
+    assert ask(admission, incarnation="b").uid == "0:0"
+    assert ask(admission, incarnation="b").order is None
+    assert ask(admission).must_report  # what the one before had said late
 
 
 def test_a_restarted_manager_counts_what_was_finished_and_runs() -> None:
-    admission = fresh(batch_size=2, eta=0)
-    admission.at_version(PolicyVersion(1, 3), consumed=6, workers=[WORKER])
-    admission.report(WORKER, incarnation="a", running={"0:x": 7}, finished={"0:y": 6})
-    assert ask(admission, WORKER, "0:z").order is None
-    admission.at_version(PolicyVersion(1, 4), consumed=8, workers=[WORKER])
-    assert ask(admission, WORKER, "0:z").order == 8
+    admission = fresh(batch_size=3, committed=["0:0", "0:1", "0:2"])
+    admission.at_version(PolicyVersion(1, 1), consumed=3, workers=[WORKER])
+    admission.report(WORKER, incarnation="a", running={"0:4": 4}, finished={"0:2": 2, "0:3": 3}, dropped=["0:5"])
+    assert take_all(admission) == {"0:6": 5}
+    admission.at_version(PolicyVersion(1, 2), consumed=6, workers=[WORKER])
+    assert take_all(admission) == {"0:7": 6}
 
 
 def test_when_commits_are_rejected_the_gate_forgets_what_it_counted_for_them() -> None:
     # The trainer dies after it has committed step 1 and before it publishes it; the commit then proves damaged, and
     # the next epoch publishes the version that the manager knows already.
-    admission = opened(batch_size=2, eta=0)
-    for uid in ("0:a", "0:b"):
-        ask(admission, WORKER, uid)
-        admission.finish(WORKER, uid, delivered=True)
-    admission.consumed(["0:a", "0:b"])
-    assert ask(admission, WORKER, "0:a").order is None
+    admission = opened(batch_size=2)
+    for uid, order in take_all(admission).items():
+        admission.finish(WORKER, uid, order=order, outcome="finished")
+    admission.consumed(["0:0", "0:1"])
+    assert ask(admission).order is None
     admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER], starts_over=True)
     admission.report(WORKER, incarnation="a", running={}, finished={})
-    assert ask(admission, WORKER, "0:a").order is not None
+    assert ask(admission).uid == "0:0"
 
 
-def test_a_rejected_sample_may_start_again() -> None:
-    admission = opened()
-    ask(admission, WORKER, "0:a")
-    admission.finish(WORKER, "0:a", delivered=True)
-    admission.finish(WORKER, "0:a", delivered=False)
-    assert ask(admission, WORKER, "0:a").order == 1
-    assert admission.running == 1
+def test_a_rejected_sample_is_dealt_again_and_late_news_of_the_first_one_change_nothing() -> None:
+    admission = opened(WORKER, OTHER)
+    ask(admission)
+    admission.finish(WORKER, "0:0", order=0, outcome="finished")
+    admission.finish(WORKER, "0:0", order=0, outcome="again")
+    assert ask(admission, OTHER).order == 1
+    admission.finish(WORKER, "0:0", order=0, outcome="again")
+    assert ask(admission).uid == "0:1", "the other one still runs it"
+    assert admission.running == 2
 
 
-def test_going_back_to_an_earlier_commit_asks_everybody_again() -> None:
-    admission = opened(batch_size=1, eta=0)
-    ask(admission, WORKER, "0:a")
-    admission.finish(WORKER, "0:a", delivered=True)
+def test_going_back_to_an_earlier_commit_asks_everybody_again_those_who_wait_too() -> None:
+    admission = opened(batch_size=1)
+    ask(admission)
+    admission.finish(WORKER, "0:0", order=0, outcome="finished")
     admission.at_version(PolicyVersion(1, 1), consumed=1, workers=[WORKER])
-    ask(admission, WORKER, "0:b")
+    assert ask(admission).uid == "0:1"
+    assert admission.ask(WORKER, incarnation="a", last=1) is None
     admission.at_version(PolicyVersion(2, 0), consumed=0, workers=[WORKER])
-    assert ask(admission, WORKER, "0:c").must_report
-    admission.report(WORKER, incarnation="a", running={"0:b": 1}, finished={"0:a": 0})
-    assert ask(admission, WORKER, "0:c").order is None
+    assert [answer.must_report for _, answer in admission.deal()] == [True]
+    admission.report(WORKER, incarnation="a", running={"0:1": 1}, finished={"0:0": 0})
+    assert ask(admission).order is None
 
 
 def test_a_version_that_was_lost_and_made_again_leaves_no_place_taken() -> None:
-    admission = opened(batch_size=1, eta=0)
-    for step, uid in enumerate(["0:a", "0:b"]):  # 1.1 was published, then lost before its commit
+    admission = opened(batch_size=1)
+    for step in range(2):  # 1.1 was published, then lost before its commit
         admission.at_version(PolicyVersion(1, step), consumed=0, workers=[WORKER])
-        assert ask(admission, WORKER, uid).order == step
-        admission.finish(WORKER, uid, delivered=True)
+        dealt = ask(admission)
+        assert dealt.order == step
+        admission.finish(WORKER, dealt.uid, order=step, outcome="finished")
     # The manager was busy while the trainer stood at step 0 again: it sees 2.1 next.
     admission.at_version(PolicyVersion(2, 1), consumed=0, workers=[WORKER])
-    assert ask(admission, WORKER, "0:c").order is None
-    assert ask(admission, WORKER, "0:b").order == 2  # what 1.1 has made was rejected: its prompt comes again
-    assert ask(admission, WORKER, "0:c").order is None
+    assert ask(admission).order is None
+    admission.finish(WORKER, "0:1", order=1, outcome="again")  # what 1.1 has made was rejected
+    assert (ask(admission).uid, admission.running) == ("0:1", 1)
+    assert ask(admission).order is None
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_all_passes_are_walked_through_each_in_an_order_that_the_seed_decides(shuffle: bool) -> None:
+    rows = [str(number) for number in range(50)]
+    uids = list(uids_of_passes(rows, seed=1, num_epochs=2, shuffle=shuffle))
+    assert uids == list(uids_of_passes(list(reversed(rows)), seed=1, num_epochs=2, shuffle=shuffle))
+    assert sorted(uids) == sorted(f"{epoch}:{row}" for epoch in range(2) for row in rows)
+    first, second = (ordered_uids(rows, seed=1, dataset_epoch=epoch, shuffle=shuffle) for epoch in range(2))
+    assert uids == first + second
+    assert ([uid[1:] for uid in first] == [uid[1:] for uid in second]) is not shuffle
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["allocate", "finish", "drop", "die", "step"]), st.integers(0, 9)), max_size=60)
+    st.lists(st.tuples(st.sampled_from(["deal", "settle", "put back", "start over"]), st.integers(0, 9)), max_size=40)
 )
-def test_no_more_than_the_bound_is_ever_admitted_and_no_place_leaks(events: list[tuple[str, int]]) -> None:
-    batch_size, eta = 2, 1
-    admission = opened(batch_size, eta)
-    running: set[str] = set()
-    finished: dict[str, int] = {}
-    orders: dict[str, int] = {}
-    consumed, step, incarnation, is_heard = 0, 0, "a", True
-    for event, number in events:
-        uid = f"0:{number}-{consumed}-{step}"
-        if event == "allocate" and uid not in finished:
-            allocation = ask(admission, WORKER, uid, incarnation=incarnation)
-            if allocation.must_report:
-                assert not is_heard
-                admission.report(WORKER, incarnation=incarnation, running={}, finished=finished)
-                is_heard = True
-                allocation = ask(admission, WORKER, uid, incarnation=incarnation)
-            order = allocation.order
-            if order is not None:
-                running.add(uid)
-                orders[uid] = order
-                assert consumed + len(running) + len(finished) <= (eta + step + 1) * batch_size
-        elif event == "finish" and running:
-            done = sorted(running)[number % len(running)]
-            running.discard(done)
-            finished[done] = orders[done]
-            admission.finish(WORKER, done, delivered=True)
-        elif event == "drop" and running:
-            done = sorted(running)[number % len(running)]
-            running.discard(done)
-            admission.finish(WORKER, done, delivered=False)
-        elif event == "die":
-            incarnation += "a"
-            running.clear()
-            is_heard = False
-        elif event == "step" and len(finished) >= batch_size:
-            batch = sorted(finished, key=finished.__getitem__)[:batch_size]
-            for uid in batch:
-                del finished[uid]
-            admission.consumed(batch)
-            consumed += batch_size
-            step += 1
-            admission.at_version(PolicyVersion(1, step), consumed=consumed, workers=[WORKER])
-        assert admission.running == len(running) or not is_heard
+def test_the_queue_gives_every_prompt_that_is_not_settled_and_no_other(events: list[tuple[str, int]]) -> None:
+    uids = [f"0:{number}" for number in range(5)]
+    settled: set[str] = set()
+    queue = PromptQueue(lambda: uids, is_settled=settled.__contains__)
+    for event, choice in events:
+        if event == "deal" and (uid := queue.peek()) is not None:
+            assert uid not in settled
+            settled.add(uid)
+        elif event == "settle":
+            settled.add(uids[choice % len(uids)])
+        elif event == "put back" and settled:
+            uid = sorted(settled)[choice % len(settled)]
+            settled.discard(uid)
+            queue.put_back(uid)
+        elif event == "start over":
+            settled.clear()
+            queue.start_over()
+    given_out = []
+    while (uid := queue.peek()) is not None:
+        given_out.append(uid)
+        settled.add(uid)
+    assert settled == set(uids) and len(given_out) == len(set(given_out))
+
+
+class Worker:
+    """What one rollout worker really has; its spool outlives its process."""
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        self.is_alive = True
+        self.last: int | None = None
+        self.running: dict[str, int] = {}
+        self.spool: dict[str, tuple[int, bool]] = {}
+        """Order, and whether it holds answers, by uid."""
+
+
+class Trial(RuleBasedStateMachine):
+    """Workers that die and stay away, answers that are lost, a manager that forgets, a trainer that falls back."""
+
+    BATCH, ETA = 2, 1
+    NAMES = (WORKER, OTHER, "rollout_worker/2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.workers = {name: Worker() for name in self.NAMES}
+        self.commits: list[set[str]] = []
+        self.epoch = 0
+        self.start_manager()
+
+    @property
+    def committed(self) -> set[str]:
+        return set().union(*self.commits)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, len(self.commits))
+
+    def publish(self, *, starts_over: bool = False) -> None:
+        living = [name for name, worker in self.workers.items() if worker.is_alive]
+        self.admission.at_version(self.version, consumed=len(self.committed), workers=living, starts_over=starts_over)
+
+    @rule()
+    def start_manager(self) -> None:
+        gate = StalenessGate(batch_size=self.BATCH, max_staleness=self.ETA, max_concurrent=99)
+        self.admission = Admission(
+            gate, passes=lambda: PROMPTS, is_committed=lambda uid: uid in self.committed, trainer=MASTER
+        )
+        self.publish()
+
+    @rule()
+    def make_one(self) -> None:
+        """The plain course of things, so that there is something to fall back from."""
+        self.ask(self.NAMES[0], is_lost=False)
+        self.finish(self.NAMES[0], "finished", repeats=False)
+        self.commit()
+
+    @rule(name=st.sampled_from(NAMES), is_lost=st.booleans())
+    def ask(self, name: str, is_lost: bool) -> None:
+        worker = self.workers[name]
+        if not worker.is_alive:
+            return
+        answer = ask(self.admission, name, incarnation=str(worker.incarnation), last=worker.last)
+        if is_lost:
+            return
+        if answer.must_report:
+            self.admission.report(
+                name,
+                incarnation=str(worker.incarnation),
+                running=worker.running,
+                finished={uid: order for uid, (order, is_finished) in worker.spool.items() if is_finished},
+                dropped=[uid for uid, (_, is_finished) in worker.spool.items() if not is_finished],
+            )
+            self.ask(name, is_lost)
+        elif answer.order is not None:
+            assert answer.uid not in worker.running
+            worker.last = worker.running[answer.uid] = answer.order
+
+    @rule(name=st.sampled_from(NAMES), outcome=st.sampled_from(["finished", "dropped", "again"]), repeats=st.booleans())
+    def finish(self, name: str, outcome: str, repeats: bool) -> None:
+        worker = self.workers[name]
+        if not (worker.is_alive and worker.running):
+            return
+        uid, order = worker.running.popitem()
+        if outcome != "again":
+            worker.spool[uid] = order, outcome == "finished"
+        for _ in range(1 + repeats):
+            self.admission.finish(name, uid, order=order, outcome=outcome)  # type: ignore[arg-type]
+
+    @rule(name=st.sampled_from(NAMES))
+    def reject(self, name: str) -> None:
+        worker = self.workers[name]
+        if worker.is_alive and worker.spool:
+            uid, (order, _) = worker.spool.popitem()
+            self.admission.finish(name, uid, order=order, outcome="again")
+
+    @rule(name=st.sampled_from(NAMES))
+    def die(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.is_alive, worker.running, worker.last = False, {}, None
+
+    @rule(name=st.sampled_from(NAMES))
+    def come_back(self, name: str) -> None:
+        worker = self.workers[name]
+        if not worker.is_alive:
+            worker.is_alive, worker.incarnation = True, worker.incarnation + 1
+            worker.spool = {uid: record for uid, record in worker.spool.items() if uid not in self.committed}
+
+    @rule(seconds=st.sampled_from([1.0, RECORD_GRACE_S, SPOOL_GRACE_S]), forgets=st.booleans())
+    def look(self, seconds: float, forgets: bool) -> None:
+        self.now += 1.0 if forgets else seconds
+        alive = [name for name, worker in self.workers.items() if worker.is_alive and not forgets]
+        self.admission.look(alive, now=self.now)
+
+    @rule()
+    def commit(self) -> None:
+        spools = [worker.spool for worker in self.workers.values() if worker.is_alive]
+        ready = {uid for spool in spools for uid, (_, is_finished) in spool.items() if is_finished}
+        dropped = {uid for spool in spools for uid, (_, is_finished) in spool.items() if not is_finished}
+        batch = sorted(ready - self.committed)[: self.BATCH]
+        if not batch:
+            return
+        self.commits.append({*batch, *(dropped - self.committed - ready)})
+        self.admission.consumed(batch, self.commits[-1] - set(batch))
+        for worker in self.workers.values():
+            if worker.is_alive:
+                for uid in self.commits[-1]:
+                    worker.spool.pop(uid, None)
+        self.publish()
+
+    @precondition(lambda self: self.commits)
+    @rule(to=st.integers(0, 3))
+    def fall_back(self, to: int) -> None:
+        before = self.committed
+        del self.commits[min(to, len(self.commits) - 1) :]
+        self.epoch += 1
+        self.publish(starts_over=before != self.committed)
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        gate = self.admission._gate
+        assert gate.capacity >= 0
+
+    def teardown(self) -> None:
+        """Everybody comes back or is given up; then every prompt gets made."""
+        for name in self.NAMES[1:]:
+            self.die(name)
+        self.come_back(self.NAMES[0])
+        self.look(SPOOL_GRACE_S, forgets=False)
+        self.look(SPOOL_GRACE_S, forgets=False)
+        for _ in range(20 * len(PROMPTS)):
+            if self.committed == set(PROMPTS):
+                return
+            self.ask(self.NAMES[0], is_lost=False)
+            self.finish(self.NAMES[0], "finished", repeats=False)
+            self.commit()
+        raise AssertionError(f"never made: {sorted(set(PROMPTS) - self.committed)}; {self.admission.refusal()}")
+
+
+TestTrial = Trial.TestCase
+TestTrial.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

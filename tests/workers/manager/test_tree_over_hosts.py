@@ -28,6 +28,7 @@ from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, wait_until
+from tests.workers.rollout.rollout_rig import prompt_dataset
 from tests.workers.trusted import trust
 from tests.workers.weight_transport.versions import content_of, flip_a_byte
 from tests.workers.worker_context import worker_context
@@ -47,7 +48,13 @@ class Trial:
         shutil.copy(trust().path, Trust(self._trial.secrets_path).path)  # that of the hosts
         self._secrets = msgspec.structs.replace(secrets, http_api_key=Secret(API_KEY), http_admin_key=Secret(ADMIN_KEY))
         rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.rollout_rig:judge"})
-        spec = GserverManagerSpec(num_generation_servers=NUM_HOSTS, train_batch_size=8, rollout=rollout)
+        spec = GserverManagerSpec(
+            num_generation_servers=NUM_HOSTS,
+            dataset=prompt_dataset(folder, ["1+1="]),
+            train_batch_size=8,
+            total_train_epochs=1,
+            rollout=rollout,
+        )
         self._plan = make_plan(self._trial.path).model_copy(update={"workers": [spec]})
         self._keys = TrialKeys(self._plan.trial.uuid)
 

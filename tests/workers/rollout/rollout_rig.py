@@ -14,7 +14,7 @@ import signal
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -256,26 +256,34 @@ class RolloutRig:
         return StreamSecurity(secrets, kind, trial_uuid=self.plan.trial.uuid)
 
     def _make_plan(self) -> RunPlan:
-        path = self._folder / "rows.jsonl"
-        rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(self._prompts)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = DatasetConfig(path=path, max_prompt_tokens=self._max_prompt_tokens, shuffle=False)
-        reader = DatasetReader(config=config, kind="prompts")
-        reader.read_to_end()
+        dataset = prompt_dataset(self._folder, self._prompts, max_prompt_tokens=self._max_prompt_tokens)
         manager = GserverManagerSpec(
-            num_generation_servers=1, train_batch_size=self._train_batch_size, rollout=self._rollout
-        )
-        worker = RolloutWorkerSpec(
-            index=0,
-            num_rollout_workers=1,
-            dataset=DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256),
-            tokenizer=write_tokenizer(self._folder / "model"),
-            group_size=self._group_size,
+            num_generation_servers=1,
+            dataset=dataset,
             train_batch_size=self._train_batch_size,
             total_train_epochs=1,
             rollout=self._rollout,
         )
+        worker = RolloutWorkerSpec(
+            index=0,
+            num_rollout_workers=1,
+            dataset=dataset,
+            tokenizer=write_tokenizer(self._folder / "model"),
+            group_size=self._group_size,
+            rollout=self._rollout,
+        )
         return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
+
+
+def prompt_dataset(folder: Path, prompts: Sequence[str], *, max_prompt_tokens: int = 16) -> DatasetSpec:
+    """Prompts whose ids are their numbers, in this order."""
+    path = folder / "rows.jsonl"
+    rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
+    reader = DatasetReader(config=config, kind="prompts")
+    reader.read_to_end()
+    return DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256)
 
 
 def judge(problem: Mapping[str, Any], answer: str) -> float:
