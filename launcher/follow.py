@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of
 from corral.launcher.status.reader import polite_reader
@@ -31,20 +31,19 @@ class _Reading:
     offset: int
     partial: bytes = b""
 
-    def new_lines(self, files: Files, *, is_over: bool) -> Iterator[bytes]:
+    def new_lines(self, files: PatientFiles, *, is_over: bool) -> Iterator[bytes]:
         """The whole lines up to what is its end now; where nothing more will come, what has no newline, too."""
-        # Opened anew each time: over NFS that is what makes another node's writes visible.
-        try:
-            with files.open(self.path) as file:
-                end = file.seek(0, 2)
-                file.seek(self.offset)
-                while self.offset < end and (data := file.read(min(_CHUNK_BYTES, end - self.offset))):
-                    self.offset += len(data)
-                    *lines, rest = (self.partial + data).split(b"\n")
-                    self.partial = rest[-_MAX_LINE_BYTES:]
-                    yield from lines
-        except FileNotFoundError:
-            return
+        is_more = True
+        while is_more:
+            try:
+                data = files.read(self.path, self.offset, _CHUNK_BYTES)
+            except FileNotFoundError:
+                return
+            self.offset += len(data)
+            is_more = len(data) == _CHUNK_BYTES
+            *lines, rest = (self.partial + data).split(b"\n")
+            self.partial = rest[-_MAX_LINE_BYTES:]
+            yield from lines
         if is_over and self.partial:
             yield self.partial
 
@@ -54,11 +53,11 @@ def follow(
     write: Callable[[str], None],
     *,
     has_ended: Callable[[], bool],
+    files: PatientFiles,
     read_before: Mapping[Path, int] | None = None,
     chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
     poll_interval_s: float = _POLL_INTERVAL_S,
-    files: Files = DIRECT,
 ) -> None:
     """Prints the files, and those that appear, until the trial has ended and all is printed.
 
@@ -114,10 +113,10 @@ def follow_trial(
         find,
         lambda line: print(line, flush=True),
         has_ended=has_ended,
+        files=files,
         read_before=read_before,
         chosen=chosen,
         prefix=prefix,
-        files=files,
     )
 
 

@@ -26,7 +26,7 @@ from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD
 from corral.launcher.clusters import queue_here
-from corral.launcher.files.patient_files import DIRECT, Files, PatientFiles
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.status.evidence import own_jobs_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
@@ -198,7 +198,7 @@ def find_job(argument: str, cluster: JobQueue) -> Job | None:
     return next((job for job in jobs if job.job_id == argument), None)
 
 
-def trial_of_job(job: Job, fileroot: Path, *, files: Files = DIRECT) -> TrialFacts | None:
+def trial_of_job(job: Job, fileroot: Path, *, files: PatientFiles) -> TrialFacts | None:
     """The trial that a job is of, if it is there."""
     if "directory" in job.tag:
         directory = Path(str(job.tag["directory"]))
@@ -212,7 +212,7 @@ def _trial_that_noted(job: Job, fileroot: Path) -> TrialFacts | None:
     return next((one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None), None)
 
 
-def is_orphan(job: Job, *, now: bool, files: Files = DIRECT) -> bool:
+def is_orphan(job: Job, *, now: bool, files: PatientFiles) -> bool:
     """Whether a job lives, and is of a trial whose directory is gone.
 
     Args:
@@ -241,7 +241,7 @@ def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
     return [one.job_id for one in jobs]
 
 
-def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: Files) -> None:
+def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: PatientFiles) -> None:
     """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
     if not has_jobs(facts.mode):
         return

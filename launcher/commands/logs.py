@@ -64,7 +64,7 @@ def logs(
         count = lines if lines is not None else (None if since else _DEFAULT_LINES)
         # Where following goes on: a line that is being written is printed once it is whole.
         ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
-        print_tails(found, count, print, ends=ends, chosen=chosen, prefix=not no_prefix, files=files)
+        print_tails(found, count, print, files=files, ends=ends, chosen=chosen, prefix=not no_prefix)
         if follow:
             with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
                 follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)

@@ -2,44 +2,24 @@
 
 command --PatientFiles.run--> FileThread: one piece of work with files --> its result
                                  +-- silent for too long --> TimeoutError that names the path
-path --PatientFiles.open--> a file of which each read has that deadline: a long log may take its time, a silent one not
+
+A file is read in pieces, each with that deadline: a long log may take its time, a silent one not.
 """
 
-import io
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TypeVar
 
 from corral.launcher.files.file_thread import FileThread
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 T = TypeVar("T")
 
 _PATIENCE_S = 10.0  # all exit records of a trial that restarted often take a loaded file server a second or two
-_BUFFER_BYTES = 1 << 16
 
 
-class Files:
-    """Works with files in the caller's thread, however long that takes."""
-
-    def run(self, work: Callable[[], T], path: Path) -> T:
-        """What the work returns, or raises."""
-        return work()
-
-    def open(self, path: Path) -> BinaryIO:
-        """The file, to be read."""
-        return path.open("rb")
-
-
-DIRECT = Files()
-"""For programs that nobody waits for, and for tests."""
-
-
-class PatientFiles(Files):
+class PatientFiles:
     """Works with files in a thread of its own; once that hangs, nobody waits for it again."""
 
     def __init__(self) -> None:
@@ -63,44 +43,24 @@ class PatientFiles(Files):
             )
         return future.result()
 
-    def open(self, path: Path) -> BinaryIO:
-        """The file, to be read; each piece of it has the deadline of `run`."""
-        descriptor = self.run(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC), path)
-        return io.BufferedReader(_PatientFile(self, descriptor, path), _BUFFER_BYTES)
+    def size(self, path: Path) -> int:
+        """Bytes of a file; raises as `run`."""
+        return self.run(partial(_size, path), path)
 
-    def forget(self, work: Callable[[], None]) -> None:
-        """Has it done some time, and waits for nothing."""
-        self._thread.submit(work)
+    def read(self, path: Path, start: int, num_bytes: int) -> bytes:
+        """What a file has from a place on, at most so much; raises as `run`."""
+        return self.run(partial(_read, path, start, num_bytes), path)
 
 
-class _PatientFile(io.RawIOBase):
-    """A file that is open; every call of the system is made in the thread."""
+# Opened anew each time: over NFS that is what makes another node's writes visible.
 
-    def __init__(self, files: PatientFiles, descriptor: int, path: Path) -> None:
-        self._files = files
-        self._descriptor = descriptor
-        self._path = path
 
-    def readable(self) -> bool:
-        return True
+def _size(path: Path) -> int:
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END)
 
-    def seekable(self) -> bool:
-        return True
 
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._files.run(partial(os.lseek, self._descriptor, offset, whence), self._path)
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        # Not into the buffer itself, which is gone when a thread that hung comes back.
-        view = memoryview(buffer).cast("B")
-        data = self._files.run(partial(os.read, self._descriptor, len(view)), self._path)
-        view[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._files.forget(partial(os.close, self._descriptor))
+def _read(path: Path, start: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(num_bytes)

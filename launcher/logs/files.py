@@ -11,7 +11,7 @@ from pathlib import Path
 from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
-from corral.launcher.files.patient_files import DIRECT, Files
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, select_lines
 
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
@@ -101,10 +101,10 @@ def print_tails(
     count: int | None,
     write: Callable[[str], None],
     *,
+    files: PatientFiles,
     ends: Mapping[Path, int] | None = None,
     chosen: LineFilter = EVERY_LINE,
     prefix: bool = True,
-    files: Files = DIRECT,
 ) -> None:
     """The last lines of each log that are meant, each line with its worker.
 
@@ -114,7 +114,7 @@ def print_tails(
     width = max(len(log.label) for log in logs)
     for log in logs:
         end = (ends or {}).get(log.path)
-        for line in select_lines(log.path, count=count, chosen=chosen, end=end, files=files):
+        for line in select_lines(log.path, files=files, count=count, chosen=chosen, end=end):
             write(f"{log.label.ljust(width)} | {line}" if prefix else line)
 
 

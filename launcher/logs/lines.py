@@ -6,16 +6,14 @@ Workers begin a line with local time, `2026-11-21 08:14:02,123`; a line without 
 the time of the line before it.
 """
 
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
-from corral.launcher.files.patient_files import DIRECT, Files
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.terminal import printable
 
 _STAMP = re.compile(r"(\d{4}-\d{2}-\d{2})[ T](\d{2}:\d{2}:\d{2})")
@@ -76,7 +74,7 @@ def text_of(raw: bytes) -> str:
 
 
 def select_lines(
-    path: Path, *, count: int | None, chosen: LineFilter, end: int | None = None, files: Files = DIRECT
+    path: Path, *, files: PatientFiles, count: int | None, chosen: LineFilter, end: int | None = None
 ) -> list[str]:
     """The last `count` lines of a file that are meant; None is all of them. A file that is not there has none.
 
@@ -84,42 +82,39 @@ def select_lines(
         end: of the part that is looked at, in bytes; all of the file unless given.
     """
     try:
-        with files.open(path) as file:
-            end = file.seek(0, 2) if end is None else end
-            lines: Iterator[str] = map(text_of, _backwards(file, end))
-            if chosen.since is not None:
-                if files.run(lambda: os.fstat(file.fileno()).st_mtime, path) < chosen.since:
-                    return []
-                lines = _since(lines, chosen.since)
-            return list(islice(filter(chosen.matches, lines), count))[::-1]
+        lines: Iterator[str] = map(text_of, _backwards(_blocks(path, files, end)))
+        if chosen.since is not None:
+            if files.run(path.stat, path).st_mtime < chosen.since:
+                return []
+            lines = _since(lines, chosen.since)
+        return list(islice(filter(chosen.matches, lines), count))[::-1]
     except FileNotFoundError:
         return []
 
 
-def end_of_lines(path: Path, *, files: Files = DIRECT) -> int:
+def end_of_lines(path: Path, *, files: PatientFiles) -> int:
     """Where the last whole line of a file ends: what comes after it is not written to its end yet."""
     try:
-        with files.open(path) as file:
-            newlines = ((start, block.rfind(b"\n")) for start, block in _blocks(file, file.seek(0, 2)))
-            return next((start + place + 1 for start, place in newlines if place >= 0), 0)
+        newlines = ((start, block.rfind(b"\n")) for start, block in _blocks(path, files))
+        return next((start + place + 1 for start, place in newlines if place >= 0), 0)
     except FileNotFoundError:
         return 0
 
 
-def _blocks(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
-    """What is before a place, the last block first, each with where it begins."""
+def _blocks(path: Path, files: PatientFiles, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """What is before a place, or the end, the last block first, each with where it begins."""
+    end = files.size(path) if end is None else end
     while end > 0:
         start = max(0, end - _CHUNK_BYTES)
-        file.seek(start)
-        yield start, file.read(end - start)
+        yield start, files.read(path, start, end - start)
         end = start
 
 
-def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """The lines before a place, the last one first."""
+def _backwards(blocks: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+    """The lines of blocks, the last one first, as the blocks are."""
     later: list[bytes] = []  # pieces of a line whose beginning has not been read, the last one first
     is_last = True
-    for _, block in _blocks(file, end):
+    for _, block in blocks:
         first, *others = block.split(b"\n")
         for piece in reversed(others):
             line = piece + b"".join(reversed(later))

@@ -18,6 +18,7 @@ from corral.launcher import stop
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.commands.stop import Teller, in_parallel
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
@@ -118,9 +119,9 @@ def tagged(job_id: str, directory: Path) -> Job:
 def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "not-mounted" / "exp" / "trial"))
     with pytest.raises(StopRefusedError, match=r"this machine has no .*not-mounted/exp; .* rl-stop --now 7 to end"):
-        is_orphan(_job_7(client), now=False)
+        is_orphan(_job_7(client), now=False, files=PatientFiles())
     assert client.cancelled == ()
-    assert is_orphan(_job_7(client), now=True)
+    assert is_orphan(_job_7(client), now=True, files=PatientFiles())
 
 
 def _job_7(client: FakeSlurm) -> Job:
@@ -132,18 +133,18 @@ def _job_7(client: FakeSlurm) -> Job:
 def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Path) -> None:
     client = FakeSlurm(tagged("7", tmp_path / "trial"))
     orphan = _job_7(client)
-    assert is_orphan(orphan, now=False)
+    assert is_orphan(orphan, now=False, files=PatientFiles())
     assert cancel_orphan(orphan, SlurmQueue(client)) == ["7"] == [*client.cancelled]
 
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
     own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
     rewritten = job_of("7", "RUNNING", comment="site: ok", name="exp.trial")
-    found = trial_of_job(_job_7(FakeSlurm(rewritten)), tmp_path)
+    found = trial_of_job(_job_7(FakeSlurm(rewritten)), tmp_path, files=PatientFiles())
     assert found is not None and found.directory.path == trial.directory.path
     other = dataclasses.replace(rewritten, name="exp.other")  # job 7 of another cluster with the same home folder
-    assert trial_of_job(_job_7(FakeSlurm(other)), tmp_path) is None
-    assert not is_orphan(_job_7(FakeSlurm(rewritten)), now=True)
+    assert trial_of_job(_job_7(FakeSlurm(other)), tmp_path, files=PatientFiles()) is None
+    assert not is_orphan(_job_7(FakeSlurm(rewritten)), now=True, files=PatientFiles())
 
 
 @pytest.mark.usefixtures("obeys_ctrl_c")

@@ -15,6 +15,7 @@ import pytest
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.cached_queue import CachedQueue
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
@@ -148,7 +149,7 @@ def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> N
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]
     shutil.rmtree(trial.directory.path)
     orphan = find_job(jobs[1], SlurmQueue())
-    assert orphan is not None and is_orphan(orphan, now=False)
+    assert orphan is not None and is_orphan(orphan, now=False, files=PatientFiles())
     assert sorted(cancel_orphan(orphan, SlurmQueue())) == sorted(jobs)
     trial.directory.path.mkdir(parents=True)
 

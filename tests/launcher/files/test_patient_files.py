@@ -16,6 +16,7 @@ from corral.launcher.commands.stop import stop
 from corral.launcher.files import lookout, patient_files
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow
+from corral.launcher.logs import lines
 from corral.launcher.logs.files import LogFile
 from corral.launcher.logs.lines import LineFilter, end_of_lines, select_lines
 from tests.launcher.supervisor.broken_files import hanging
@@ -122,7 +123,7 @@ def test_lines_are_the_same_whoever_reads_them(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     written = [f"2026-11-21 08:14:{number % 60:02},000 line {number} {'x' * 50}" for number in range(5_000)]
     log.write_text("\n".join([*written, "not whole"]))
-    assert log.stat().st_size > 4 * patient_files._BUFFER_BYTES
+    assert log.stat().st_size > 4 * lines._CHUNK_BYTES
     for chosen in (LineFilter(), LineFilter(since=0.0)):
         for count in (None, 3):
             patiently = select_lines(log, count=count, chosen=chosen, files=PatientFiles())

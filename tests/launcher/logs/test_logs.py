@@ -10,6 +10,7 @@ import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
+from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
@@ -89,8 +90,15 @@ def test_following_prints_whole_lines_and_new_files_until_the_end(directory: Tri
         ]
     )
     finder = LogFinder(directory, [])
-    before = {file.path: end_of_lines(file.path) for file in finder.find()}
-    follow(finder.find, lines.append, has_ended=lambda: next(script)(), read_before=before, poll_interval_s=0.001)
+    before = {file.path: end_of_lines(file.path, files=PatientFiles()) for file in finder.find()}
+    follow(
+        finder.find,
+        lines.append,
+        files=PatientFiles(),
+        has_ended=lambda: next(script)(),
+        read_before=before,
+        poll_interval_s=0.001,
+    )
     assert [line.split(" | ")[1] for line in lines] == ["first half", "second", "new", "last"]
     assert lines[0].startswith("master_worker/0")
 
@@ -100,7 +108,13 @@ def test_following_prints_all_that_was_written_before_the_end(directory: TrialDi
     written = [f"line {number} {'x' * 80}" for number in range(40_000)]
     log.write_text("\n".join([*written, "without an end"]))
     lines: list[str] = []
-    follow(LogFinder(directory, ["master_worker"]).find, lines.append, has_ended=lambda: True, prefix=False)
+    follow(
+        LogFinder(directory, ["master_worker"]).find,
+        lines.append,
+        files=PatientFiles(),
+        has_ended=lambda: True,
+        prefix=False,
+    )
     assert lines == [*written, "without an end"]
 
 
@@ -109,18 +123,25 @@ def test_a_line_that_is_being_written_is_printed_once_and_whole(directory: Trial
     log.write_text("whole\nha")
     finder = LogFinder(directory, ["master_worker"])
     files, lines = finder.find(), list[str]()
-    ends = {file.path: end_of_lines(file.path) for file in files}
+    ends = {file.path: end_of_lines(file.path, files=PatientFiles()) for file in files}
     with log.open("a") as file:
         file.write("lf\n")  # between the tail and the first look
-    print_tails(files, 100, lines.append, ends=ends, prefix=False)
-    follow(finder.find, lines.append, has_ended=lambda: True, read_before=ends, prefix=False)
+    print_tails(files, 100, lines.append, files=PatientFiles(), ends=ends, prefix=False)
+    follow(finder.find, lines.append, files=PatientFiles(), has_ended=lambda: True, read_before=ends, prefix=False)
     assert lines == ["whole", "half"]
 
 
 def test_what_earlier_attempts_printed_is_not_followed(directory: TrialDirectory) -> None:
     lines: list[str] = []
     finder = LogFinder(directory, [], attempt="all")
-    follow(finder.find, lines.append, has_ended=lambda: True, read_before=logs_before(directory, 1), prefix=False)
+    follow(
+        finder.find,
+        lines.append,
+        files=PatientFiles(),
+        has_ended=lambda: True,
+        read_before=logs_before(directory, 1),
+        prefix=False,
+    )
     assert lines and all(line.endswith(" 1") for line in lines)
 
 
@@ -149,7 +170,7 @@ def test_the_last_lines_of_a_long_log_cost_no_more_than_they_are(tmp_path: Path)
         file.truncate(size)  # eight gigabytes that nobody could read in time
         file.seek(size)
         file.write(b"\n" + b"".join(b"line %d\n" % number for number in range(100_000)))
-    lines = select_lines(log, count=50_000, chosen=LineFilter())
+    lines = select_lines(log, files=PatientFiles(), count=50_000, chosen=LineFilter())
     assert lines == [f"line {number}" for number in range(50_000, 100_000)]
 
 
@@ -161,14 +182,14 @@ def test_lines_read_from_the_end_are_those_read_from_the_beginning(text: str, tm
     log.write_text(text)
     for count in (None, 1, 2, 5):
         wanted = text.splitlines() if count is None else text.splitlines()[-count:]
-        assert select_lines(log, count=count, chosen=LineFilter()) == wanted
-    assert end_of_lines(log) == text.rfind("\n") + 1
+        assert select_lines(log, files=PatientFiles(), count=count, chosen=LineFilter()) == wanted
+    assert end_of_lines(log, files=PatientFiles()) == text.rfind("\n") + 1
 
 
 def test_a_terminal_is_not_given_what_it_would_obey(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_bytes(b"\x1b[31mred\x1b[0m\tanswer: \x1b]0;title\x07\x1b[2J\x07\xe2\x80\xae\xff\n 10%\r100% done\r\n")
-    assert select_lines(log, count=None, chosen=LineFilter()) == [
+    assert select_lines(log, files=PatientFiles(), count=None, chosen=LineFilter()) == [
         "red     answer: \\x07\\u202e\N{REPLACEMENT CHARACTER}",
         "100% done",
     ]
@@ -289,12 +310,12 @@ def test_since_keeps_what_belongs_to_a_line_of_that_time(tmp_path: Path) -> None
     log = tmp_path / "x.log"
     log.write_text(STAMPED)
     chosen = LineFilter(since=at("08:05:00"))
-    assert select_lines(log, count=None, chosen=chosen) == STAMPED.splitlines()[2:]
-    assert select_lines(log, count=1, chosen=chosen) == STAMPED.splitlines()[-1:]
-    assert select_lines(log, count=None, chosen=LineFilter(since=time.time() + 5)) == []
+    assert select_lines(log, files=PatientFiles(), count=None, chosen=chosen) == STAMPED.splitlines()[2:]
+    assert select_lines(log, files=PatientFiles(), count=1, chosen=chosen) == STAMPED.splitlines()[-1:]
+    assert select_lines(log, files=PatientFiles(), count=None, chosen=LineFilter(since=time.time() + 5)) == []
     log.write_text("no times\nat all\n")
-    assert select_lines(log, count=None, chosen=chosen) == ["no times", "at all"]
-    assert select_lines(tmp_path / "none.log", count=None, chosen=chosen) == []
+    assert select_lines(log, files=PatientFiles(), count=None, chosen=chosen) == ["no times", "at all"]
+    assert select_lines(tmp_path / "none.log", files=PatientFiles(), count=None, chosen=chosen) == []
 
 
 def test_since_finds_the_place_in_a_long_log(tmp_path: Path) -> None:
@@ -306,13 +327,16 @@ def test_since_finds_the_place_in_a_long_log(tmp_path: Path) -> None:
     ]
     log.write_text("\n".join(lines) + "\n")
     for second in (0, 1, 9_999, 19_999):
-        assert select_lines(log, count=None, chosen=LineFilter(since=start + second)) == lines[second:]
+        assert (
+            select_lines(log, files=PatientFiles(), count=None, chosen=LineFilter(since=start + second))
+            == lines[second:]
+        )
 
 
 def test_lines_that_match_are_counted_after_they_are_chosen(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text(STAMPED)
-    found = select_lines(log, count=1, chosen=LineFilter(pattern=re.compile("early")))
+    found = select_lines(log, files=PatientFiles(), count=1, chosen=LineFilter(pattern=re.compile("early")))
     assert found == ["  of the early line"]
 
 
