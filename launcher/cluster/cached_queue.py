@@ -16,11 +16,9 @@ the cluster is asked directly.
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -30,6 +28,7 @@ from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex
+from corral.launcher.files.patience import wait_until
 from corral.launcher.trial.lock import LockAnswer, try_lock
 from corral.scheduling.restarts import growing_pause
 
@@ -37,7 +36,6 @@ FRESH_S = 5.0
 _MAX_PAUSE_S = 60.0
 _LOCK_PATIENCE_S = 15.0  # whoever has the lock asks the cluster, which takes ten seconds at most
 _LOCK_POLL_S = 0.05
-_ACCOUNTING_FRESH_S = 86400.0
 
 
 class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -54,8 +52,6 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Why it did not answer, one line."""
     question: str = ""
     """What people type to see the same."""
-    keeps_accounts: bool = False
-    accounting_asked_at: float | None = None
 
     @cached_property
     def index(self) -> JobIndex:
@@ -98,29 +94,6 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.asked_at < newer_than <= now
 
 
-class Queue(Protocol):
-    """Where a status reader has the jobs from."""
-
-    def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
-        """The user's jobs; not older than a moment that has passed, such as that of a submission."""
-
-    def has_accounting(self) -> bool:
-        """Whether the cluster may have jobs on record which it has forgotten."""
-
-
-class DirectQueue:
-    """Asks each time: for programs that wait for one trial, and for tests."""
-
-    def __init__(self, cluster: JobQueue) -> None:
-        self._cluster = cluster
-
-    def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
-        return QueueAnswer().after_asking(self._cluster, time.time)
-
-    def has_accounting(self) -> bool:
-        return self._cluster.keeps_accounts()
-
-
 def pause_after(failures: int) -> float:
     """Seconds before it is asked again after so many failures in a row."""
     return growing_pause(failures, first_s=FRESH_S, longest_s=_MAX_PAUSE_S)
@@ -139,49 +112,29 @@ class CachedQueue:
         if not memory.is_due(self._clock(), newer_than):
             return memory
         try:
-            with self._lock() as has_lock:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with opened(self._path.with_suffix(".lock")) as descriptor:
+                # Where there are no locks, each asks for itself; after a while without it, what is known has to do.
+                may_ask = wait_until(
+                    lambda: try_lock(descriptor) is not LockAnswer.BUSY,
+                    timeout_s=_LOCK_PATIENCE_S,
+                    pause_s=_LOCK_POLL_S,
+                )
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
-                if has_lock and memory.is_due(self._clock(), newer_than):
+                if may_ask and memory.is_due(self._clock(), newer_than):
                     memory = memory.after_asking(self._cluster, self._clock)
-                    write_cache(self._path, memory)
+                    atomic_write(
+                        self._path, msgspec.json.encode(memory), is_durable=False
+                    )  # it need not survive a crash
         except OSError:
             memory = memory.after_asking(self._cluster, self._clock)
         return memory
-
-    def has_accounting(self) -> bool:
-        memory = self._read()
-        asked_at = memory.accounting_asked_at
-        if asked_at is None or self._clock() - asked_at >= _ACCOUNTING_FRESH_S:
-            now, is_kept = self._clock(), self._cluster.keeps_accounts()
-            memory = msgspec.structs.replace(self._read(), keeps_accounts=is_kept, accounting_asked_at=now)
-            with suppress(OSError):
-                write_cache(self._path, memory)
-        return memory.keeps_accounts
 
     def _read(self) -> QueueAnswer:
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=QueueAnswer)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return QueueAnswer()
-
-    @contextmanager
-    def _lock(self) -> Iterator[bool]:
-        """Yields whether we are the one who asks; after a while without the lock, what is known has to do."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with opened(self._path.with_suffix(".lock")) as descriptor:
-            yield _wait_for_lock(descriptor, time.monotonic() + _LOCK_PATIENCE_S)
-
-
-def cache_folder() -> Path:
-    """Where this user's programs leave what they would else ask again."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "corral"
-
-
-def write_cache(path: Path, content: object) -> None:
-    """Replaces what such a file holds, or raises an OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    atomic_write(path, msgspec.json.encode(content), is_durable=False)  # it need not survive a crash
 
 
 def cache_path(cluster: JobQueue) -> Path:
@@ -192,13 +145,5 @@ def cache_path(cluster: JobQueue) -> Path:
     """
     asked = f"{os.uname().nodename}|{cluster.identity}"
     name = hashlib.sha256(asked.encode(errors="surrogateescape")).hexdigest()[:12]
-    return cache_folder() / f"queue-{name}.json"
-
-
-def _wait_for_lock(descriptor: int, deadline: float) -> bool:
-    """Where there are no locks, each asks for itself."""
-    while try_lock(descriptor) is LockAnswer.BUSY:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOCK_POLL_S)
-    return True
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "corral" / f"queue-{name}.json"

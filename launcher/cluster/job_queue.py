@@ -38,11 +38,8 @@ class JobQueue(Protocol):
     def look_closer(self, job: Job, *, has_run: bool) -> Job:
         """The job with what its state and reason leave open, as far as the cluster says; `has_run`: it was put back."""
 
-    def keeps_accounts(self) -> bool:
-        """Whether `accounted` may know jobs that are forgotten."""
-
     def accounted(self, job_id: str) -> Job | None:
-        """The last that is on record of a forgotten job."""
+        """The last that is on record of a forgotten job; None where nothing is, or the cluster keeps no records."""
 
     def cancel(self, job_id: str) -> None:
         """Ends a job; one that has ended already is no error."""

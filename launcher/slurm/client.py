@@ -22,7 +22,6 @@ from corral.launcher.files.patience import PATIENCE_S, insist
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
     Node,
-    keeps_accounts,
     parse_key_values,
     parse_nodes,
     parse_records,
@@ -171,10 +170,6 @@ class SlurmClient:
     def settings(self) -> dict[str, str]:
         """The cluster's configuration."""
         return parse_settings(self._run(["scontrol", "show", "config"]))
-
-    def keeps_accounts(self) -> bool:
-        """Whether sacct and sacctmgr know anything."""
-        return keeps_accounts(self.settings())
 
     def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
         """Rows of accounting's tables; `what` is as after `sacctmgr show`."""

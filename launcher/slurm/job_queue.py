@@ -13,11 +13,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
+from corral.launcher.slurm.parse import keeps_accounts
 from corral.launcher.slurm.verdict import (
     LimitKind,
     holder_of_reason,
@@ -101,11 +103,13 @@ class SlurmQueue:
         field = holder_of_reason(job.reason).field
         return f"{job.reason}: {exceeded}; ask for less, for another launch.{field}, or for launch.layout: packed"
 
-    def keeps_accounts(self) -> bool:
-        return self._client.keeps_accounts()
+    @cached_property
+    def _keeps_accounts(self) -> bool:
+        """Asked once: whoever looks again and again does not ask the controller each time."""
+        return keeps_accounts(self._client.settings())
 
     def accounted(self, job_id: str) -> Job | None:
-        state = self._client.accounted_state(job_id)
+        state = self._client.accounted_state(job_id) if self._keeps_accounts else ""
         if not state:
             return None
         return replace(job_of_scontrol({"JobId": job_id, "JobState": state}), findings=(f"sacct says {state}",))

@@ -27,7 +27,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.cached_queue import CachedQueue, DirectQueue, Queue, QueueAnswer
+from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.cluster.jobs import Job, JobPhase
@@ -58,7 +58,7 @@ class StatusReader:
 
     Args:
         cluster: is asked about single jobs; None is the one that this machine reaches.
-        queue: where the jobs come from; None asks the cluster each time.
+        queue: where the jobs come from; None asks the cluster each time, for who waits for one trial.
         lookout: looks at directories, which may hang.
     """
 
@@ -66,11 +66,11 @@ class StatusReader:
         self,
         cluster: JobQueue | None = None,
         *,
-        queue: Queue | None = None,
+        queue: CachedQueue | None = None,
         lookout: Lookout[Path] | None = None,
     ) -> None:
         self._cluster = cluster or queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
-        self._queue = queue or DirectQueue(self._cluster)
+        self._queue = queue
         self._lookout: Lookout[Path] = lookout or Lookout()
 
     def read(self, trials: Sequence[TrialFacts]) -> list[TrialStatus]:
@@ -83,13 +83,18 @@ class StatusReader:
         whole = {path: one for path, one in opened.items() if not isinstance(one, Unanswered)}
         # Not older than the last submission.
         submissions = [one.submitted_at for one in whole.values() if _may_have_jobs(one)]
-        answer = self._queue.look(newer_than=max(submissions)) if submissions else QueueAnswer()
+        answer = self._ask_queue(newer_than=max(submissions)) if submissions else QueueAnswer()
         # Cluster and Redis have deadlines of their own, which this one leaves room for.
         found = self._lookout.look(
             {path: partial(self._read_one, one, answer) for path, one in whole.items()}, patience_s=_READ_TIMEOUT_S
         )
         silent = {path: one for path, one in opened.items() if isinstance(one, Unanswered)}
         return [_known(facts.directory.path, (found | silent)[facts.directory.path]) for facts in trials], answer
+
+    def _ask_queue(self, *, newer_than: float) -> QueueAnswer:
+        if self._queue is None:
+            return QueueAnswer().after_asking(self._cluster, time.time)
+        return self._queue.look(newer_than=newer_than)
 
     def _read_one(self, opened: Evidence, answer: QueueAnswer) -> TrialRead:
         opened = replace(opened, queue=answer)
@@ -135,7 +140,7 @@ class StatusReader:
 
     def _ask_accounting(self, job_id: str) -> Job | None:
         try:
-            return self._cluster.accounted(job_id) if job_id and self._queue.has_accounting() else None
+            return self._cluster.accounted(job_id) if job_id else None
         except ClusterError:
             return None
 

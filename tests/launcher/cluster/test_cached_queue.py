@@ -24,7 +24,6 @@ class Controller(SlurmQueue):
         super().__init__()
         self.calls = 0
         self.is_down = False
-        self.is_keeping_accounts = False
         self.pause_s = 0.0
 
     def jobs(self) -> list[Job]:
@@ -33,10 +32,6 @@ class Controller(SlurmQueue):
         if self.is_down:
             raise SlurmUnreachableError("squeue failed with exit 1: connect failure\n  hint: log in elsewhere")
         return [job_of(str(self.calls), "RUNNING", nodes="n1", tag={"corral": 1})]
-
-    def keeps_accounts(self) -> bool:
-        self.calls += 1
-        return self.is_keeping_accounts
 
 
 class Clock:
@@ -146,16 +141,6 @@ def test_without_a_place_for_the_file_slurm_is_asked_directly(controller: Contro
     queue = CachedQueue(controller, path=tmp_path / "file" / "queue.json")
     assert queue.look().jobs and queue.look().jobs
     assert controller.calls == 2
-
-
-def test_whether_there_is_accounting_is_asked_once_a_day(
-    queue: CachedQueue, controller: Controller, clock: Clock
-) -> None:
-    assert not queue.has_accounting() and not queue.has_accounting()
-    assert controller.calls == 1
-    controller.is_keeping_accounts = True
-    clock.now += 90_000.0
-    assert queue.has_accounting()
 
 
 def test_each_cluster_has_its_own_answer_also_where_two_share_a_home_folder(

@@ -16,6 +16,7 @@ from corral.launcher.slurm.client import (
     parse_job_id,
     queue_command,
 )
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.parse import (
     parse_gpus,
     parse_key_values,
@@ -248,6 +249,26 @@ def test_a_job_that_could_not_open_its_log_says_which_folder_is_missing() -> Non
 def test_the_site_says_whether_it_keeps_accounts() -> None:
     text = "Configuration data as of 2026-01-01\nAccountingStorageType   = accounting_storage/none\nx = a = b\n"
     assert parse_settings(text) == {"AccountingStorageType": "accounting_storage/none", "x": "a = b"}
+
+
+@pytest.mark.parametrize("storage", ["accounting_storage/none", "accounting_storage/slurmdbd"])
+def test_accounting_is_asked_only_where_it_is_kept_which_is_asked_once(storage: str) -> None:
+    asked: list[str] = []
+
+    class Client(SlurmClient):
+        def settings(self) -> dict[str, str]:
+            asked.append("scontrol")
+            return {"AccountingStorageType": storage}
+
+        def accounted_state(self, job_id: str) -> str:
+            asked.append("sacct")
+            return "TIMEOUT"
+
+    queue = SlurmQueue(Client())
+    found = [queue.accounted("7"), queue.accounted("8")]
+    is_kept = storage != "accounting_storage/none"
+    assert [job.state if job else None for job in found] == ["TIMED_OUT" if is_kept else None] * 2
+    assert asked == (["scontrol", "sacct", "sacct"] if is_kept else ["scontrol"])
 
 
 @given(st.text(), st.text(), st.text(), st.booleans(), st.booleans())

@@ -124,9 +124,6 @@ class Jobs:
     def look(self, *, newer_than: float = 0.0) -> QueueAnswer:
         return QueueAnswer(jobs=self.jobs, asked_at=newer_than + 1.0)
 
-    def has_accounting(self) -> bool:
-        return False
-
 
 def pending_job(facts: TrialFacts, job_id: str) -> Job:
     return queued_job(job_id, "exp.t", trial_uuid=facts.uuid, directory=str(facts.directory.path))
