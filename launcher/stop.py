@@ -10,7 +10,7 @@ nobody is there any more: Stop in the trial log from here, and the end of the jo
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD
-from corral.launcher.clusters import queue_here
+from corral.launcher.files.patience import wait_until
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.status.evidence import own_jobs_of
 from corral.launcher.status.judge import TrialStatus
@@ -37,7 +37,6 @@ from corral.launcher.trial.processes import user_name
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, the cluster's own epilogue, the report
-_POLL_INTERVAL_S = 0.2
 _DOWN_TIMEOUT_S = 30.0
 _DOWN = (WorkerState.KEPT_DOWN, WorkerState.AWAY, WorkerState.GIVEN_UP, WorkerState.NOT_STARTED)
 _WHY_NOT = {
@@ -53,90 +52,87 @@ class StopRefusedError(UserError):
     exit_code = CommandExit.BAD_CONFIGURATION
 
 
-def request_stop(facts: TrialFacts, *, now: bool, grace_s: float, then: Literal["", "requeue"] = "") -> None:
-    """Leaves the request where master and supervisor find it."""
-    request = StopRequest(requested_at=time.time(), by=_who(), now=now, grace_s=grace_s, then=then)
-    facts.directory.write_stop_request(request)
+Ending = Generator[None, TrialStatus, TrialStatus]
+"""What is done to a trial until it has ended: is sent what each look saw, and returns the last."""
 
 
-def stop_trial(
-    facts: TrialFacts,
-    *,
-    now: bool = False,
-    grace_s: float | None = None,
-    cluster: JobQueue | None = None,
-    pause: Callable[[float], None] | None = None,
-    tell: Callable[[TrialStatus], None] = lambda status: None,
-) -> TrialStatus:
-    """Stops a trial and waits until it has ended; a trial that has ended already is left as it is.
+def see_through(
+    endings: Mapping[TrialFacts, Ending], reader: StatusReader
+) -> dict[TrialFacts, TrialStatus | Exception]:
+    """Looks at all trials at once, again and again, until each has ended: how, or why nobody can say so."""
+    left, ends = dict(endings), dict[TrialFacts, TrialStatus | Exception]()
+    for ending in left.values():
+        next(ending)
+    while left:
+        for facts, status in zip(tuple(left), reader.read(tuple(left)), strict=True):
+            try:
+                left[facts].send(status)
+                continue
+            except StopIteration as ended:
+                ends[facts] = ended.value
+            except Exception as error:
+                ends[facts] = error
+            del left[facts]
+        if left:
+            time.sleep(max(map(_pause_s, left)))
+    return ends
+
+
+def stop_trial(facts: TrialFacts, cluster: JobQueue, *, now: bool = False, grace_s: float | None = None) -> Ending:
+    """Stops a trial; one that has ended already is left as it is.
 
     Args:
+        cluster: ends its jobs.
         now: do not wait for a checkpoint.
         grace_s: how long it may take to checkpoint; None is the trial's own.
-        cluster: ends its jobs; None is the one that this machine reaches.
-        pause: waits between two looks, instead of time.sleep; what it raises ends the waiting, and not the stop.
-        tell: is given what each look saw.
 
     Raises:
         TimeoutError: if it is still there after the grace period and a bounded teardown, or if its file system does not
             answer.
     """
-    cluster, files = cluster or queue_here(), PatientFiles()
-    reader = StatusReader(cluster)
+    files, status = PatientFiles(), (yield)
     grace_s = facts.stop_grace_s if grace_s is None else grace_s
-    (status,) = reader.read([facts])
     if status.is_final and status.state != "LOST":
         _cancel_rest(facts, cluster, files)
         return status
-    files.run(partial(request_stop, facts, now=now, grace_s=grace_s), facts.directory.path)
+    files.run(partial(_request_stop, facts, now=now, grace_s=grace_s), facts.directory.path)
     if status.state == "LOST" or status.state in NOT_STARTED:
         files.run(lambda: _append_stop(facts), facts.directory.log_path)
         if status.job_id and status.state in NOT_STARTED:
             cluster.cancel(status.job_id)
         _cancel_rest(facts, cluster, files)
-        (status,) = reader.read([facts])
         grace_s = 0.0
     deadline = time.monotonic() + (0.0 if now else grace_s) + _TEARDOWN_S
-    while status.state not in FINAL_STATES:
+    while (status := (yield)).state not in FINAL_STATES:
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"trial {facts.name} is still {status.state}{_because(status)} after {grace_s:.0f} s of grace; "
                 f"rl-stop --now {facts.name} does not wait"
                 + (f", scancel {status.job_id} ends its job" * bool(status.job_id))
             )
-        tell(status)
-        (pause or time.sleep)(1.0 if has_jobs(facts.mode) else _POLL_INTERVAL_S)
-        (status,) = reader.read([facts])
     return status
 
 
-def requeue_trial(
-    facts: TrialFacts,
-    *,
-    grace_s: float | None = None,
-    cluster: JobQueue | None = None,
-    pause: Callable[[float], None] | None = None,
-) -> TrialStatus:
-    """Lets a trial checkpoint and go on in a new job; returns once the present attempt has ended.
+def requeue_trial(facts: TrialFacts, *, grace_s: float | None = None) -> Ending:
+    """Lets a trial checkpoint and go on in a new job; over once the present attempt has ended.
 
     Raises:
         StopRefusedError: if it is on no cluster, or does not run.
         TimeoutError: if the attempt does not end in time, or if its file system does not answer.
     """
+    files, status = PatientFiles(), (yield)
     if not has_jobs(facts.mode):
         raise StopRefusedError(
             f"trial {facts.name} runs on this machine, where there is no queue; "
             f"rl-stop {facts.name} and rl-submit --resume {facts.name} start it again"
         )
-    reader, files = StatusReader(cluster), PatientFiles()
-    (status,) = reader.read([facts])
     if status.is_final:
         hint = "" if status.state == "COMPLETE" else f"; rl-submit --resume {facts.name} continues it"
         raise StopRefusedError(f"trial {facts.name} is {status.state}, it has no job to put back{hint}")
     if status.state in NOT_STARTED:
         return status  # it waits in the queue as it is
     attempt, grace_s = status.attempt, facts.stop_grace_s if grace_s is None else grace_s
-    files.run(partial(request_stop, facts, now=False, grace_s=grace_s, then="requeue"), facts.directory.path)
+    files.run(partial(_request_stop, facts, now=False, grace_s=grace_s, then="requeue"), facts.directory.path)
     deadline = time.monotonic() + grace_s + _TEARDOWN_S
     while attempt is not None and files.run(lambda: read_end(facts.directory, attempt), facts.directory.path) is None:
         if time.monotonic() > deadline:
@@ -144,9 +140,19 @@ def requeue_trial(
                 f"attempt {attempt} of trial {facts.name} did not end within {grace_s + _TEARDOWN_S:.0f} s of "
                 f"rl-stop --requeue; rl-status {facts.name} shows what it does"
             )
-        (pause or time.sleep)(_POLL_INTERVAL_S)
-    (status,) = reader.read([facts])
-    return status
+        yield
+    return (yield)
+
+
+def _request_stop(facts: TrialFacts, *, now: bool, grace_s: float, then: Literal["", "requeue"] = "") -> None:
+    """Leaves the request where master and supervisor find it."""
+    request = StopRequest(requested_at=time.time(), by=_who(), now=now, grace_s=grace_s, then=then)
+    facts.directory.write_stop_request(request)
+
+
+def _pause_s(facts: TrialFacts) -> float:
+    """Between two looks."""
+    return 1.0 if has_jobs(facts.mode) else 0.2
 
 
 def keep_group_down(facts: TrialFacts, group: str, *, undo: bool = False) -> str:
@@ -175,13 +181,13 @@ def keep_group_down(facts: TrialFacts, group: str, *, undo: bool = False) -> str
 
 def wait_until_down(facts: TrialFacts, group: str) -> bool:
     """Waits until no worker of the group runs; False if some still do after a while."""
-    reader, deadline = StatusReader(), time.monotonic() + _DOWN_TIMEOUT_S
-    while time.monotonic() < deadline:
+    reader = StatusReader()
+
+    def is_down() -> bool:
         (status,) = reader.read([facts])
-        if status.is_final or not any(row.kind == group and _may_run(row) for row in status.workers):
-            return True
-        time.sleep(1.0 if has_jobs(facts.mode) else _POLL_INTERVAL_S)
-    return False
+        return status.is_final or not any(row.kind == group and _may_run(row) for row in status.workers)
+
+    return wait_until(is_down, timeout_s=_DOWN_TIMEOUT_S, pause_s=_pause_s(facts))
 
 
 def _may_run(row: WorkerRow) -> bool:

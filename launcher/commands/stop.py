@@ -1,11 +1,8 @@
 """rl-stop: a last checkpoint, then the end; or only a group's; or the next attempt."""
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +13,9 @@ from corral.launcher.commands.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
     from corral.launcher.status.judge import TrialStatus
+    from corral.launcher.stop import Ending
     from corral.launcher.trial.find import TrialFacts
 
-_AWAKE_S = 0.2
 _TELL_EVERY_S = 10.0  # most stops take less
 _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 
@@ -95,83 +92,55 @@ def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, 
     from corral.launcher.cluster.cached_queue import CachedQueue
     from corral.launcher.clusters import queue_here
     from corral.launcher.status.reader import StatusReader
-    from corral.launcher.status.words import NOT_STARTED
-    from corral.launcher.stop import requeue_trial, stop_trial
+    from corral.launcher.stop import requeue_trial, see_through, stop_trial
 
-    is_left = threading.Event()
-
-    def pause(seconds: float) -> None:
-        if is_left.wait(seconds):
-            raise _LeftError
-
-    def end(facts: "TrialFacts") -> str:
-        (before,) = StatusReader().read([facts])
-        if not requeue and before.is_final and before.state != "LOST":
-            after, what = stop_trial(facts, now=now, grace_s=grace), "has ended already: "
-        elif requeue:
-            if not before.is_final and has_jobs(facts.mode):
-                print(f"putting back {facts.name} after a last checkpoint", flush=True)
-            after, what = requeue_trial(facts, grace_s=grace, pause=pause), ""
-        else:
-            can_checkpoint = not now and before.state not in (*NOT_STARTED, "LOST")
-            print(f"stopping {facts.name}" + (" after a last checkpoint" if can_checkpoint else ""), flush=True)
-            after, what = stop_trial(facts, now=now, grace_s=grace, pause=pause, tell=Teller(facts.name)), ""
-        return f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else "")
-
+    cluster = queue_here()
+    endings = {
+        facts: requeue_trial(facts, grace_s=grace) if requeue else stop_trial(facts, cluster, now=now, grace_s=grace)
+        for facts in found
+    }
+    told = {facts: told_of(facts, ending, now=now, requeue=requeue) for facts, ending in endings.items()}
     try:
-        in_parallel([partial(end, facts) for facts in found], is_left)
+        ends = see_through(told, StatusReader())
     except KeyboardInterrupt:
         print("\nwhat was asked for goes on without this command; rl-status shows how far it is")
         raise typer.Exit(130) from None
-    if any(has_jobs(facts.mode) for facts in found):
-        # Else rl-status would show for some seconds what the queue said before.
-        CachedQueue(queue_here()).look(newer_than=time.time())
-
-
-class Teller:
-    """Says now and then for whom a stop waits: a step may take minutes, and it is not left half done."""
-
-    def __init__(self, trial: str) -> None:
-        self._trial = trial
-        self._told = time.monotonic()
-
-    def __call__(self, status: "TrialStatus") -> None:
-        from corral.launcher.status.waits import render_chain
-
-        if status.waits and time.monotonic() - self._told >= _TELL_EVERY_S:
-            self._told = time.monotonic()
-            print(f"{self._trial} waits: {render_chain(status.waits[0])}", flush=True)
-
-
-class _LeftError(RuntimeError):
-    """The user does not wait any longer."""
-
-
-def in_parallel(actions: Sequence[Callable[[], str]], is_left: threading.Event) -> None:
-    """Prints what each says, as soon as it does; the first error is raised when all are through.
-
-    Args:
-        actions: at most one more look at the trial each, once `is_left` is set.
-        is_left: set by Ctrl-C.
-    """
-    errors: list[Exception] = []
-    with ThreadPoolExecutor(max_workers=max(1, min(len(actions), 16))) as pool:
-        try:
-            for future in [pool.submit(action) for action in actions]:
-                while not future.done():
-                    # The kernel may give Ctrl-C to any thread, and Python hears of it in this one, once it is awake.
-                    wait([future], timeout=_AWAKE_S)
-                try:
-                    print(future.result(), flush=True)
-                except Exception as error:
-                    errors.append(error)
-        except KeyboardInterrupt:
-            is_left.set()
-            raise
+    errors = [end for end in ends.values() if isinstance(end, Exception)]
     for other in errors[1:]:
         print(f"error: {other}", file=sys.stderr)
     if errors:
         raise errors[0]
+    if any(has_jobs(facts.mode) for facts in found):
+        # Else rl-status would show for some seconds what the queue said before.
+        CachedQueue(cluster).look(newer_than=time.time())
+
+
+def told_of(facts: "TrialFacts", ending: "Ending", *, now: bool, requeue: bool) -> "Ending":
+    """The same, with what people are told of it: now and then for whom it waits, as a step may take minutes."""
+    from corral.experiments.trial.mode import has_jobs
+    from corral.launcher.status.waits import render_chain
+    from corral.launcher.status.words import NOT_STARTED
+
+    next(ending)
+    status, told_at, what = (yield), time.monotonic(), ""
+    if status.is_final and status.state != "LOST":
+        what = "" if requeue else "has ended already: "
+    elif not requeue:
+        can_checkpoint = not now and status.state not in (*NOT_STARTED, "LOST")
+        print(f"stopping {facts.name}" + (" after a last checkpoint" if can_checkpoint else ""), flush=True)
+    elif has_jobs(facts.mode) and not status.is_final:
+        print(f"putting back {facts.name} after a last checkpoint", flush=True)
+    while True:
+        try:
+            ending.send(status)
+        except StopIteration as ended:
+            after: TrialStatus = ended.value
+            print(f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else ""), flush=True)
+            return after
+        status = yield
+        if status.waits and not status.is_final and time.monotonic() - told_at >= _TELL_EVERY_S:
+            told_at = time.monotonic()
+            print(f"{facts.name} waits: {render_chain(status.waits[0])}", flush=True)
 
 
 def main() -> None:

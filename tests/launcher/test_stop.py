@@ -1,13 +1,10 @@
 """rl-stop: the answer is how a trial ended; what is out of sight is not taken for gone; Ctrl-C ends the waiting."""
 
 import dataclasses
-import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,18 @@ from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import own_jobs_of_plan
-from corral.launcher.commands.stop import Teller, in_parallel
+from corral.launcher.commands.stop import told_of
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import WaitChain, WaitStep
-from corral.launcher.status.words import WorkerState
+from corral.launcher.status.words import TrialState, WorkerState
 from corral.launcher.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, trial_of_job
-from corral.launcher.trial.find import read_facts
+from corral.launcher.trial.find import TrialFacts, read_facts
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import job_of
-from tests.launcher.trials import StubTrial
+from tests.launcher.trials import StubTrial, stop_and_wait
 
 
 class FakeSlurm(SlurmClient):
@@ -74,9 +71,8 @@ def stop_seeing(
                 )
             ]  # fmt: skip
 
-    monkeypatch.setattr(stop, "StatusReader", Reader)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    return stop.stop_trial(facts, cluster=SlurmQueue(client))
+    return stop_and_wait(facts, SlurmQueue(client), Reader())
 
 
 def job(job_id: str, state: str, allocation: str, *, uuid: str) -> Job:
@@ -147,39 +143,65 @@ def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp
     assert not is_orphan(_job_7(FakeSlurm(rewritten)), now=True, files=PatientFiles())
 
 
-@pytest.mark.usefixtures("obeys_ctrl_c")
-def test_ctrl_c_that_reaches_another_thread_is_heard() -> None:
-    is_left = threading.Event()
-    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
+def test_trials_are_stopped_side_by_side_and_one_that_cannot_be_keeps_none_waiting(
+    trial: StubTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[str]] = []
 
-    def action() -> str:
-        time.sleep(0.5)  # by then the main thread sleeps, else this shows nothing, and still holds
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        heard.put(is_left.wait(20))
-        return ""
+    class Reader:
+        def read(self, trials: Sequence[TrialFacts]) -> list[str]:
+            looks.append([facts.trial for facts in trials])
+            return [f"look {len(looks)}" for _ in trials]
 
-    with pytest.raises(KeyboardInterrupt):
-        in_parallel([action], is_left)
-    assert heard.get(timeout=60)
+    def ends_after(num_looks: int) -> Generator[None, Any, Any]:
+        for _ in range(num_looks - 1):
+            yield
+        return (yield)
+
+    def fails() -> Generator[None, Any, Any]:
+        yield
+        raise TimeoutError("gone")
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    facts = read_facts(trial.directory)
+    assert facts is not None
+    slow, quick, broken = (dataclasses.replace(facts, trial=name) for name in ("slow", "quick", "broken"))
+    ends = stop.see_through({slow: ends_after(3), broken: fails(), quick: ends_after(1)}, Reader())  # type: ignore[arg-type]
+    assert looks == [["slow", "broken", "quick"], ["slow"], ["slow"]]  # one look serves all
+    assert (ends[slow], ends[quick]) == ("look 3", "look 1") and isinstance(ends[broken], TimeoutError)
 
 
 def test_a_stop_that_takes_long_says_for_whom_it_waits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trial: StubTrial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def step(worker: str, phase: str, waiting_for: str = "") -> WaitStep:
         return WaitStep(worker=worker, state=WorkerState.UP, phase=phase, since_s=70.0, waiting_for=waiting_for)
 
     chain = WaitChain(steps=(step("master_worker/0", "train step", "actor_gen"), step("model_worker/0", "generate")))
     status = TrialStatus(experiment="exp", trial="trial", directory="/", mode="local", state="RUNNING", waits=[chain])
-    tell = Teller("exp/trial")
-    tell(status)
+    facts = read_facts(trial.directory)
+    assert facts is not None
+
+    def ending() -> Generator[None, TrialStatus, TrialStatus]:
+        while (seen := (yield)).state != "STOPPED":
+            pass
+        return seen
+
+    told = told_of(facts, ending(), now=False, requeue=False)
+    next(told)
+    told.send(status)
+    assert capsys.readouterr().out == "stopping exp/trial after a last checkpoint\n"
+    told.send(status)
     assert capsys.readouterr().out == ""  # not yet
     monkeypatch.setattr("corral.launcher.commands.stop._TELL_EVERY_S", 0.0)
-    tell(status)
-    told = capsys.readouterr().out
-    assert told.startswith("exp/trial waits: master_worker/0") and "model_worker/0" in told and "actor_gen" in told
-    tell(dataclasses.replace(status, waits=[]))
+    told.send(status)
+    said = capsys.readouterr().out
+    assert said.startswith("exp/trial waits: master_worker/0") and "model_worker/0" in said and "actor_gen" in said
+    told.send(dataclasses.replace(status, waits=[]))
     assert capsys.readouterr().out == ""
+    with pytest.raises(StopIteration):
+        told.send(dataclasses.replace(status, state=TrialState.STOPPED))
+    assert capsys.readouterr().out == "exp/trial STOPPED\n"
 
 
 @pytest.mark.usefixtures("obeys_ctrl_c")

@@ -29,7 +29,12 @@ from corral.experiments.worker_specs import (
     RolloutWorkerSpec,
     WorkerSpec,
 )
-from corral.launcher.trial.find import read_facts
+from corral.launcher.cluster.job_queue import JobQueue
+from corral.launcher.clusters import queue_here
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.stop import see_through, stop_trial
+from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.lock import lock_path, read_lock
 from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes
 from corral.scheduling.mesh import Mesh
@@ -213,6 +218,17 @@ class StubTrial:
         end_trial(self.directory)
         if self.supervisor is not None:
             self.supervisor.wait(DEADLINE_S)
+
+
+def stop_and_wait(
+    facts: TrialFacts, cluster: JobQueue | None = None, reader: StatusReader | None = None, **options: Any
+) -> TrialStatus:
+    """How a trial ended that rl-stop has stopped."""
+    cluster = cluster or queue_here()
+    (end,) = see_through({facts: stop_trial(facts, cluster, **options)}, reader or StatusReader(cluster)).values()
+    if isinstance(end, Exception):
+        raise end
+    return end
 
 
 def end_trials(fileroot: Path) -> None:

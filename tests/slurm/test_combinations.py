@@ -16,7 +16,6 @@ from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.stop import stop_trial
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
 from tests.integration.evidence import (
@@ -25,7 +24,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import Material, submit
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 from tests.slurm.trials import SlurmTrial
 
@@ -136,7 +135,7 @@ def test_of_two_resumptions_at_once_one_submits(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE)
     trial.submit()
     wait_for_commits(trial)
-    assert stop_trial(trial.facts).state == "STOPPED"
+    assert stop_and_wait(trial.facts).state == "STOPPED"
     wait_until(lambda: not alive(trial), "an empty queue")
     prepared = [prepare_resume(trial.facts) for _ in range(2)]  # both have seen that nobody is there
 

@@ -12,11 +12,10 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.stop import stop_trial
 from corral.launcher.submit import prepare, start
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.experiments.broken_yaml import write_inputs
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SMALL, SlurmTrial
 from tests.slurm.wrong_configurations import VALID_SLURM
@@ -168,7 +167,7 @@ def test_hostile_values_reach_the_worker_as_they_were_written(
         assert image in call
         assert all(f"--bind={mount}" in call for mount in mounts)
         assert f"--bind={trial.directory.path}:{trial.directory.path}" in call
-        assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
+        assert stop_and_wait(trial.facts, grace_s=20.0).state == "STOPPED"
     finally:
         if trial.job_id:
             cluster.run("scancel", trial.job_id)

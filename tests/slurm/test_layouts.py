@@ -22,10 +22,9 @@ from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import parse_key_values
 from corral.launcher.slurm.step import step_name
-from corral.launcher.stop import stop_trial
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.slurm_formats import expand_host_list
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.conftest import require_programs
 from tests.slurm.trials import SMALL, SlurmTrial
@@ -76,7 +75,7 @@ def make_five_groups(make_slurm_trial: Any) -> Iterator[Callable[..., SlurmTrial
     yield make
     for trial in made:
         if trial.job_id:
-            stop_trial(trial.facts, now=True)
+            stop_and_wait(trial.facts, now=True)
 
 
 def groups_of(allocation: str) -> ExperimentScheduling:
@@ -211,7 +210,7 @@ def test_jobs_puts_every_step_into_the_job_of_its_group(
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
     check_gpus(trial, environments)
-    assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
+    assert stop_and_wait(trial.facts, grace_s=20.0).state == "STOPPED"
     wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R,CG").stdout.strip(), "the end of all four jobs")
 
 
@@ -280,7 +279,7 @@ exec {sys.executable} "$@"
     (environment,) = [path.read_text().splitlines() for path in record.glob("*.environment")]
     assert {"A=x,y", "APPTAINERENV_A=x,y", "CUDA_VISIBLE_DEVICES=0"} <= set(environment)
     assert f"APPTAINERENV_CORRAL_TRIAL_UUID={trial.plan.trial.uuid}" in environment
-    stop_trial(trial.facts, now=True)
+    stop_and_wait(trial.facts, now=True)
 
 
 HOSTILE_FOLDER = "a b $(touch canary) `touch canary` 'q' \"d\" # %j ; é * <% x %>"

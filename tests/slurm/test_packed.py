@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.stop import stop_trial
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -36,7 +35,7 @@ def test_a_step_that_crashes_is_restarted_inside_the_allocation(make_slurm_trial
     exits = trial.events("worker_exited", worker="generation_server/0")
     assert [event["returncode"] for event in exits[:2]] == [3, -9]
     assert trial.status().job_id == trial.job_id
-    stopped = stop_trial(trial.facts, grace_s=20.0)
+    stopped = stop_and_wait(trial.facts, grace_s=20.0)
     assert (stopped.state, stopped.note.split(" (")[0]) == ("STOPPED", "checkpointed at step 3")
     assert len(trial.starts("master_worker/0")) == 1
 
@@ -53,7 +52,7 @@ def test_gpus_are_dealt_out_without_overlap(make_slurm_trial: Any, tmp_path: Pat
     assert shares["master_worker/0"] == shares["gserver_manager/0"] == ""
     assert sorted(",".join(shares.values()).strip(",").split(",")) == [str(index) for index in range(8)], shares
     assert {environment["CORRAL_BIND_ADDRESS"] for environment in environments.values()} == {"127.0.0.1"}
-    stop_trial(trial.facts, now=True)
+    stop_and_wait(trial.facts, now=True)
 
 
 def test_scancel_from_outside_is_told_from_our_own_end(make_slurm_trial: Any, cluster: Cluster) -> None:
@@ -69,7 +68,7 @@ def test_a_stopped_trial_goes_on_in_a_new_job(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({"master_worker/0": ["master", "finish 0.2"]}, model_workers=1, servers=0)
     first = trial.submit()
     wait_until(lambda: trial.starts("master_worker/0"), "the master")
-    assert stop_trial(trial.facts, grace_s=20.0).state == "STOPPED"
+    assert stop_and_wait(trial.facts, grace_s=20.0).state == "STOPPED"
     trial.directory.clear_stop_request()
     assert trial.submit(attempt=1, resume=True) != first
     assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE"
@@ -82,7 +81,7 @@ def test_a_queued_trial_is_shown_with_its_reason_and_stopped_without_having_run(
     trial.submit()
     status = trial.wait_for_state("QUEUED")
     assert "begin time" in status.note
-    assert stop_trial(trial.facts).state in ("STOPPED", "CANCELLED")
+    assert stop_and_wait(trial.facts).state in ("STOPPED", "CANCELLED")
     assert trial.events("worker_started") == []
 
 

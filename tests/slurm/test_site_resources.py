@@ -8,9 +8,8 @@ import pytest
 
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
-from corral.launcher.stop import stop_trial
 from corral.launcher.submit.cluster import most_common_shape
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.conftest import for_this_process
 from tests.slurm.trials import SMALL, SlurmTrial
@@ -57,7 +56,7 @@ def test_every_step_gets_its_cores_where_a_core_is_two_cpus(make_slurm_trial: An
     trial.submit()
     _wait_for_all(trial)
     assert len(client.steps(trial.job_id)) == len(_workers(trial)) == 6
-    stop_trial(trial.facts, now=True)
+    stop_and_wait(trial.facts, now=True)
 
 
 def test_memory_is_asked_for_per_cpu_where_jobs_may_ask_for_nothing_else(
