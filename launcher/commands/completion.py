@@ -3,21 +3,18 @@
 rl-status --install-completion      once; then  rl-logs gsm8k<TAB> gen<TAB>
 """
 
-import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
-from corral.scheduling.worker_information import planned_workers
+from corral.experiments.exit_codes import UserError
 
 _EXTRA_LOGS = ("redis", "supervisor")
 
 
 def complete_trial(ctx: typer.Context, incomplete: str) -> list[str]:
     """Trial names that are unique, and experiment/trial for all, that begin like this."""
-    paths = list(_trial_paths(_fileroot(ctx)))
+    paths = [plan.parent for plan in _fileroot(ctx).glob("*/*/plan.json")]
     names = [path.name for path in paths]
     candidates = [name for name in names if names.count(name) == 1]
     candidates += [f"{path.parent.name}/{path.name}" for path in paths]
@@ -37,22 +34,16 @@ def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _fileroot(ctx: typer.Context) -> Path:
+    from corral.launcher.trial.find import default_fileroot
+
     given = ctx.params.get("fileroot")
-    configured = str(given) if given else os.environ.get("CORRAL_FILEROOT")
-    return Path(configured).expanduser() if configured else Path.home() / "corral"
+    return Path(str(given)).expanduser() if given else default_fileroot()
 
 
-def _trial_paths(fileroot: Path) -> Iterator[Path]:
-    return (plan.parent for plan in fileroot.glob("*/*/plan.json"))
+def _workers(ctx: typer.Context) -> tuple[str, ...]:
+    from corral.launcher.trial.find import find_trial
 
-
-def _workers(ctx: typer.Context) -> list[str]:
-    wanted = str(ctx.params.get("trial") or "")
-    for path in (Path(wanted), *_trial_paths(_fileroot(ctx))):
-        if wanted in (path.name, f"{path.parent.name}/{path.name}", str(path)):
-            try:
-                plan = json.loads((path / "plan.json").read_bytes())
-                return planned_workers(plan["workers"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-    return []
+    try:
+        return find_trial(str(ctx.params.get("trial") or ""), _fileroot(ctx)).workers
+    except UserError:
+        return ()

@@ -44,35 +44,27 @@ def contain(
         command: an interpreter of the host and its arguments; a container has an interpreter of its own.
 
     Raises:
-        ConfigError: if there is an image but no runtime, or the trial's folder cannot be mounted.
+        ConfigError: if there is an image, and the trial's folder cannot be mounted in it.
     """
     image = scheduling.container_image
     if image is None:
         return ContainedCommand(command=tuple(command), environment=environment)
     inside = (cluster.container_python, *command[1:])
     mounts = (_own_mount(directory), *scheduling.container_mounts)
-    match cluster.container_runtime:
-        case "apptainer" | "singularity" as program:
-            gpus = ["--nv"] if scheduling.gpu else []
-            # Variables by their own variables: --env splits its argument at commas.
-            carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}
-            return ContainedCommand(
-                command=(program, "exec", *gpus, *(f"--bind={mount}" for mount in mounts), image, *inside),
-                environment={**environment, **carried},
-            )
-        case "pyxis":
-            options = [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
-            if environment:
-                # Otherwise the image's own value would win.
-                options.append(f"--container-env={','.join(environment)}")
-            return ContainedCommand(srun_options=tuple(options), command=inside, environment=environment)
-        case None:
-            raise ConfigError.of(
-                f"container_image {image} cannot be run: cluster.container_runtime is not set",
-                hint="set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
-                path=("cluster", "container_runtime"),
-                shown="null",
-            )
+    if (program := cluster.container_runtime) == "pyxis":
+        options = [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+        if environment:
+            # Otherwise the image's own value would win.
+            options.append(f"--container-env={','.join(environment)}")
+        return ContainedCommand(srun_options=tuple(options), command=inside, environment=environment)
+    assert program is not None, "experiments/checks/groups.py refuses an image that nothing could run"
+    gpus = ["--nv"] if scheduling.gpu else []
+    # Variables by their own variables: --env splits its argument at commas.
+    carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}
+    return ContainedCommand(
+        command=(program, "exec", *gpus, *(f"--bind={mount}" for mount in mounts), image, *inside),
+        environment={**environment, **carried},
+    )
 
 
 def _own_mount(directory: Path) -> str:

@@ -151,11 +151,6 @@ def test_a_group_without_an_image_runs_on_the_host_whatever_the_site_has() -> No
     assert contained("apptainer") == ContainedCommand(command=COMMAND, environment=ENVIRONMENT)
 
 
-def test_an_image_that_nothing_can_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cluster.container_runtime is not set"):
-        contained(None, container_image="i.sif")
-
-
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_a_folder_that_cannot_be_mounted_is_refused(runtime: str) -> None:
     with pytest.raises(ConfigError, match="holds a comma or a colon"):
