@@ -1,0 +1,93 @@
+"""Three servers and two rollout workers that are killed and frozen all the time, and nothing is lost, doubled or stale.
+
+    act (one at a time, 34 of them)     SIGKILL         the supervisor starts it again
+                                        SIGSTOP         until a train step has run without it, or because of it none did
+                                        SIGSTOP         until the supervisor takes it for dead
+
+What is proven is read from the trial's files after its end: the recorded trajectories and the ledger.
+"""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.evidence import (
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+)
+from tests.integration.trial_helpers import Trial
+
+pytestmark = pytest.mark.slow
+
+VICTIMS = (
+    "generation_server/0",
+    "rollout_worker/0",
+    "generation_server/1",
+    "gserver_manager/0",
+    "rollout_worker/1",
+    "generation_server/2",
+)
+NUM_ACTS = 34  # a hundred over the three trials
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
+    start_trial: Callable[..., Trial], eta: int
+) -> None:
+    trial = start_trial(
+        num_rows=200,
+        num_passes=4,
+        pause_s=0.05,
+        overrides={
+            "allocation": "hf:d3+fsdp:d1",
+            "groups.rollout_worker.count": 2,
+            "train_batch_size": 6,
+            "rollout.max_head_offpolicyness": eta,
+            "rollout.sampling.max_new_tokens": 24,
+            "control.commit_every_steps": 4,
+            "supervision.max_restarts": 100,
+            "supervision.restart_pause_s": 0.0,
+            "supervision.silence_timeout_s": 8,
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_steps(1)
+    acts = itertools.cycle((_kill, _freeze_for_a_while, _kill, _freeze_for_good, _kill))  # 5 and 6 have no divisor
+    for victim, act in itertools.islice(zip(itertools.cycle(VICTIMS), acts, strict=False), NUM_ACTS):
+        act(trial, victim)
+        trial.wait_for_steps(1)
+    trial.full_speed()
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    oldest = check_no_token_was_too_old(trial, eta=eta)
+    assert (oldest > 0) is (eta > 0)
+
+
+def _kill(trial: Trial, victim: str) -> None:
+    trial.kill(victim)
+
+
+def _freeze_for_a_while(trial: Trial, victim: str) -> None:
+    """It wakes up with what it knew before, and some of that is not so any more."""
+    pid = trial.pid(victim)
+    silent = len(trial.events("worker_silent", worker=victim))
+    steps = len(trial.train_steps())
+    os.kill(pid, signal.SIGSTOP)
+    trial.wait_for(
+        lambda: len(trial.train_steps()) > steps or len(trial.events("worker_silent", worker=victim)) > silent,
+        f"a train step without {victim}, or its end",
+    )
+    if len(trial.events("worker_silent", worker=victim)) == silent:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _freeze_for_good(trial: Trial, victim: str) -> None:
+    silent = len(trial.events("worker_silent", worker=victim))
+    os.kill(trial.pid(victim), signal.SIGSTOP)
+    trial.wait_for(lambda: len(trial.events("worker_silent", worker=victim)) > silent, f"{victim} to be taken for dead")
