@@ -204,9 +204,7 @@ class PolicyExperiment(Experiment):
         return own
 
     def rank_settings(self) -> Mapping[str, Any]:
-        rollout = self.rollout
-        judge = RewardSpec(function=rollout.reward, timeout_s=rollout.reward_timeout_s, retries=rollout.reward_retries)
-        return {"reward": judge}
+        return {"reward": RewardSpec.of(self.rollout)}
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)

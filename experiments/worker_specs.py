@@ -13,6 +13,7 @@ from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfi
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
     EngineConfig,
+    GenerationConfig,
     ImportPath,
     RolloutConfig,
     SamplingConfig,
@@ -107,6 +108,17 @@ class RewardSpec(FrozenConfig):
     """Deadline of one call."""
     retries: int = Field(default=2, ge=0)
     """Further tries of a call that failed."""
+    processes: int | None = Field(default=None, ge=1)
+    """Calls at a time, each in a process of its own; None is as many as there are CPUs, but 4 to 16."""
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "RewardSpec":
+        return cls(
+            function=config.reward,
+            timeout_s=config.reward_timeout_s,
+            retries=config.reward_retries,
+            processes=config.reward_processes,
+        )
 
 
 class BehaviourSpec(FrozenConfig):

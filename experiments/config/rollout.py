@@ -55,11 +55,13 @@ class GenerationConfig(FrozenConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
     reward: ImportPath = EXACT_MATCH
-    """A function (problem, answer text) -> float."""
+    """A function (problem, answer text) -> float, or (problem, answers) -> list of floats; async or not."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
     """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
+    reward_processes: int | None = Field(default=None, ge=1)
+    """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one."""  # noqa: E501
 
 
 class RolloutConfig(GenerationConfig):

@@ -136,8 +136,7 @@ def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
 def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, str | None]:
     """Who judges, answers to what, and the agent."""
     for worker in plan.all_of(RolloutWorkerSpec):
-        reward = RewardSpec(function=worker.rollout.reward, timeout_s=worker.rollout.reward_timeout_s)
-        return reward, worker.dataset, worker.rollout.agent
+        return RewardSpec.of(worker.rollout), worker.dataset, worker.rollout.agent
     rank = plan.all_of(ModelWorkerSpec)[0]
     return rank.reward, rank.dataset, None
 

@@ -19,7 +19,6 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +48,7 @@ class HeldOutProblems:
                     f"max_prompt_tokens {config.dataset.max_prompt_tokens}; shorten it"
                 )
         self._stop_token_ids = eos_token_ids(model)
-        self._judge = RewardJudge(
-            load_callable(reward.function),
-            tokenizer,
-            stop_token_ids=self._stop_token_ids,
-            timeout_s=reward.timeout_s,
-            retries=reward.retries,
-        )
+        self._judge = RewardJudge(reward, tokenizer, stop_token_ids=self._stop_token_ids)
         self._max_new_tokens = config.max_new_tokens
 
     def __len__(self) -> int:
@@ -90,7 +83,7 @@ class HeldOutProblems:
 
     async def _reward_of(self, row: DatasetRow, output: list[int]) -> float | None:
         try:
-            return await self._judge.judge(row.fields, output)
+            return (await self._judge.judge(row.fields, [output]))[0]
         except RewardFailedError as error:
             logger.warning("the answer to held-out problem %s is left out of the means: %s", row.row_id, error)
             return None

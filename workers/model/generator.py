@@ -9,9 +9,7 @@ prompt follow from the trial's seed, the prompt's order and the weights alone, i
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +32,6 @@ from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts
 from corral.workers.rollout.trajectories import make_sample
-from corral.workers.user_code.loading import load_callable
 
 _MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
 NOT_FINITE = "not_finite"
@@ -84,6 +81,7 @@ class Generator:
         self._tokenizer = load_tokenizer(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
+        self._judge = RewardJudge(spec.reward, self._tokenizer, stop_token_ids=self._stop_token_ids)
         self._has_judged = False
         self._num_failed = 0
 
@@ -185,25 +183,15 @@ class Generator:
     async def _judge_all(
         self, prompts: Sequence[_Prompt], groups: Sequence[list[PartialAnswer | None]], *, version: str
     ) -> list[Generated]:
-        judge = RewardJudge(
-            load_callable(self._reward.function),
-            self._tokenizer,
-            stop_token_ids=self._stop_token_ids,
-            timeout_s=self._reward.timeout_s,
-            retries=self._reward.retries,
-        )
-        with closing(judge):
-            judged = [self._judge(judge, *one, version=version) for one in zip(prompts, groups, strict=True)]
-            return list(await asyncio.gather(*judged))
+        judged = [self._judged(*one, version=version) for one in zip(prompts, groups, strict=True)]
+        return list(await asyncio.gather(*judged))
 
-    async def _judge(
-        self, judge: RewardJudge, prompt: _Prompt, group: list[PartialAnswer | None], *, version: str
-    ) -> Generated:
+    async def _judged(self, prompt: _Prompt, group: list[PartialAnswer | None], *, version: str) -> Generated:
         answers = [answer for answer in group if answer is not None]
         if len(answers) < len(group):
             return prompt.dropped(NOT_FINITE, version=version)
         try:
-            rewards: list[Any] = await asyncio.gather(*(judge(prompt.row.fields, answer) for answer in answers))
+            rewards = await self._judge(prompt.row.fields, answers)
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
         judged = JudgedGroup(prompt.token_ids, answers, rewards)

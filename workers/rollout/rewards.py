@@ -1,15 +1,15 @@
-"""Rewards: plain functions from a problem and an answer to a number.
+"""Rewards: functions from a problem and an answer to a number, async or not. One whose second parameter is called
+`answers` gets all answers of a group, and returns a list.
 
-A reward is named in the experiment file by its import path. It is called in a thread, with a deadline; what it raises
-is an explicit failure (retried, then counted), never a reward of zero.
+A reward is named in the experiment file by its import path. It is called in a process without keys, with a deadline;
+what it raises is an explicit failure (retried, then counted), never a reward of zero.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Problem = Mapping[str, Any]
 """One row of the dataset, as it stands in the file."""
-RewardFunction = Callable[[Problem, str], float]
 
 
 def exact_match(problem: Problem, answer: str) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.worker_record import MANAGER
-from corral.experiments.worker_specs import RolloutWorkerSpec
+from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
@@ -123,14 +123,9 @@ class RolloutWorker(Worker):
             request_timeout_s=spec.rollout.request_timeout_s,
             experts=spec.experts,
         )
-        judge = RewardJudge(
-            load_callable(spec.rollout.reward),
-            self._tokenizer,
-            stop_token_ids=self._stop_token_ids,
-            timeout_s=spec.rollout.reward_timeout_s,
-            retries=spec.rollout.reward_retries,
-        )
+        judge = RewardJudge(RewardSpec.of(spec.rollout), self._tokenizer, stop_token_ids=self._stop_token_ids)
         stack.callback(judge.close)
+        judge.start()
         self._groups = GroupMaker(
             load_callable(spec.rollout.agent),
             judge,

@@ -1,11 +1,13 @@
 """Whose line it was: an exception, or a frame that hangs -> type, message, and where in the user's file."""
 
+import os
 import traceback
 from pathlib import Path
 from types import FrameType
 
 # Not resolved: frames name their files as they were imported.
 _OURS = {Path(__file__).parents[2] / folder for folder in ("experiments", "name_resolve", "scheduling", "workers")}
+_OURS.add(Path(os.__file__).parent / "asyncio")  # it runs what is async, and is not what was written
 
 
 def describe_error(error: BaseException) -> str:
@@ -38,4 +40,4 @@ def _outermost(frames: traceback.StackSummary) -> str:
 
 def _is_users(file: str) -> bool:
     path = Path(file)
-    return not (file.startswith("<frozen") or "importlib" in path.parts or _OURS & set(path.parents))
+    return not (file.startswith("<") or "importlib" in path.parts or _OURS & set(path.parents))

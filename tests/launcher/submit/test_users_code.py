@@ -53,8 +53,13 @@ BROKEN = {
     ),
     "an async reward": (
         "rollout.reward",
-        "\nasync def score(problem, answer):\n    return 1.0\n",
-        "own.py:2: score is an async function",
+        "\nasync def score(problem, answer):\n    return problem['solution']\n",
+        "KeyError: 'solution' (own.py:3)",
+    ),
+    "a reward of groups": (
+        "rollout.reward",
+        "def score(problem, answers):\n    return [1.0]\n",
+        "own.py:1: score returned [1.0], and a reward of groups returns one number for each answer",
     ),
     "a reward of None": ("rollout.reward", "def score(problem, answer):\n    pass\n", "own.py:1: score returned None"),
     "a reward that raises": (

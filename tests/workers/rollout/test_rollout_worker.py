@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,12 @@ async def asks_twice_and_fails_at_first(
 
 
 first_try_is_over = threading.Event()
-others_are_dropped = threading.Event()
 
 
 def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
     """A reward of a user that takes longer for row 3 than any agent may be at work of its own."""
     if problem["id"] == "3":
-        others_are_dropped.wait()
+        Path(os.environ["OTHERS_ARE_DROPPED"]).open().close()  # a FIFO: until it has a writer
     return 1.0
 
 
@@ -136,23 +136,21 @@ def test_a_worker_asks_once_and_gets_a_prompt_when_the_gate_opens(
 
 
 def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = {"agent": f"{HERE}:waits_for_some", "agent_timeout_s": 0.5, "reward_retries": 1}
     rollout |= {"reward": f"{HERE}:waits_for_the_others", "reward_timeout_s": 600.0}
-    others_are_dropped.clear()
+    os.mkfifo(fifo := tmp_path / "others_are_dropped")
+    monkeypatch.setenv("OTHERS_ARE_DROPPED", str(fifo))
 
-    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig:
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig, ExitStack() as stack:
 
         def all_came() -> bool:
             if {"1", "2"} <= rig.outcomes().keys():
-                others_are_dropped.set()
+                stack.callback(os.close, os.open(fifo, os.O_RDWR))
             return len(rig.received) == 4
 
-        try:
-            rig.run_until(all_came, "four prompts")
-        finally:
-            others_are_dropped.set()
+        rig.run_until(all_came, "four prompts")
         outcomes = rig.outcomes()
     assert outcomes["0"] == outcomes["3"] == "finished"
     why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
