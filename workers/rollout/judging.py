@@ -84,7 +84,7 @@ class RewardJudge:
                 _SHOWN_PROBLEM,
                 call.problem,
                 cause,
-                outcome.trace,
+                outcome.traceback,
             )
         raise RewardFailedError(f"the reward function failed {tries} times, last: {cause}")
 

@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct):
     """One for each answer; none if it failed."""
     cause: str = ""
     """Of a failure: one line, with file and line."""
-    trace: str = ""
+    traceback: str = ""
     is_stuck: bool = False
     """Whether the process has to be ended."""
 
@@ -213,7 +213,7 @@ def _late(call: Call, frame: FrameType | None) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(cause=describe_error(error), trace="".join(traceback.format_exception(error)))
+    return Outcome(cause=describe_error(error), traceback="".join(traceback.format_exception(error)))
 
 
 def _reply(connection: socket.socket, outcome: Outcome) -> None:
