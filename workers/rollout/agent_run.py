@@ -1,26 +1,42 @@
 """One run of an agent: what it asks of servers and rewards has deadlines of its own, what else it does has one here.
 
     agent ──sample_group, judge──► own time stands still until they answer, then begins anew
-      └──anything else it awaits──► own time runs ──`rollout.agent_timeout_s`──► cancelled, AgentHangsError
+      ├──anything else it awaits──► own time runs ──`rollout.agent_timeout_s`──► cancelled, AgentHangsError
+      └──does not await──► the loop stands still ──`rollout.agent_timeout_s`──► AgentBlocksError, raised where it stands
 
-An agent that does not end when it is cancelled is left behind, as a reward's thread is: nobody waits for it.
+An agent that does not end when it is cancelled is left behind: nobody waits for it. One that blocks the loop holds up
+everything, so a signal's handler raises into it; what a library in C does to its end is interrupted only after that.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from corral.workers.user_code.blame import place_of
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 1.0  # an agent that cleans up may say meanwhile where it was
+_NAME: ContextVar[str] = ContextVar("agent")
+"""Of the agent whose task runs, or that has started it."""
 
 
 class AgentHangsError(TimeoutError):
     """An agent awaited something of its own for too long."""
+
+
+class AgentBlocksError(TimeoutError):
+    """An agent kept the event loop, and with it all other agents, to itself for too long."""
 
 
 @dataclass(slots=True)
@@ -59,7 +75,7 @@ class AgentRun:
         Raises:
             AgentHangsError: if it did not go on.
         """
-        task = asyncio.create_task(_outcome(agent))
+        task = asyncio.create_task(_outcome(agent, self.name))
         try:
             while not task.done() and (left_s := self._left_s()) > 0.0:
                 await asyncio.wait([task], timeout=left_s)
@@ -96,8 +112,40 @@ class _Raised:
         self.error = error
 
 
-async def _outcome(agent: Awaitable[T]) -> T | _Raised:
+async def _outcome(agent: Awaitable[T], name: str) -> T | _Raised:
+    _NAME.set(name)
     try:
         return await agent
     except BaseException as error:
         return _Raised(error)
+
+
+@contextmanager
+def blocking_interrupted(timeout_s: float) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Raises AgentBlocksError in an agent that keeps the event loop of this, the main thread to itself.
+
+    Yields:
+        What the loop awaits as long as it runs, more often than `timeout_s`.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if name := _NAME.get(""):
+            raise AgentBlocksError(
+                f"agent {name} blocked the event loop for {timeout_s:g} s (rollout.agent_timeout_s); await what takes "
+                "time, or give it to asyncio.to_thread"
+            )
+        logger.warning(
+            "the event loop has stood still for %g s, for no agent:\n%s",
+            timeout_s,
+            "".join(traceback.format_stack(frame)),
+        )
+
+    async def wind() -> None:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s, timeout_s)  # and again, should the agent not care
+
+    before, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    try:
+        yield wind
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)

@@ -50,6 +50,7 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
+from corral.workers.rollout.agent_run import blocking_interrupted
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.judging import RewardJudge
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 _RECEIVER_POLL_S = 0.5
 _COMMIT_POLL_S = 0.2
 _REQUEST_DEADLINE_S = 60.0
+_WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent is interrupted
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
 _LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while
 _MAX_CONNECTIONS = 1024
@@ -89,7 +91,10 @@ class RolloutWorker(Worker):
     async def _main(self) -> None:
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            agent_timeout_s = self._spec.rollout.agent_timeout_s
+            wind = stack.enter_context(blocking_interrupted(agent_timeout_s))
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.every(agent_timeout_s / _WINDS_PER_TIMEOUT, wind))
                 tasks.create_task(self._take_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
                 tasks.create_task(self.every(_RECEIVER_POLL_S, self._watch_receivers))

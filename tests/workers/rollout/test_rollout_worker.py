@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,20 @@ async def waits_for_some(problem: Mapping[str, Any], prompt_ids: list[int], samp
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(60.0)  # longer than anybody waits for it
+    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
+
+
+async def blocks_for_one(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
+    """An agent of a user that keeps the event loop to itself, in a task of its own, and once more when interrupted."""
+
+    async def block() -> None:
+        try:
+            time.sleep(600.0)
+        finally:
+            time.sleep(600.0)
+
+    if problem["id"] == "1":
+        await asyncio.gather(block())
     return await agents.single_turn(problem, prompt_ids, sample_group, judge)
 
 
@@ -157,6 +172,17 @@ def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_
     line = waits_for_some.__code__.co_firstlineno + 3
     assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in test_rollout_worker.py:{line}")
     assert outcomes["2"].startswith(why)
+
+
+def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_others_go_on(tmp_path: Path) -> None:
+    rollout = {"agent": f"{HERE}:blocks_for_one", "agent_timeout_s": 1.0, "reward_retries": 0}
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig:
+        rig.run_until(lambda: len(rig.received) == 4, "four prompts")
+        outcomes = rig.outcomes()
+    assert [outcomes[number] for number in ("0", "2", "3")] == ["finished"] * 3
+    why = f"agent_error: AgentBlocksError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
+    line = blocks_for_one.__code__.co_firstlineno + 10
+    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f"(test_rollout_worker.py:{line})")
 
 
 def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(
