@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from math_verify import parse, verify
 
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
@@ -72,6 +73,11 @@ def compares(problem: Mapping[str, Any], answers: list[str]) -> list[float]:
     return [float(len(answer) - len(answers[0])) for answer in answers][: problem["number"]]
 
 
+def verifies(problem: Mapping[str, Any], answer: str) -> float:
+    """With math-verify's own timeouts, which are signals: in a thread that is not the main one it raises."""
+    return float(verify(parse(problem["answer"]), parse(answer)))
+
+
 @pytest.fixture
 def judges() -> Iterator[Any]:
     opened: list[RewardJudge] = []
@@ -127,6 +133,24 @@ def test_slow_rewards_run_at_the_same_time_and_beside_those_that_hang_and_die(ju
 def test_a_process_is_kept_for_the_next_call_and_may_handle_signals(judges: Any) -> None:
     judge = judges(processes=1)
     assert judged(judge, {"do": "count"}, {"do": "alarm"}, {"do": "count"}) == [0.0, 1.0, 1.0]
+
+
+def test_math_verify_judges_a_thousand_answers_as_it_does_by_itself(judges: Any) -> None:
+    forms = (r"$\frac{{{0}}}{{8}}$", "so it is {1}", r"\boxed{{\frac{{{2}}}{{16}}}}", "the answer is {0}/7")
+    pairs = [
+        ({"answer": forms[0].format(number)}, form.format(number, number / 8, 2 * number))
+        for number in range(250)
+        for form in forms
+    ]
+    judge = judges("verifies", processes=4)
+
+    async def judge_all() -> list[float]:
+        answers = [PartialAnswer(max_new_tokens=99, output_ids=list(map(ord, text))) for _, text in pairs]
+        return await asyncio.gather(*(judge(pair[0], answer) for pair, answer in zip(pairs, answers, strict=True)))
+
+    rewards = asyncio.run(judge_all())
+    assert rewards == [verifies(*pair) for pair in pairs]
+    assert 250 <= sum(rewards) < 1000
 
 
 def test_a_call_that_nobody_waits_for_any_more_blocks_nobody_else(judges: Any) -> None:
