@@ -1,5 +1,6 @@
 """Two training ranks that meet over gloo, two generation servers, two rollout workers: the same promises."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,28 @@ def test_two_ranks_share_supervised_training(start_trial: Callable[..., Trial]) 
     assert trial.train_steps() == list(range(1, 11))
     losses = [line["sft/loss"] for line in trial.metrics() if "sft/loss" in line]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("makers", "trainers"), list(itertools.product((1, 2, 3), repeat=2)))
+def test_any_number_of_makers_feeds_any_number_of_trainers(
+    start_trial: Callable[..., Trial], makers: int, trainers: int
+) -> None:
+    trial = start_trial(
+        num_rows=31,
+        num_passes=2,
+        overrides={
+            "allocation": f"hf:d{makers}+fsdp:d{trainers}",
+            "groups.rollout_worker.count": makers,
+            "train_batch_size": 6,
+            "evaluation.every_steps": 1000,
+        },
+    )
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_no_token_was_too_old(trial, eta=1)
+    assert trial.train_steps() == list(range(1, 12))
 
 
 @pytest.mark.slow  # test_megatron.py loses a rank, and every kind is killed in test_kill_each_kind.py
