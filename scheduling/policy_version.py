@@ -10,7 +10,9 @@ that covers them, so servers may hold an orphan, and samples may have been made 
     orphans:                                  1.5  2.5
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -53,26 +55,23 @@ class Lineage:
     def __init__(self, commits: Iterable[PolicyVersion], *, epoch: int) -> None:
         """
         Args:
-            commits: the (epoch, step) of every commit that the present weights build on, in log order.
+            commits: those that the present weights build on, in log order, or the last one of each epoch.
             epoch: the trainer's present epoch; steps after the last commit are its own.
 
         Raises:
             ValueError: if the commits' steps fall.
         """
         self._epoch = epoch
-        self._epoch_by_step: dict[int, int] = {0: INITIAL_VERSION.epoch}
-        last = 0
-        for commit in commits:
-            if commit.step < last:
-                raise ValueError(f"commit {commit} does not follow step {last}: a lineage's steps never fall")
-            for step in range(last + 1, commit.step + 1):
-                self._epoch_by_step[step] = commit.epoch
-            last = commit.step
+        self._commits = [INITIAL_VERSION, *commits]
+        for before, commit in pairwise(self._commits):
+            if commit.step < before.step:
+                raise ValueError(f"commit {commit} does not follow step {before.step}: a lineage's steps never fall")
 
     def version(self, step: int) -> PolicyVersion:
         """The living version of a step."""
-        return PolicyVersion(self._epoch_by_step.get(step, self._epoch), step)
+        place = bisect_left(self._commits, step, key=lambda commit: commit.step)
+        return PolicyVersion(self._commits[place].epoch if place < len(self._commits) else self._epoch, step)
 
     def contains(self, version: PolicyVersion) -> bool:
         """Whether the present weights descend from `version`."""
-        return self._epoch_by_step.get(version.step, self._epoch) == version.epoch
+        return self.version(version.step) == version
