@@ -34,7 +34,7 @@ class TrainControl(FrozenConfig):
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """Train steps in a row whose loss or gradient is not finite, after which training goes back to the last commit.
     Where as many follow again without a commit in between, the trial fails."""
-    keep_commits: int = Field(default=2, ge=2)
+    keep_commits: int = Field(default=2, ge=2, le=64)
     """Commits kept on disk."""
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ import msgspec
 from corral.experiments.trial.attempt_end_record import EndState, read_end
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, read_record, write_if_absent
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.trial.log_state import LogState, Stop
+from corral.experiments.trial.log_state import LogState
 
 _FILE_NAME = re.compile(r"(?:attempt|claim)-(\d+)\.json")
 _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")
@@ -147,8 +147,7 @@ def why_not_another(
         return AttemptRefusedError(WhyNot.COMPLETE, "the trial is complete")
     if state.stop is not None and not state.is_handed_over:
         return AttemptRefusedError(WhyNot.STOPPED, f"{state.stop.by} stopped the trial")
-    last_commit = max((logged.slot for logged in state.commits), default=-1)
-    idle = [record.attempt for record in chain_of(attempts) if record.start_slot > last_commit]
+    idle = [record.attempt for record in chain_of(attempts) if record.start_slot > state.commit_slot]
     own = [attempt for attempt in idle if attempt not in taken]
     if len(own) >= _MOST_OF_ITS_OWN:
         return AttemptRefusedError(
@@ -213,8 +212,7 @@ def last_attempt(directory: TrialDirectory) -> AttemptRecord | None:
 def may_resume(directory: TrialDirectory, attempt: int, log: TrialLog) -> bool:
     """Whether this attempt was submitted to continue a stopped trial, and was not itself stopped since."""
     record = read_attempt(directory, attempt)
-    stopped_since = any(isinstance(entry, Stop) for _, entry in log.read_from(record.start_slot))
-    return record.resume and not stopped_since
+    return record.resume and log.read().stop_slot < record.start_slot
 
 
 def _record_path(directory: TrialDirectory, attempt: int) -> Path:

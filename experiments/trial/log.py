@@ -13,11 +13,16 @@ A slot is written by link(2), which a file server decides: it succeeds once, for
 rewritten. A writer appends at the slot after the last entry that it has read, so it cannot pass a claim or a stop
 unseen. Clocks, directory listings and Redis have no say.
 
+    log/snapshot  the state after about every hundredth slot: a process that starts reads the slots after it
+
 This alone fences a master that was replaced, and makes a commit all or nothing: an entry is there, whole, or it is not.
-Looking at the log before (`LogWriter.check`) is an optimisation, for a master that would otherwise learn it late.
+Looking at the log before (`LogWriter.check`) is an optimisation, for a master that would otherwise learn it late; so is
+the snapshot, for logs of many slots: one that is old, damaged or gone costs time and nothing else.
 """
 
 import errno
+import hashlib
+import logging
 import os
 import secrets as random_tokens
 import time
@@ -27,7 +32,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from corral.experiments.trial.directory import fsync_directory, write_new_file
+from corral.experiments.trial.directory import atomic_write, fsync_directory, write_new_file
 from corral.experiments.trial.log_state import (
     Claim,
     Commit,
@@ -46,7 +51,10 @@ from corral.experiments.trial.log_state import (
 )
 from corral.experiments.trial.removal import remove_file
 
+logger = logging.getLogger(__name__)
+
 MAX_ENTRY_BYTES: Final = 4096
+_SLOTS_BETWEEN_SNAPSHOTS: Final = 100  # opened in 2 ms, on a network file system in 100
 _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
 _OLDER_FIELD: Final = b'"manifest_sha256":'  # of commits before they had BLAKE3 digests
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
@@ -115,6 +123,20 @@ class DirectoryStorage:
             f"the entry may be there or not, so exit and claim a new epoch"
         ) from last_error
 
+    def read_snapshot(self) -> bytes:
+        """What `write_snapshot` has stored last, or, for all that may be wrong with it, nothing."""
+        try:
+            return (self._path / "snapshot").read_bytes()
+        except OSError:
+            return b""
+
+    def write_snapshot(self, data: bytes) -> None:
+        """Stores `data`, if there is room."""
+        try:
+            atomic_write(self._path / "snapshot", data)
+        except OSError as error:
+            logger.warning("no snapshot of the trial log %s could be written: %s", self._path, error)
+
     def highest_slot(self) -> int:
         """The highest slot that a listing shows, or 0; it may be out of date, and decides nothing."""
         return max((int(name) for name in os.listdir(self._path) if name.isdecimal()), default=0)
@@ -158,6 +180,7 @@ class TrialLog:
         self._path = path
         self._storage = storage or DirectoryStorage(path)
         self._state = LogState()
+        self._has_begun = False
 
     @property
     def state(self) -> LogState:
@@ -170,7 +193,12 @@ class TrialLog:
         return self._state
 
     def poll(self) -> list[tuple[int, Entry]]:
-        """The entries that appeared since the last read, by opening the next slots; never lists the directory."""
+        """The entries that appeared since the last read, by opening the next slots; never lists the directory.
+
+        The first time it leaves out those before a snapshot, among which no stop was in force.
+        """
+        if not self._has_begun:
+            self._state, self._has_begun = self._read_snapshot(), True
         entries = self.read_from(self._state.next_slot)
         for _, entry in entries:
             self._state = self._state.after(entry)
@@ -183,6 +211,27 @@ class TrialLog:
             entries.append((slot, self._decode(slot, data)))
             slot += 1
         return entries
+
+    def write_snapshot(self) -> None:
+        """Spares others the slots that this object has read; call it right after an own commit."""
+        text = msgspec.json.encode(self._state)
+        self._storage.write_snapshot(_digest(text) + b"\n" + text)
+
+    def _read_snapshot(self) -> LogState:
+        """What a snapshot says, if its last commit is in its slot; else the state before the first slot.
+
+        Guarantee: slots are never rewritten, so the state after one of them is the same for ever, whoever wrote it
+        down. A log that has lost its end is read from the beginning, and what is missing is found.
+        """
+        digest, _, text = self._storage.read_snapshot().partition(b"\n")
+        if digest != _digest(text):
+            return LogState()
+        try:
+            state = msgspec.json.decode(text, type=LogState)
+        except msgspec.MsgspecError:  # of another version of corral
+            return LogState()
+        is_there = state.last and self._storage.read(state.next_slot - 1) == self._encode(state.last.commit)
+        return state if is_there else LogState()
 
     def read_whole(self, *, patience_s: float | None = None) -> LogState:
         """Reads what is new, and refuses a log that goes on after a slot that is missing.
@@ -291,6 +340,10 @@ class TrialLog:
         return entry
 
 
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
+
+
 class LogWriter:
     """The only way to commit: one claimed epoch. Every method raises rather than write for a superseded epoch."""
 
@@ -353,7 +406,10 @@ class LogWriter:
             trained=trained,
             dropped=dropped,
         )
-        return LoggedCommit(self._append(commit), commit)
+        logged = LoggedCommit(self._append(commit), commit)
+        if logged.slot % _SLOTS_BETWEEN_SNAPSHOTS == 0:
+            self._log.write_snapshot()
+        return logged
 
     def stop(self, *, by: str, reason: str = "", then: Literal["", "requeue"] = "") -> None:
         """Ends this epoch such that only a resume, or with `then` the next attempt, continues the trial."""

@@ -11,16 +11,23 @@
 
 The head is the commit that the next one continues: each commit becomes it, and a fallback moves it back past commits
 that cannot be loaded. The head and its ancestors are the lineage; what a commit outside of it covered is not settled.
+
+A state has room for the newest commits only, so that it costs the same at any age of the trial. Nobody goes back
+further: older checkpoints are removed.
 """
 
 import secrets as random_tokens
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from corral.experiments.errors import split_remedy
 from corral.experiments.exit_codes import UserError
+from corral.scheduling.policy_version import PolicyVersion
+
+MOST_COMMITS: Final = 64
+"""That a state has room for, and so of which checkpoints can be kept."""
 
 
 class TrialLogError(UserError):
@@ -134,10 +141,14 @@ class LogState:
     """The highest claimed epoch; 0 before the first claim."""
     owner: str = ""
     claim_slot: int = 0
-    commits: tuple[LoggedCommit, ...] = ()
-    """All of them, also those that a fallback has left behind."""
-    head: int = 0
-    """Slot of the commit that the next one continues; 0 for the initial weights."""
+    commit_slot: int = 0
+    """Of the newest commit, which a fallback may have left behind; 0 before the first."""
+    stop_slot: int = 0
+    """Of the newest stop, which a claim may have resumed; 0 before the first."""
+    lineage: tuple[LoggedCommit, ...] = ()
+    """The chain of commits up to the head, oldest first: the last of it."""
+    versions: tuple[PolicyVersion, ...] = ()
+    """That of the last commit of each epoch in the whole lineage, oldest first."""
     stop: Stop | None = None
     """The stop in force; None once a claim has resumed the trial."""
     done: Done | None = None
@@ -145,7 +156,12 @@ class LogState:
     @property
     def last(self) -> LoggedCommit | None:
         """The commit at the head."""
-        return next((logged for logged in reversed(self.commits) if logged.slot == self.head), None)
+        return self.lineage[-1] if self.lineage else None
+
+    @property
+    def head(self) -> int:
+        """Slot of the commit that the next one continues; 0 for the initial weights."""
+        return self.lineage[-1].slot if self.lineage else 0
 
     @property
     def last_commit(self) -> Commit | None:
@@ -165,19 +181,6 @@ class LogState:
         """Whether the stop in force only bridges the time until the next attempt."""
         return self.stop is not None and self.stop.then == "requeue"
 
-    def lineage(self, slot: int | None = None) -> tuple[LoggedCommit, ...]:
-        """The chain of commits up to `slot` (default: the head), oldest first.
-
-        It is all commits, unless a recovery had to fall back past some, which then are no ancestors.
-        """
-        by_slot = {logged.slot: logged for logged in self.commits}
-        slot = self.head if slot is None else slot
-        chain: list[LoggedCommit] = []
-        while slot:
-            chain.append(by_slot[slot])
-            slot = chain[-1].commit.parent
-        return tuple(reversed(chain))
-
     def after(self, entry: Entry) -> "LogState":
         """The state with `entry` in the next slot.
 
@@ -193,14 +196,20 @@ class LogState:
             case Claim():
                 state = replace(self, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None)
             case Commit():
-                state = replace(self, commits=(*self.commits, LoggedCommit(slot, entry)), head=slot)
+                state = replace(self._continuing(*self.lineage, LoggedCommit(slot, entry)), commit_slot=slot)
             case FallBack():
-                state = replace(self, head=entry.to)
+                state = self._continuing(*(logged for logged in self.lineage if logged.slot <= entry.to))
             case Stop():
-                state = replace(self, stop=entry)
+                state = replace(self, stop=entry, stop_slot=slot)
             case Done():
                 state = replace(self, done=entry)
         return replace(state, next_slot=slot + 1)
+
+    def _continuing(self, *lineage: LoggedCommit) -> "LogState":
+        head = lineage[-1].commit
+        earlier = (version for version in self.versions if version.epoch < head.epoch)
+        versions = (*earlier, PolicyVersion(head.epoch, head.step))
+        return replace(self, lineage=lineage[-MOST_COMMITS:], versions=versions)
 
     def refusal(self, entry: Entry) -> TrialLogError | ValueError | None:
         """Why the rules of the log forbid `entry` in the next slot, with the way out; None if they allow it."""
@@ -233,9 +242,9 @@ class LogState:
         return ""
 
     def _why_not_fall_back(self, entry: FallBack) -> str:
-        if entry.to not in [logged.slot for logged in self.lineage()[:-1]]:
+        if entry.to not in [logged.slot for logged in self.lineage[:-1]]:
             return f"slot {entry.to} is no ancestor of slot {self.head}, which it leaves"
-        if any(logged.commit.epoch == self.epoch for logged in self.commits):
+        if self.commit_slot > self.claim_slot:
             return f"epoch {self.epoch} has committed already; only a new epoch may fall back"
         return ""
 

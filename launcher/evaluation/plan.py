@@ -41,7 +41,7 @@ class Weights:
 def find_weights(directory: TrialDirectory) -> dict[int, Weights]:
     """Every version that a trial has on disk, by step; an export goes before a commit of the same step."""
     found: dict[int, Weights] = {}
-    for logged in TrialLog(directory.log_path).read().lineage():
+    for logged in TrialLog(directory.log_path).read().lineage:
         path = directory.inside(logged.commit.directory) / "weights"
         if path.is_dir():
             found[logged.commit.step] = Weights(step=logged.commit.step, directory=path, may_vanish=True)

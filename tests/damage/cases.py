@@ -88,7 +88,7 @@ def _checkpoint_cases() -> Iterator[Case]:
     for pattern in (
         "state/actor/train_state-*.safetensors",
         "weights/model.safetensors",
-        "ledger.json",
+        "ledger.msgpack",
         "manifest.json",
     ):
         for which, place in _WHICH.items():

@@ -25,6 +25,7 @@ from pathlib import Path
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.processes import kill_trial_processes, trial_processes
 from tests.damage.cases import Case, Outcome, all_cases, one_case_per_file
+from tests.integration.evidence import check_ledger_of_checkpoint
 from tests.integration.trial_helpers import PROGRAMS, make_material, submit
 
 _DEADLINE_S = 150.0  # of one trial of three steps, on a busy machine
@@ -124,10 +125,10 @@ class DamagedTrials:
             named = [line for line in errors.splitlines() if str(self._directory) in line and " cannot go on: " in line]
             return (Outcome.REFUSED, named[-1].strip()) if named else (Outcome.UNCLEAR, str(ended.get("cause")))
         head = _entries(self._directory)[-2]  # the last one is Done
-        ledger = json.loads((self._directory / head["directory"] / "ledger.json").read_bytes())
-        counts = Counter(uid for group in ledger["trained"].values() for uid in group)
-        if counts != Counter(self._trial.uids) or ledger["dropped"]:
-            return Outcome.LOST, f"{len(counts)} of {len(self._trial.uids)} samples, {ledger['dropped']} dropped"
+        try:
+            check_ledger_of_checkpoint(self._directory / head["directory"], self._trial)
+        except AssertionError as error:
+            return Outcome.LOST, str(error)
         fallbacks = [entry for entry in _entries(self._directory) if entry["kind"] == "fallback"]
         return (Outcome.FALLS_BACK, fallbacks[0]["reason"]) if fallbacks else (Outcome.GOES_ON, "")
 

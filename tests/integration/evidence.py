@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from corral.experiments.trial.directory import TrialDirectory
 from tests.integration.trial_helpers import Trial, read_lines
 
@@ -69,8 +71,15 @@ def check_every_sample_was_consumed_once(trial: Trial) -> None:
         counts.update(uid for uids in delta["trained"].values() for uid in uids)
         assert delta["dropped"] == {}
     assert counts == Counter(trial.uids)
-    whole = json.loads((trial.directory.path / history.lineage()[0]["directory"] / "ledger.json").read_bytes())
-    assert Counter(uid for uids in whole["trained"].values() for uid in uids) == counts and whole["dropped"] == {}
+    check_ledger_of_checkpoint(trial.directory.path / history.lineage()[0]["directory"], trial)
+
+
+def check_ledger_of_checkpoint(checkpoint: Path, trial: Trial) -> None:
+    """A bit for each row of each pass is set, for a trained sample, and none for a dropped one."""
+    whole = msgspec.msgpack.decode((checkpoint / "ledger.msgpack").read_bytes())
+    assert (whole["num_rows"], whole["dropped"]) == (len({uid.partition(":")[2] for uid in trial.uids}), {})
+    set_bits = {number: "".join(f"{byte:08b}" for byte in bits).count("1") for number, bits in whole["trained"].items()}
+    assert set_bits == Counter(int(uid.partition(":")[0]) for uid in trial.uids)
 
 
 def check_no_token_was_too_old(trial: Trial, *, eta: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.workers.checkpoint.checkpoint import committed_ledger, verify_checkpoint
+from corral.workers.checkpoint.checkpoint import verify_checkpoint
 from tests.integration.four_roles import POISON, Group, blind_to_poison, make_batches, write_experiment
 from tests.integration.ppo_loop import PPOLoop, largest_difference
 from tests.integration.trainer_half import TrainerTrial, load_four_roles
@@ -63,8 +63,7 @@ def check_only_the_first_step_counts(trial: TrainerTrial, batch: list[Group]) ->
     (commit,) = trial.commits()
     assert (commit.epoch, commit.step) == (1, 1)
     verify_checkpoint(trial.directory, commit)
-    ledger = committed_ledger(trial.directory, commit)
-    assert ledger.trained == {group.uid: 1 for group in batch} and len(ledger.dropped) == 0
+    assert trial.consumed(commit) == ({group.uid for group in batch}, set())
     assert [line["step"] for line in trial.metrics()] == [1]
     assert {step: set(uids) for step, uids in trial.trained().items()} == {1: {group.uid for group in batch}}
     assert {event["step"] for event in trial.events("step_not_finite")} == {2}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.workers.checkpoint.checkpoint import committed_ledger, verify_checkpoint
+from corral.workers.checkpoint.checkpoint import verify_checkpoint
 from tests.integration.four_roles import BATCH_SIZE, NUM_ROWS, Group, make_batches
 from tests.integration.trainer_half import TrainerTrial
 from tests.workers.backends.files.stored_states import whole_state
@@ -59,7 +59,7 @@ def check_what_a_kill_in_a_save_leaves(trial: TrainerTrial, batches: Sequence[Se
     (commit,) = trial.commits()
     assert commit.step == 1
     verify_checkpoint(trial.directory, commit)
-    assert committed_ledger(trial.directory, commit).trained == {group.uid: 1 for group in batches[0]}
+    assert trial.consumed(commit) == ({group.uid for group in batches[0]}, set())
     (half,) = trial.directory.checkpoints_path.glob("step-00000002-e1-*")
     assert not (half / "manifest.json").exists()
     of_the_other_rank = half / "state" / "actor" / "train_state-00001-of-00002.safetensors"
@@ -91,13 +91,9 @@ def test_what_a_commit_holds_is_restored_exactly(before: str, after: str, four_r
     of_actor, of_critic = (read_state(states[0] / role)[1]["extra"] for role in ("actor", "critic"))
     assert of_actor["ppo_actor/kl_coefficient"] == of_critic["ppo_critic/kl_coefficient"] != FIRST_KL_COEFFICIENT
     assert of_critic["ppo_critic/weight"] == pytest.approx(1 - VALUE_NORM_DECAY**2)
-    ledgers = [committed_ledger(trial.directory, commit) for commit in (saved, restored)]
-    assert (
-        ledgers[0].trained
-        == ledgers[1].trained
-        == {group.uid: step for step, batch in enumerate(batches[:2], 1) for group in batch}
-    )
-    assert len(ledgers[1].dropped) == NUM_ROWS - 2 * BATCH_SIZE
+    (trained, _), (trained_by_then, dropped) = (trial.consumed(commit) for commit in (saved, restored))
+    assert trained == trained_by_then == {group.uid for batch in batches[:2] for group in batch}
+    assert len(dropped) == NUM_ROWS - 2 * BATCH_SIZE
 
 
 def read_state(directory: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, Any]]:

@@ -36,13 +36,17 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Commit
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameNotFoundError
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, VersionSpan
 from corral.workers.backends import train_state
+from corral.workers.checkpoint.checkpoint import committed_ledger
 from corral.workers.checkpoint.durable_file import FileEntry
+from corral.workers.checkpoint.ledger import DROPPED, TRAINED, Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
+from corral.workers.data.prompts import load_row_ids
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
@@ -122,7 +126,13 @@ class TrainerTrial:
 
     def commits(self) -> list[Commit]:
         """What counts, oldest first."""
-        return [logged.commit for logged in TrialLog(self.directory.log_path).read().lineage()]
+        return [logged.commit for logged in TrialLog(self.directory.log_path).read().lineage]
+
+    def consumed(self, commit: Commit) -> tuple[set[str], set[str]]:
+        """What was trained on and what was dropped by then, as its checkpoint says."""
+        rows = numbers_of(load_row_ids(self._plan("fsdp:d1", ()).all_of(RolloutWorkerSpec)[0].dataset))
+        ledger = committed_ledger(self.directory, commit, rows)
+        return set(ledger.beyond(Ledger(rows), TRAINED)), set(ledger.beyond(Ledger(rows), DROPPED))
 
     def weights(self, role: str) -> dict[str, torch.Tensor]:
         """A role's weights in the newest commit."""

@@ -255,7 +255,7 @@ def output_of(trial: SlurmTrial) -> str:
 
 
 def wait_for_commits(trial: SlurmTrial) -> None:
-    wait_until(lambda: len(TrialLog(trial.directory.log_path).read().commits) >= 2, "two commits")
+    wait_until(lambda: len(TrialLog(trial.directory.log_path).read().lineage) >= 2, "two commits")
 
 
 def wait_for_end(trial: SlurmTrial, state: str) -> None:

@@ -372,7 +372,7 @@ def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
 def commits_of(trial: SlurmTrial, *, since_attempt: int = 0) -> int:
     first = next((one.start_slot for one in read_attempts(trial.directory) if one.attempt == since_attempt), 0)
     state = TrialLog(trial.directory.log_path).read()
-    return sum(logged.slot >= first for logged in state.commits)
+    return sum(logged.slot >= first for logged in state.lineage)
 
 
 def head_of(trial: SlurmTrial, *, attempt: int = 0) -> str:

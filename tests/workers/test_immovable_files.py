@@ -42,7 +42,7 @@ def old_checkpoints(folder: Path) -> Cleaned:
     trainer = Trainer(trial, TrialLog(trial.log_path).claim("a"))
     first = trial.path / [trainer.commit(step, f"0:{step}") for step in range(1, 5)][0].commit.directory
     clean = partial(collect_garbage, trial, trainer.writer.state, epoch=1, keep=2, remover=Remover())
-    return Cleaned(stays=first / "ledger.json", clean=clean, goes_on=lambda: trainer.commit(5, "0:5"))
+    return Cleaned(stays=first / "ledger.msgpack", clean=clean, goes_on=lambda: trainer.commit(5, "0:5"))
 
 
 def an_unfinished_checkpoint(folder: Path) -> Cleaned:

@@ -11,7 +11,7 @@
 
 What a checkpoint holds is all that a commit stands for:
 
-    manifest.json ledger.json
+    manifest.json ledger.msgpack
     weights/              of the role that is published: second names of the files that generation servers read
     weights_of/critic/    of every other role that is trained, in the same format
     state/actor/ state/critic/    what training resumes from, of every role that is trained
@@ -27,24 +27,22 @@ import re
 import secrets as random_tokens
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log_state import Commit, LoggedCommit, LogState
+from corral.experiments.trial.log_state import Commit, LogState
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
     Ledger,
-    LedgerDelta,
     read_ledger,
 )
 from corral.workers.checkpoint.manifest import (
     CorruptCheckpointError,
+    Manifest,
     SealedDirectory,
     link_weights,
     read_manifest,
@@ -86,8 +84,7 @@ def verify_checkpoint(
     """
     directory = _directory_of(trial_directory, commit)
     manifest = verify_manifest(directory, commit.manifest_digest, on_progress=on_progress)
-    if LEDGER_NAME not in manifest.files:
-        raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
+    _ledger_of(directory, manifest)
     written = manifest.extra.get("epoch"), manifest.extra.get("step")
     if written != (commit.epoch, commit.step):
         raise CorruptCheckpointError(
@@ -95,18 +92,16 @@ def verify_checkpoint(
         )
 
 
-def committed_ledger(trial_directory: TrialDirectory, commit: Commit) -> Ledger:
+def committed_ledger(trial_directory: TrialDirectory, commit: Commit, number_by_row: Mapping[str, int]) -> Ledger:
     """What a commit and its ancestors have consumed, from the checkpoint; its other files are not looked at.
 
     Raises:
         CorruptCheckpointError: the checkpoint is gone or damaged.
     """
     directory = _directory_of(trial_directory, commit)
-    entry = read_manifest(directory, commit.manifest_digest).files.get(LEDGER_NAME)
-    if entry is None:
-        raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none")
+    entry = _ledger_of(directory, read_manifest(directory, commit.manifest_digest))
     try:
-        return Ledger.of(read_ledger(directory / LEDGER_NAME, digest=entry.digest))
+        return read_ledger(directory / LEDGER_NAME, number_by_row, digest=entry.digest)
     except CorruptLedgerError as error:
         raise CorruptCheckpointError(str(error)) from error
 
@@ -120,7 +115,7 @@ class CheckpointWriter:
     >>> files = save_shards(writer.folder(state_folder("actor")))       # any process may write
     >>> writer.add(state_folder("actor"), files)
     >>> writer.link(WEIGHTS, published)
-    >>> writer.add_ledger(ledger.whole(epoch=3, step=120))
+    >>> writer.add_ledger(ledger.encode())
     >>> digest = writer.write_manifest({"dp": 4})                       # then LogWriter.commit
     """
 
@@ -152,9 +147,9 @@ class CheckpointWriter:
         """Removes what was written: there may be no room for it, and nobody writes here any more."""
         shutil.rmtree(self.path, ignore_errors=True)  # what stays, a later epoch removes
 
-    def add_ledger(self, ledger: LedgerDelta) -> None:
-        """Writes the whole ledger."""
-        self._files[LEDGER_NAME] = write_durable(self.path / LEDGER_NAME, [msgspec.json.encode(ledger)])
+    def add_ledger(self, ledger: bytes) -> None:
+        """Writes what all samples are, as `Ledger.encode` says."""
+        self._files[LEDGER_NAME] = write_durable(self.path / LEDGER_NAME, [ledger])
 
     def write_manifest(self, extra: Mapping[str, Any]) -> str:
         """Seals the checkpoint; returns the digest that the commit entry names."""
@@ -165,22 +160,14 @@ class CheckpointWriter:
 class RecoveryPoint:
     """Where a new epoch continues."""
 
-    honoured: tuple[LoggedCommit, ...]
-    """The lineage, oldest first; its last commit is loaded. Empty: nothing was committed yet.
+    slot: int = 0
+    """Of the commit that is loaded; 0 where nothing was committed yet."""
+    commit: Commit | None = None
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    """Why newer commits were passed over, by step, newest first.
 
-    The samples of rejected commits are not consumed: they will be trained again, from the state before.
+    Their samples are not consumed: they will be trained again, from the state before.
     """
-    rejected: Mapping[int, str]
-    """Why newer commits were passed over, by step, newest first."""
-
-    @property
-    def slot(self) -> int:
-        """Of the commit that is loaded; 0 if there is none."""
-        return self.honoured[-1].slot if self.honoured else 0
-
-    @property
-    def commit(self) -> Commit | None:
-        return self.honoured[-1].commit if self.honoured else None
 
 
 def last_valid_commit(
@@ -194,25 +181,24 @@ def last_valid_commit(
     Raises:
         NoValidCheckpointError: there are commits, and none of them can be loaded.
     """
-    lineage = log_state.lineage()
     rejected: dict[int, str] = {}
-    for logged in reversed(lineage):
+    for logged in reversed(log_state.lineage):
         try:
             verify_checkpoint(trial_directory, logged.commit, on_progress=on_progress)
-            break
         except CorruptCheckpointError as error:
             rejected[logged.commit.step] = str(error)
             logger.error("commit of step %d (slot %08d) is rejected: %s", logged.commit.step, logged.slot, error)
-    honoured = lineage[: len(lineage) - len(rejected)]
-    if lineage and not honoured:
+            continue
+        if rejected:
+            logger.error("continuing from step %d instead", logged.commit.step)
+        return RecoveryPoint(slot=logged.slot, commit=logged.commit, rejected=rejected)
+    if rejected:
         reasons = "".join(f"\n  step {step}: {reason}" for step, reason in rejected.items())
         raise NoValidCheckpointError(
-            f"none of the {len(lineage)} commits of {trial_directory.path} can be loaded; restore one of these from a "
-            f"backup, or start a new trial:{reasons}"
+            f"none of the {len(log_state.lineage)} newest commits of {trial_directory.path} can be loaded; restore one "
+            f"of these from a backup, or start a new trial:{reasons}"
         )
-    if rejected:
-        logger.error("continuing from step %d instead", honoured[-1].commit.step)
-    return RecoveryPoint(honoured=honoured, rejected=rejected)
+    return RecoveryPoint()
 
 
 def collect_garbage(
@@ -243,16 +229,25 @@ def collect_garbage(
             f"epoch {epoch} may not remove checkpoints before its own first commit, nor once it is superseded "
             f"(last commit: epoch {last.epoch if last else None}, current epoch: {log_state.epoch})"
         )
-    kept = {logged.commit.directory for logged in log_state.lineage()[-keep:]} | set(protect)
-    committed = {logged.commit.directory for logged in log_state.commits}
+    newest = [logged.commit for logged in log_state.lineage[-keep:]]
+    kept = {commit.directory for commit in newest} | set(protect)
 
     def is_old(path: Path) -> bool:
-        relative, match = trial_directory.relative(path), _DIRECTORY_NAME.fullmatch(path.name)
-        # An uncommitted directory of this epoch may be in use; an earlier epoch can never commit its own any more.
-        is_over = relative in committed or (match is not None and int(match["epoch"]) < epoch)
-        return match is not None and relative not in kept and is_over
+        match = _DIRECTORY_NAME.fullmatch(path.name)
+        if match is None or trial_directory.relative(path) in kept:
+            return False
+        # What this epoch has not committed yet is of a later step; an earlier epoch can never commit any more.
+        return (int(match["epoch"]), int(match["step"])) < (epoch, newest[0].step)
 
     return remover.remove_old(trial_directory.checkpoints_path, is_old=is_old)
+
+
+def _ledger_of(directory: Path, manifest: Manifest) -> FileEntry:
+    entry = manifest.files.get(LEDGER_NAME)
+    if entry is None:
+        older = " (an older version of corral wrote it: go on with that one)" if "ledger.json" in manifest.files else ""
+        raise CorruptCheckpointError(f"{directory}: expected {LEDGER_NAME} among its files, got none{older}")
+    return entry
 
 
 def _directory_of(trial_directory: TrialDirectory, commit: Commit) -> Path:

@@ -1,9 +1,9 @@
 """CommittedLedger: which samples the commits of a trial cover, followed from outside of the trainer.
 
-                  +--> a few commits more: their deltas ------+
-    trial log ----+                                           +--> Ledger of the head --> manager, rollout workers
-                  +--> first look, fallback, damaged delta:   |
-                       the whole ledger of the head's commit -+
+                  +--> commits after the known one: their deltas --+
+    trial log ----+                                                +--> Ledger of the head --> manager, rollout workers
+                  +--> first look, fallback, damaged delta: -------+
+                       the whole ledger of the head's checkpoint
 
 What counts is the head of the log and its ancestors. A trainer that falls back past damaged commits says so in the log
 before it trains; what only those had covered is then covered no longer.
@@ -11,19 +11,27 @@ before it trains; what only those had covered is then covered no longer.
 
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.trial.log_state import Commit, LoggedCommit
+from corral.experiments.trial.log_state import LoggedCommit
 from corral.workers.checkpoint.checkpoint import committed_ledger
-from corral.workers.checkpoint.ledger import CorruptLedgerError, Ledger, read_delta
+from corral.workers.checkpoint.ledger import (
+    DROPPED,
+    TRAINED,
+    CorruptLedgerError,
+    Ledger,
+    LedgerDelta,
+    numbers_of,
+    read_delta,
+)
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MOST_DELTAS: Final = 16  # one file holds what many more hold one by one
 _RETRY_PAUSE_S: Final = 5.0  # what cannot be read now is likely to stay so until the next commit
 
 
@@ -50,14 +58,15 @@ class CommittedLedger:
     generates again what the trainer then turns away, and no more than that.
 
     Example:
-        committed = CommittedLedger(trial)
+        committed = CommittedLedger(trial, row_ids)     # in the order of the data set
         news = committed.poll()             # at any interval: no commit is missed
         forget(news.covered)
         committed.ledger.consumed("0:problem-17")
     """
 
-    def __init__(self, trial: TrialDirectory) -> None:
-        self.ledger = Ledger()
+    def __init__(self, trial: TrialDirectory, row_ids: Iterable[str]) -> None:
+        self._number_by_row = numbers_of(row_ids)
+        self.ledger = Ledger(self._number_by_row)
         self._trial = trial
         self._log = TrialLog(trial.log_path)
         self._slot = 0
@@ -70,57 +79,53 @@ class CommittedLedger:
         Raises:
             CorruptLogError: the log is damaged.
         """
-        head = self._log.read().last
-        if head is None or head.slot == self._slot:
+        state = self._log.read()
+        if state.head == self._slot or (state.head == self._unreadable_slot and time.monotonic() < self._retry_at):
             return LedgerNews()
-        if head.slot == self._unreadable_slot and time.monotonic() < self._retry_at:
+        try:
+            news = self._add_deltas(state.lineage) or self._start_over(state.lineage)
+        except CorruptLedgerError as error:
+            if state.head != self._unreadable_slot:
+                logger.error("what the commits up to slot %08d cover is not known yet: %s", state.head, error)
+            self._unreadable_slot, self._retry_at = state.head, time.monotonic() + _RETRY_PAUSE_S
             return LedgerNews()
-        return self._add_deltas(head) or self._start_over(head)
+        self._slot = state.head
+        return news
 
-    def _add_deltas(self, head: LoggedCommit) -> LedgerNews | None:
-        """Adds what the commits up to `head` cover; None if they do not continue what is known, or one is damaged."""
-        commits = self._commits_up_to(head)
-        if not 0 < len(commits) <= _MOST_DELTAS:
+    def _add_deltas(self, lineage: Sequence[LoggedCommit]) -> LedgerNews | None:
+        """Adds what the commits after the one that is known cover; None if there is no such one, or one is damaged."""
+        slots = [logged.slot for logged in lineage]
+        if self._slot not in slots:
             return None
         try:
-            deltas = [read_delta(self._trial, commit) for commit in commits]
+            deltas = [read_delta(self._trial, logged.commit) for logged in lineage[slots.index(self._slot) + 1 :]]
         except CorruptLedgerError as error:
-            logger.warning("%s; the whole ledger of step %d is read instead", error, head.commit.step)
+            logger.warning("%s; a whole ledger is read instead", error)
             return None
         for delta in deltas:
             self.ledger.add(delta)
-        self._slot = head.slot
         return LedgerNews(
             trained=tuple(uid for delta in deltas for group in delta.trained.values() for uid in group),
             dropped=tuple(uid for delta in deltas for uid in delta.dropped),
         )
 
-    def _commits_up_to(self, head: LoggedCommit) -> list[Commit]:
-        """The ancestors of `head` after the commit that is known, and itself, oldest first; [] if that is none."""
-        lineage = self._log.state.lineage(head.slot)
-        slots = [0, *(logged.slot for logged in lineage)]
-        known = slots.index(self._slot) if self._slot in slots else len(lineage)
-        return [logged.commit for logged in lineage[known:]]
-
-    def _start_over(self, head: LoggedCommit) -> LedgerNews:
-        try:
-            ledger = self._read_whole(head)
-        except CorruptLedgerError as error:
-            if head.slot != self._unreadable_slot:
-                logger.error("what the commit of step %d covers is not known yet: %s", head.commit.step, error)
-            self._unreadable_slot, self._retry_at = head.slot, time.monotonic() + _RETRY_PAUSE_S
-            return LedgerNews()
-        before, self.ledger, self._slot = self.ledger, ledger, head.slot
+    def _start_over(self, lineage: Sequence[LoggedCommit]) -> LedgerNews:
+        """Reads the ledger of the newest commit that has a good one, and the deltas after it."""
+        deltas: list[LedgerDelta] = []
+        for logged in reversed(lineage):
+            try:
+                ledger = committed_ledger(self._trial, logged.commit, self._number_by_row)
+                break
+            except CorruptCheckpointError as error:
+                logger.warning("%s; that of the commit before, and the delta after it, are read instead", error)
+                deltas.append(read_delta(self._trial, logged.commit))
+        else:
+            raise CorruptLedgerError(f"none of the last {len(lineage)} commits has a ledger that can be read")
+        for delta in reversed(deltas):
+            ledger.add(delta)
+        before, self.ledger = self.ledger, ledger
         return LedgerNews(
-            trained=tuple(uid for uid in ledger.trained if not before.consumed(uid)),
-            dropped=tuple(uid for uid in ledger.dropped if not before.consumed(uid)),
-            has_gone_back=any(not ledger.consumed(uid) for uid in (*before.trained, *before.dropped)),
+            trained=tuple(ledger.beyond(before, TRAINED)),
+            dropped=tuple(ledger.beyond(before, DROPPED)),
+            has_gone_back=any(before.beyond(ledger, TRAINED, DROPPED)),
         )
-
-    def _read_whole(self, head: LoggedCommit) -> Ledger:
-        try:
-            return committed_ledger(self._trial, head.commit)
-        except CorruptCheckpointError as error:
-            logger.warning("%s; the deltas up to step %d are read instead", error, head.commit.step)
-        lineage = self._log.state.lineage(head.slot)
-        return Ledger.of(*(read_delta(self._trial, logged.commit) for logged in lineage))

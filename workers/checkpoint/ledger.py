@@ -1,92 +1,42 @@
 """The ledger: which samples a trial has consumed, so that none is trained twice, skipped, or dropped uncounted.
 
-    train(step, uids) --+               +--delta_for--> ledger/{epoch}-{step}-*.json   what this commit adds
+    train(step, uids) --+               +--delta_for--> ledger/{epoch}-{step}-*.json      what this commit adds
                         +--> pending ---+
-    drop(uid, reason) --+               +--whole------> checkpoints/.../ledger.json    all that was ever consumed
+    drop(uid, reason) --+               +--encode-----> checkpoints/.../ledger.msgpack    what has become of every row
 
 A commit names both. The whole ledger lies in the checkpoint, beside the weights that it belongs to and under the same
 checksums: whoever loads one has the other, and no older file is needed. The deltas are for those who follow the commits
-one by one, and for whoever looks back. What is pending when a trainer dies was never consumed.
+one by one, and for whoever looks back: they alone say which step trained a sample, and why one was dropped. What is
+pending when a trainer dies was never consumed.
 
 That no sample counts twice rests on this refusal alone: a step whose batch holds a known uid is never committed. That
 receivers know what they hold, and the master's buffer what it has seen, only saves sending and training in vain.
 
-A number for each of many samples takes four bytes (`UidTable`).
+    uid "2:problem-17"  =  pass 2  +  row "problem-17" --its number in the data set--> a byte of pass 2
 
-    uid "2:problem-17"  =  pass "2:"  +  row "problem-17" --number of the row--> place in the pass's array
-
-The rows of a data set come again in every pass, so their names are kept once. A dict of uids takes two hundred bytes
-per sample, for good, in every process that follows the ledger.
+A byte here is two bits in the file. The numbers are those of the data set, which never changes in a trial: they are the
+same in every process, and names are in no file.
 """
 
 import secrets as random_tokens
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.content_digest import digest_of, mismatch
 
-_ABSENT: Final = -1
+OPEN: Final = 0
+TRAINED: Final = 1
+DROPPED: Final = 2
 
-
-class UidTable(Mapping[str, int]):
-    """A mapping from uids to numbers that are not negative.
-
-    >>> table = UidTable()
-    >>> table["0:problem-17"] = 3
-    >>> dict(table)
-    {'0:problem-17': 3}
-    """
-
-    def __init__(self) -> None:
-        self._number_by_row: dict[str, int] = {}
-        self._rows: list[str] = []
-        self._values_by_pass: dict[str, array[int]] = {}
-        self._size = 0
-
-    def __getitem__(self, uid: str) -> int:
-        prefix, row = _split(uid)
-        values, number = self._values_by_pass.get(prefix), self._number_by_row.get(row)
-        if values is None or number is None or number >= len(values) or values[number] == _ABSENT:
-            raise KeyError(uid)
-        return values[number]
-
-    def __setitem__(self, uid: str, value: int) -> None:
-        if value < 0:
-            raise ValueError(f"the value of {uid!r} must not be negative, got {value}")
-        prefix, row = _split(uid)
-        number = self._number_by_row.setdefault(row, len(self._rows))
-        if number == len(self._rows):
-            self._rows.append(row)
-        values = self._values_by_pass.setdefault(prefix, array("i"))
-        if number >= len(values):
-            values.extend([_ABSENT] * (number + 1 - len(values)))
-        self._size += values[number] == _ABSENT
-        values[number] = value
-
-    def __iter__(self) -> Iterator[str]:
-        for prefix, values in self._values_by_pass.items():
-            for row, value in zip(self._rows, values, strict=False):  # a pass may not have come to the last rows yet
-                if value != _ABSENT:
-                    yield prefix + row
-
-    def __len__(self) -> int:
-        return self._size
-
-
-def _split(uid: str) -> tuple[str, str]:
-    head, separator, row = uid.partition(":")
-    return (head + separator, row) if separator else ("", uid)
-
-
-LEDGER_NAME: Final = "ledger.json"
+LEDGER_NAME: Final = "ledger.msgpack"
 _SHOWN_UIDS: Final = 5  # an error names a few samples; thousands would hide its first line
 
 
@@ -99,7 +49,7 @@ class CorruptLedgerError(Exception):
 
 
 class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one commit adds to the ledger; as `ledger.json` of a checkpoint, what the commit and its ancestors hold.
+    """What one commit adds to the ledger.
 
     >>> LedgerDelta(epoch=1, step=2, trained={1: ["0:a"], 2: ["0:b"]}, dropped={"0:c": "stale"})
     """
@@ -116,36 +66,38 @@ class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(map(len, self.trained.values()))
 
 
-@dataclass(slots=True)
+class _Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ledger of a checkpoint; by pass, for each row a bit."""
+
+    num_rows: int
+    trained: dict[int, bytes]
+    dropped: dict[int, bytes]
+
+
+def numbers_of(row_ids: Iterable[str]) -> dict[str, int]:
+    """The number of each row of a data set, by its name."""
+    return {row: number for number, row in enumerate(row_ids)}
+
+
 class Ledger:
-    """All consumed samples, committed and pending."""
+    """All consumed samples, committed and pending.
 
-    trained: UidTable = field(default_factory=UidTable)
-    """Train step by sample uid."""
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Reason by sample uid."""
-    _pending_trained: dict[str, int] = field(default_factory=dict)
-    _pending_dropped: dict[str, str] = field(default_factory=dict)
+    Args:
+        number_by_row: of the data set.
+    """
 
-    @classmethod
-    def of(cls, *deltas: LedgerDelta) -> "Ledger":
-        """The union of deltas.
-
-        Raises:
-            LedgerViolationError: two of them hold the same sample.
-        """
-        ledger = cls()
-        for delta in deltas:
-            ledger.add(delta)
-        return ledger
-
-    @property
-    def trained_count(self) -> int:
-        return len(self.trained)
+    def __init__(self, number_by_row: Mapping[str, int]) -> None:
+        self._number_by_row = number_by_row
+        self._passes = defaultdict[int, bytearray](lambda: bytearray(len(number_by_row)))
+        """OPEN, TRAINED or DROPPED, by number of the row."""
+        self._pending_trained: dict[str, int] = {}
+        self._pending_dropped: dict[str, str] = {}
+        self.trained_count = 0
+        self.dropped_count = 0
 
     @property
     def consumed_count(self) -> int:
-        return len(self.trained) + len(self.dropped)
+        return self.trained_count + self.dropped_count
 
     @property
     def has_pending(self) -> bool:
@@ -153,48 +105,53 @@ class Ledger:
         return bool(self._pending_trained or self._pending_dropped)
 
     def consumed(self, uid: str) -> bool:
-        return uid in self.trained or uid in self.dropped
+        return self._state(uid) != OPEN
+
+    def beyond(self, other: "Ledger", *states: int) -> Iterator[str]:
+        """Uids that are in one of these states here, and open in another ledger of the same rows."""
+        rows = list(self._number_by_row)
+        for number, here in self._passes.items():
+            is_new = np.isin(_array(here), states) & (_array(other._passes[number]) == OPEN)
+            yield from (f"{number}:{rows[place]}" for place in np.flatnonzero(is_new))
 
     def add(self, delta: LedgerDelta) -> None:
         """Adds what an earlier commit consumed; all of it or, if any sample is known, nothing."""
-        uids = [uid for group in delta.trained.values() for uid in group] + list(delta.dropped)
-        self._require_new(uids, f"the commit of epoch {delta.epoch}, step {delta.step}")
-        for step, group in delta.trained.items():
-            for uid in group:
-                self.trained[uid] = step
-        self.dropped.update(delta.dropped)
+        trained = [uid for group in delta.trained.values() for uid in group]
+        self._settle(trained, delta.dropped, f"the commit of epoch {delta.epoch}, step {delta.step}")
 
     def train(self, step: int, uids: Sequence[str]) -> None:
         """Records that train step `step` consumed `uids`, until the next commit only in memory.
 
         Raises:
-            LedgerViolationError: one of them is consumed already; nothing is recorded.
+            LedgerViolationError: one of them is consumed already, or of no row of the data set; nothing is recorded.
         """
-        self._require_new(uids, f"train step {step}")
-        for uid in uids:
-            self.trained[uid] = self._pending_trained[uid] = step
+        self._settle(uids, (), f"train step {step}")
+        self._pending_trained.update(dict.fromkeys(uids, step))
 
     def drop(self, uid: str, reason: str) -> None:
         """Records that `uid` will not be trained on.
 
         Raises:
-            LedgerViolationError: it is consumed already.
+            LedgerViolationError: as `train`
             ValueError: without a reason.
         """
         if not reason:
             raise ValueError(f"sample {uid!r} cannot be dropped without a reason")
-        self._require_new([uid], f"the drop as {reason}")
-        self.dropped[uid] = reason
+        self._settle((), [uid], f"the drop as {reason}")
         self._pending_dropped[uid] = reason
 
     def delta_for(self, *, epoch: int, step: int) -> LedgerDelta:
         """Everything pending, as the delta of the commit about to be made."""
-        trained = _uids_by_step(self._pending_trained)
+        trained: dict[int, list[str]] = {}
+        for uid, trained_in in self._pending_trained.items():
+            trained.setdefault(trained_in, []).append(uid)
         return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=dict(self._pending_dropped))
 
-    def whole(self, *, epoch: int, step: int) -> LedgerDelta:
+    def encode(self) -> bytes:
         """Everything, committed or pending, for the checkpoint that is about to be committed."""
-        return LedgerDelta(epoch=epoch, step=step, trained=_uids_by_step(self.trained), dropped=self.dropped)
+        num_rows = len(self._number_by_row)
+        whole = _Whole(num_rows=num_rows, trained=self._bits(TRAINED), dropped=self._bits(DROPPED))
+        return msgspec.msgpack.encode(whole)
 
     def mark_committed(self, delta: LedgerDelta) -> None:
         """Call when the commit with `delta` is in the trial log: what it holds is pending no more."""
@@ -204,15 +161,59 @@ class Ledger:
         for uid in delta.dropped:
             del self._pending_dropped[uid]
 
+    @classmethod
+    def decode(cls, data: bytes, number_by_row: Mapping[str, int]) -> "Ledger":
+        """What `encode` has said.
+
+        Raises:
+            ValueError: it is no ledger of these rows.
+        """
+        whole = msgspec.msgpack.decode(data, type=_Whole)
+        ledger = cls(number_by_row)
+        if whole.num_rows != len(number_by_row):
+            raise ValueError(f"it is of {whole.num_rows} rows, and the data set has {len(number_by_row)}")
+        for state, bits_by_pass in ((TRAINED, whole.trained), (DROPPED, whole.dropped)):
+            for number, bits in bits_by_pass.items():
+                is_set = np.unpackbits(np.frombuffer(bits, np.uint8), count=whole.num_rows).astype(bool)
+                _array(ledger._passes[number])[is_set] = state
+        held = list(map(_array, ledger._passes.values()))
+        ledger.trained_count, ledger.dropped_count = (
+            sum(int(np.count_nonzero(states == state)) for states in held) for state in (TRAINED, DROPPED)
+        )
+        return ledger
+
+    def _bits(self, state: int) -> dict[int, bytes]:
+        """By pass; a pass without any is left out."""
+        bits = {number: np.packbits(_array(states) == state) for number, states in self._passes.items()}
+        return {number: packed.tobytes() for number, packed in bits.items() if packed.any()}
+
+    def _state(self, uid: str) -> int:
+        dataset_epoch, row = _split(uid)
+        states, number = self._passes.get(dataset_epoch), self._number_by_row.get(row)
+        return OPEN if states is None or number is None else states[number]
+
+    def _settle(self, trained: Sequence[str], dropped: Collection[str], by: str) -> None:
+        """All of them, or none."""
+        self._require_new([*trained, *dropped], by)
+        for uids, state in ((trained, TRAINED), (dropped, DROPPED)):
+            for uid in uids:
+                dataset_epoch, row = _split(uid)
+                self._passes[dataset_epoch][self._number_by_row[row]] = state
+        self.trained_count += len(trained)
+        self.dropped_count += len(dropped)
+
     def _require_new(self, uids: Sequence[str], by: str) -> None:
         twice = [uid for uid, count in Counter(uids).items() if count > 1]
         if twice:
             raise LedgerViolationError(f"{by} consumes {_some(twice)} more than once")
         known = [uid for uid in uids if self.consumed(uid)]
         if known:
-            first = known[0]
-            before = f"step {self.trained[first]}" if first in self.trained else f"a drop as {self.dropped[first]}"
-            raise LedgerViolationError(f"{by} consumes {_some(known)}, but {before} consumed {first!r} before")
+            before = "trained on" if self._state(known[0]) == TRAINED else "dropped"
+            when = "the files in the trial's folder ledger/ say when"
+            raise LedgerViolationError(f"{by} consumes {_some(known)}, but {known[0]!r} was {before} before; {when}")
+        unknown = [uid for uid in uids if _split(uid)[1] not in self._number_by_row]
+        if unknown:
+            raise LedgerViolationError(f"{by} consumes {_some(unknown)}, of no row of the trial's data set")
 
 
 def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[str, str]:
@@ -237,7 +238,11 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
         path = trial_directory.inside(commit.ledger_file)
     except ValueError as error:
         raise CorruptLedgerError(f"ledger file {commit.ledger_file} cannot be read ({error})") from error
-    delta = read_ledger(path, digest=commit.ledger_digest)
+    data = _read(path, digest=commit.ledger_digest)
+    try:
+        delta = msgspec.json.decode(data, type=LedgerDelta)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptLedgerError(f"ledger file {path} is no delta ({error})") from error
     held = (delta.epoch, delta.step, delta.trained_count, len(delta.dropped))
     named = (commit.epoch, commit.step, commit.trained, commit.dropped)
     if held != named:
@@ -247,12 +252,20 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
     return delta
 
 
-def read_ledger(path: Path, *, digest: str) -> LedgerDelta:
-    """What one commit adds, or all that it and its ancestors hold.
+def read_ledger(path: Path, number_by_row: Mapping[str, int], *, digest: str) -> Ledger:
+    """All that a commit and its ancestors hold.
 
     Raises:
-        CorruptLedgerError: the file is missing or another one.
+        CorruptLedgerError: the file is missing or another one, or of another data set.
     """
+    data = _read(path, digest=digest)
+    try:
+        return Ledger.decode(data, number_by_row)
+    except ValueError as error:  # those of msgspec are
+        raise CorruptLedgerError(f"ledger file {path} cannot be used: {error}") from error
+
+
+def _read(path: Path, *, digest: str) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -260,17 +273,17 @@ def read_ledger(path: Path, *, digest: str) -> LedgerDelta:
     actual = digest_of(data)
     if actual != digest:
         raise CorruptLedgerError(f"ledger file {path}: {mismatch(digest, actual)}")
-    try:
-        return msgspec.json.decode(data, type=LedgerDelta)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptLedgerError(f"ledger file {path} is no ledger ({error})") from error
+    return data
 
 
-def _uids_by_step(step_by_uid: Mapping[str, int]) -> dict[int, list[str]]:
-    uids: dict[int, list[str]] = {}
-    for uid, step in step_by_uid.items():
-        uids.setdefault(step, []).append(uid)
-    return uids
+def _split(uid: str) -> tuple[int, str]:
+    dataset_epoch, _, row = uid.partition(":")
+    return int(dataset_epoch), row
+
+
+def _array(states: bytearray) -> NDArray[np.uint8]:
+    """The same memory."""
+    return np.frombuffer(states, np.uint8)
 
 
 def _some(uids: Iterable[str]) -> str:

@@ -3,11 +3,16 @@
 row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (SFT rows)
 """
 
+import hashlib
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
 
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
+from corral.experiments.inputs.regular_file import open_regular
 from corral.experiments.worker_specs import DatasetSpec
 from corral.scheduling.worker_information import unfold_numbers
 
@@ -21,12 +26,30 @@ def load_planned_rows(spec: DatasetSpec) -> RowsById:
         ValueError: if the file has changed since.
     """
     rows, reader = _read(spec.config, spec.row_kind, too_long=spec.too_long)
-    if reader.sha256 != spec.sha256:
-        raise ValueError(
-            f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {reader.sha256}, "
-            f"plan {spec.sha256}); put the old file back, or submit a new trial"
-        )
+    _require_planned(spec, reader.sha256)
     return rows
+
+
+def load_row_ids(spec: DatasetSpec) -> list[str]:
+    """The names of the same rows, in file order; nothing else of them is decoded.
+
+    Raises:
+        ValueError: if the file cannot be read, or has changed since.
+    """
+    row: Any = msgspec.defstruct("Row", [("row_id", Any, None)], rename={"row_id": spec.config.id_key})
+    decoder, left_out = msgspec.json.Decoder(row), frozenset(unfold_numbers(spec.too_long))
+    row_ids: list[str] = []
+    try:
+        with open_regular(spec.config.path) as stream:
+            _require_planned(spec, hashlib.file_digest(stream, "sha256").hexdigest())
+            stream.seek(0)
+            for number, line in enumerate(stream):
+                if line.strip() and number + 1 not in left_out:
+                    given = decoder.decode(line).row_id
+                    row_ids.append(str(number if given is None else given))
+    except OSError as error:
+        raise ValueError(f"cannot read dataset {spec.config.path}: {error}") from error
+    return row_ids
 
 
 def load_held_out_rows(config: DatasetConfig) -> RowsById:
@@ -39,6 +62,14 @@ def _read(config: DatasetConfig, kind: RowKind, *, too_long: str = "") -> tuple[
     rows = {row.row_id: row for row in reader}
     reader.raise_problems()
     return rows, reader
+
+
+def _require_planned(spec: DatasetSpec, sha256: str) -> None:
+    if sha256 != spec.sha256:
+        raise ValueError(
+            f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {sha256}, "
+            f"plan {spec.sha256}); put the old file back, or submit a new trial"
+        )
 
 
 def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:

@@ -29,7 +29,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, Refusal, WeightsInUse
-from corral.workers.data.prompts import load_planned_rows, uids_of_passes
+from corral.workers.data.prompts import load_row_ids, uids_of_passes
 from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
@@ -83,14 +83,15 @@ class GserverManager(Worker):
         super().__init__(context)
         self._spec = context.specification(GserverManagerSpec)
         rollout = self._spec.rollout
-        self._committed = CommittedLedger(context.trial)
+        row_ids = self._load_row_ids()
+        self._committed = CommittedLedger(context.trial, row_ids)
         self._admission = Admission(
             StalenessGate(
                 batch_size=self._spec.train_batch_size,
                 max_staleness=rollout.max_head_offpolicyness,
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
             ),
-            passes=self._load_passes(),
+            passes=self._passes(row_ids),
             is_committed=lambda uid: self._committed.ledger.consumed(uid),
             trainer=MASTER,
         )
@@ -109,12 +110,14 @@ class GserverManager(Worker):
         self._turns: dict[str, _Turn] = {}
         """By name, of the rollout workers that wait for a prompt."""
 
-    def _load_passes(self) -> Callable[[], Iterator[str]]:
-        spec = self._spec
+    def _load_row_ids(self) -> list[str]:
         try:
-            row_ids = list(load_planned_rows(spec.dataset))
+            return load_row_ids(self._spec.dataset)
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
+
+    def _passes(self, row_ids: list[str]) -> Callable[[], Iterator[str]]:
+        spec = self._spec
         seed, shuffle = self.context.plan.seed, spec.dataset.config.shuffle
         return lambda: uids_of_passes(row_ids, seed=seed, num_epochs=spec.total_train_epochs, shuffle=shuffle)
 

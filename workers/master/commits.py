@@ -50,8 +50,10 @@ class CommitMoment:
     """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
+    ledger: bytes
+    """All that is consumed."""
     delta: LedgerDelta
-    """What is consumed and was not committed before."""
+    """What of it was not committed before."""
     extra: Mapping[str, Any]
     """Of the manifest."""
     published: SealedDirectory | None
@@ -62,7 +64,7 @@ class Commits(AsyncClosing):
     """Begins commits, and says when they count.
 
     Example:
-        async with Commits(epoch, gang, weights) as commits:
+        async with Commits(epoch, gang, weights, number_by_row) as commits:
             commits.ledger.train(7, batch)
             await commits.begin(7, version)     # returns when all is copied
             ...                                 # steps 8 and 9
@@ -70,13 +72,15 @@ class Commits(AsyncClosing):
             await commits.settle()              # step 7 is committed, or it is known why not
     """
 
-    def __init__(self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions) -> None:
+    def __init__(
+        self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions, number_by_row: Mapping[str, int]
+    ) -> None:
         self._epoch = epoch
         self._gang = gang
         self._weights = weights
         self._remover = Remover()
         commit = epoch.recovery.commit
-        self.ledger = committed_ledger(epoch.trial, commit) if commit is not None else Ledger()
+        self.ledger = committed_ledger(epoch.trial, commit, number_by_row) if commit else Ledger(number_by_row)
         self.lines = StepLines(epoch.trial.metrics_path, epoch.trial.trajectories_path, epoch=epoch.writer.epoch)
         self.committed_step = self.begun_step = epoch.first_step
         self._in_flight: asyncio.Task[None] | None = None
@@ -166,13 +170,13 @@ class Commits(AsyncClosing):
         await self._gang.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
 
     def _take_files(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
-        published, names = self._weights.written, {"epoch": checkpoint.epoch, "step": checkpoint.step}
+        published = self._weights.written
         if published is not None:
             checkpoint.link(WEIGHTS, published)
-        checkpoint.add_ledger(self.ledger.whole(**names))
         return CommitMoment(
             checkpoint=checkpoint,
-            delta=self.ledger.delta_for(**names),
+            ledger=self.ledger.encode(),
+            delta=self.ledger.delta_for(epoch=checkpoint.epoch, step=checkpoint.step),
             extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
             published=published,
         )
@@ -218,6 +222,7 @@ class Commits(AsyncClosing):
 
     def _append(self, moment: CommitMoment) -> None:
         checkpoint, delta = moment.checkpoint, moment.delta
+        checkpoint.add_ledger(moment.ledger)
         digest = checkpoint.write_manifest(moment.extra)
         ledger_file, ledger_digest = write_delta(self._epoch.trial, delta)
         self._epoch.writer.commit(

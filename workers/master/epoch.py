@@ -18,7 +18,7 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
-from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.scheduling.policy_version import Lineage
 from corral.workers.checkpoint.checkpoint import WEIGHTS, RecoveryPoint, state_folder, weights_folder
 from corral.workers.lifecycle.worker import BadConfigurationError, WorkerContext
 from corral.workers.master.disk import Disk
@@ -47,8 +47,7 @@ class Epoch:
 
     @cached_property
     def lineage(self) -> Lineage:
-        commits = [PolicyVersion(logged.commit.epoch, logged.commit.step) for logged in self.recovery.honoured]
-        return Lineage(commits, epoch=self.writer.epoch)
+        return Lineage(self.writer.state.versions, epoch=self.writer.epoch)
 
     # What it starts from
 

@@ -94,23 +94,25 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import DoneError, StoppedError, SupersededError
 from corral.experiments.trial.log_witnesses import read_whole_log
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.name_resolve.lease import Lease
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
     RecoveryPoint,
     last_valid_commit,
 )
-from corral.workers.checkpoint.ledger import Ledger
+from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import load_planned_rows, uids_of_passes
+from corral.workers.data.prompts import load_planned_rows, load_row_ids, uids_of_passes
 from corral.workers.lifecycle.worker import (
+    BadConfigurationError,
     CannotContinueError,
     StopRequested,
     SupersededWorkerError,
@@ -203,12 +205,13 @@ class MasterWorker(Worker):
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = await self._recover(writer)
+        number_by_row = await asyncio.to_thread(lambda: self._number_by_row)
         start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
         logger.info("epoch %d goes on from %s", writer.epoch, start)
         async with Disk() as disk:
             epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
             weights = PublishedVersions(epoch, gang, publish=self._publish)
-            commits = Commits(epoch, gang, weights)
+            commits = Commits(epoch, gang, weights, number_by_row)
             buffer = SequenceBuffer(is_consumed=commits.ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             return await TrainerEpoch(
@@ -238,8 +241,9 @@ class MasterWorker(Worker):
         if recovery.rejected:
             reason = next(iter(recovery.rejected.values()))
             writer.fall_back_to(recovery.slot, reason=reason)
-            step = recovery.honoured[-1].commit.step
-            self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
+            self._journal.append(
+                "fell_back", epoch=writer.epoch, step=writer.state.lineage[-1].commit.step, reason=reason
+            )
         return recovery
 
     def _source(self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger) -> SampleSource:
@@ -271,14 +275,25 @@ class MasterWorker(Worker):
         assert isinstance(trainer, ModelWorkerSpec), trainer
         return trainer
 
+    @property
+    def _dataset(self) -> DatasetSpec:
+        """In the specification of those who read the rows."""
+        return self._trainer.dataset or self.context.plan.all_of(RolloutWorkerSpec)[0].dataset
+
+    @cached_property
+    def _number_by_row(self) -> dict[str, int]:
+        """Of the dataset; read once, since it never changes."""
+        try:
+            return numbers_of(load_row_ids(self._dataset))
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
+
     def _row_uids(self) -> Iterator[str]:
-        trainer = self._trainer
-        assert trainer.dataset is not None, "the plan's samples come from a dataset, but its model workers have none"
         return uids_of_passes(
-            list(load_planned_rows(trainer.dataset)),
+            list(self._number_by_row),
             seed=self.context.plan.seed,
             num_epochs=self._spec.control.total_train_epochs,
-            shuffle=trainer.dataset.config.shuffle,
+            shuffle=self._dataset.config.shuffle,
         )
 
     def _publish(self, published: PublishedWeights) -> None:

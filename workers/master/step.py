@@ -251,7 +251,7 @@ class TrainerEpoch:
         samples = self._buffer.samples
         stats["data/epoch"] = self._ledger.consumed_count / self.epoch.spec.num_prompts
         stats["data/samples_trained"] = float(self._ledger.trained_count)
-        stats["data/samples_dropped"] = float(len(self._ledger.dropped))
+        stats["data/samples_dropped"] = float(self._ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
         self.commits.lines.add_metrics(self._step, stats)

@@ -83,7 +83,6 @@ class RolloutWorker(Worker):
         """Why there was no other prompt when the manager spoke last."""
         self._verdicts: asyncio.Queue[str] = asyncio.Queue()
         self._servers = context.workers("generation_server")
-        self._committed = CommittedLedger(context.trial)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -112,6 +111,7 @@ class RolloutWorker(Worker):
         self._sender = await stack.enter_async_context(
             TrajectorySender(context.security, spool, on_verdict=self._on_verdict)
         )
+        self._committed = CommittedLedger(context.trial, self._rows)
         self._committed.poll()
         # Their commits came while this worker was away.
         await self._sender.remove([uid for uid in self._sender.uids() if self._committed.ledger.consumed(uid)])

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.config.data import DatasetConfig
 from corral.experiments.errors import ConfigError
+from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
-from corral.workers.data.prompts import load_planned_rows
+from corral.workers.data.prompts import load_planned_rows, load_row_ids
 from corral.workers.rollout.rewards import exact_match
 from tests.experiments.broken_yaml import VALID_PPO, tokenizer_json, write_inputs
 
@@ -48,6 +50,29 @@ def test_rows_that_are_too_long_are_left_out_everywhere_and_counted(tmp_path: Pa
     assert (dataset.num_rows, submission.plan.master.num_prompts, dataset.too_long) == (41, 41, "41,43")
     loaded = load_planned_rows(dataset)
     assert len(loaded) == 41 and "last" in loaded and not {"long", "longer"} & loaded.keys()
+    assert load_row_ids(dataset) == list(loaded)
+
+
+def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        '{"prompt": "a"}',
+        "",
+        '{"prompt": "b", "na\\u006de": "nested \\u00e9", "id": "x"}',
+        "  ",
+        '{"name": 7, "prompt": "c"}',
+    ]
+    path.write_text("\n".join([*lines, '{"name": "0x", "prompt": "left out"}', '{"prompt": "d"}']))
+    config = DatasetConfig(path=path, id_key="name")
+    dataset = dataset_spec(config, kind="prompts", too_long=[6])
+    assert load_row_ids(dataset) == list(load_planned_rows(dataset)) == ["0", "nested é", "7", "6"]
+    with path.open("a") as file:
+        file.write("no row")
+    with pytest.raises(ValueError, match="has changed since the trial was submitted"):
+        load_row_ids(dataset)
+    path.unlink()
+    with pytest.raises(ValueError, match="cannot read dataset"):
+        load_row_ids(dataset)
 
 
 def test_held_out_rows_are_all_looked_at_or_none(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from corral.experiments.trial.attempts import (
 )
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.trial.log_state import Commit, Done, LoggedCommit, LogState, Stop
+from corral.experiments.trial.log_state import Done, LogState, Stop
 
 
 @pytest.fixture
@@ -199,28 +199,13 @@ def record(attempt: int, *, start_slot: int = 1, is_automatic: bool = True) -> A
     )
 
 
-def committed(*slots: int) -> LogState:
-    def entry(slot: int) -> Commit:
-        return Commit(
-            nonce="0",
-            epoch=1,
-            step=slot,
-            parent=0,
-            directory="x",
-            manifest_digest="0",
-            ledger_file="x",
-            ledger_digest="0",
-            trained=1,
-            dropped=0,
-        )
-
-    return LogState(commits=tuple(LoggedCommit(slot, entry(slot)) for slot in slots))
+def committed(slot: int) -> LogState:
+    return LogState(commit_slot=slot)
 
 
-def stopped(then: str = "", *slots: int) -> LogState:
-    state = committed(*slots)
+def stopped(then: str = "", slot: int = 0) -> LogState:
     stop = Stop(nonce="0", epoch=None, by="me@here", reason="", then="requeue" if then else "")
-    return LogState(commits=state.commits, stop=stop)
+    return LogState(commit_slot=slot, stop=stop)
 
 
 BY_HAND = record(0, is_automatic=False)
@@ -238,7 +223,7 @@ DONE = LogState(done=Done(nonce="0", epoch=1))
         ([BY_HAND, record(1)], LogState(), WhyNot.NO_PROGRESS),
         ([BY_HAND, record(1, start_slot=5)], committed(3), None),
         ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3), WhyNot.NO_PROGRESS),
-        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(3, 6), None),
+        ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5)], committed(6), None),
         # A submission by hand starts anew.
         ([BY_HAND, record(1, start_slot=5), record(2, start_slot=5, is_automatic=False)], committed(3), None),
     ],

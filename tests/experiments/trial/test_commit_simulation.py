@@ -3,7 +3,7 @@
 Each master is the real `TrialLog` and `LogWriter` in a thread of its own; storage hands control back before and after
 each step, and a seeded scheduler decides who takes the next one, who freezes for long, who dies, whose reply is lost,
 who sees an old end of the log, and whether the newest checkpoint is damaged, so that the next master falls back. One
-seed is one schedule, always the same.
+seed is one schedule, always the same. Snapshots of the log are frequent, and some say what never came true.
 
 Mutants at the end break one rule each and must be noticed, or the simulation proves nothing.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from corral.experiments.trial import log as trial_logs
 from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import (
     Commit,
@@ -24,6 +25,7 @@ from corral.experiments.trial.log_state import (
     DoneError,
     Entry,
     LoggedCommit,
+    LogState,
     StoppedError,
     SupersededError,
     UncertainAppendError,
@@ -33,6 +35,11 @@ _NUM_SAMPLES = 12
 _BATCH = 2
 _COMMIT_EVERY = 2
 _STEP_TIMEOUT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _frequent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_logs, "_SLOTS_BETWEEN_SNAPSHOTS", 2)
 
 
 class Violation(Exception):
@@ -96,6 +103,8 @@ class World:
     random: random.Random
     mutants: frozenset[str]
     slots: dict[int, bytes] = field(default_factory=dict)
+    snapshot: bytes = b""
+    num_used_snapshots: int = 0
     shards: dict[tuple[str, int], tuple[str, frozenset[int]]] = field(default_factory=dict)
     ledgers: dict[str, frozenset[int]] = field(default_factory=dict)
     spool: set[int] = field(default_factory=lambda: set(range(_NUM_SAMPLES)))
@@ -136,12 +145,44 @@ class SimulatedStorage:
             raise UncertainAppendError("the reply was lost for good")
         return occupant
 
+    def read_snapshot(self) -> bytes:
+        self._process.pause()
+        return b"" if self._world.chance(0.2) else self._world.snapshot
+
+    def write_snapshot(self, data: bytes) -> None:
+        self._process.pause()
+        self._world.snapshot = data
+
     def highest_slot(self) -> int:
         self._process.pause()
         return max(self._world.slots, default=0)
 
     def remove_leftovers(self, below_slot: int) -> None:
         self._process.pause()
+
+
+class SimulatedLog(TrialLog):
+    """Now and then writes the snapshot of an entry before the entry, which may then never come."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__(Path("log"), storage=SimulatedStorage(world, process))
+        self._world = world
+
+    def append(self, make_entry: Callable[[LogState], Entry]) -> int:
+        state = self.state
+        if self._world.chance(0.2) and state.refusal(entry := make_entry(state)) is None:
+            self._state = state.after(entry)
+            self.write_snapshot()
+            self._state = state
+        return super().append(make_entry)
+
+    def _read_snapshot(self) -> LogState:
+        data = self._world.snapshot
+        if "believe_any_snapshot" in self._world.mutants and data:
+            return msgspec.json.decode(data.partition(b"\n")[2], type=LogState)
+        state = super()._read_snapshot()
+        self._world.num_used_snapshots += state != LogState()
+        return state
 
 
 class CommitAnyway(LogWriter):
@@ -164,7 +205,7 @@ class AppendAtTail(LogWriter):
 
 def _master(world: World, resume: bool) -> Callable[[Process], None]:
     def body(process: Process) -> None:
-        log = TrialLog(Path("log"), storage=SimulatedStorage(world, process))
+        log = SimulatedLog(world, process)
         try:
             writer = log.claim(process.name, resume=resume)
             _fall_back(world, writer)
@@ -176,7 +217,7 @@ def _master(world: World, resume: bool) -> Callable[[Process], None]:
 
 
 def _fall_back(world: World, writer: LogWriter) -> None:
-    lineage = writer.state.lineage()
+    lineage = writer.state.lineage
     whole = [logged for logged in lineage if logged.commit.directory not in world.damaged]
     if whole and whole[-1] != lineage[-1]:
         writer.fall_back_to(whole[-1].slot, reason="a shard is damaged")
@@ -185,10 +226,10 @@ def _fall_back(world: World, writer: LogWriter) -> None:
 def _issue_again(world: World) -> None:
     """What the rollout workers do: a prompt that only a rejected commit covers is generated once more."""
     state = _read(world).state
-    covered = _covered(world, state.lineage())
+    covered = _covered(world, state.lineage)
     if "settled_by_any_commit" in world.mutants:
-        covered = _covered(world, state.commits)
-    world.spool |= _covered(world, state.commits) - covered
+        covered = _covered(world, _all_commits(world))
+    world.spool |= _covered(world, _all_commits(world)) - covered
 
 
 def _covered(world: World, commits: Iterable[LoggedCommit]) -> frozenset[int]:
@@ -200,14 +241,14 @@ def _as_mutant(world: World, log: TrialLog, writer: LogWriter) -> LogWriter:
         return CommitAnyway(log)
     if "append_at_tail" in world.mutants:
         return AppendAtTail(log)
-    lineage = writer.state.lineage()
+    lineage = writer.state.lineage
     if "stale_base" in world.mutants and len(lineage) > 1:
         writer.fall_back_to(lineage[-2].slot, reason="for no reason")
     return writer
 
 
 def _train(world: World, process: Process, writer: LogWriter) -> None:
-    lineage = writer.state.lineage()
+    lineage = writer.state.lineage
     consumed = _covered(world, lineage)
     committed, step = consumed, lineage[-1].commit.step if lineage else 0
     while consumed < frozenset(range(_NUM_SAMPLES)):
@@ -266,7 +307,7 @@ def _commit(
 def _stopper(world: World) -> Callable[[Process], None]:
     def body(process: Process) -> None:
         try:
-            TrialLog(Path("log"), storage=SimulatedStorage(world, process)).request_stop(process.name)
+            SimulatedLog(world, process).request_stop(process.name)
         except (DoneError, UncertainAppendError):
             return
 
@@ -320,7 +361,7 @@ def _run(seed: int, *mutants: str) -> World:
 
 def _damage_newest(world: World) -> None:
     """At least two commits are kept, and only one of them is ever damaged."""
-    directories = [logged.commit.directory for logged in _read(world).state.lineage()[-2:]]
+    directories = [logged.commit.directory for logged in _read(world).state.lineage[-2:]]
     if len(directories) == 2 and directories[0] not in world.damaged:
         world.damaged.add(directories[1])
 
@@ -344,6 +385,8 @@ def _require_completion(
 
 
 class _PlainStorage:
+    """Slots alone decide what is true."""
+
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -351,6 +394,12 @@ class _PlainStorage:
         return self._world.slots.get(slot)
 
     def put_if_absent(self, slot: int, data: bytes) -> bytes | None:
+        raise NotImplementedError
+
+    def read_snapshot(self) -> bytes:
+        return b""
+
+    def write_snapshot(self, data: bytes) -> None:
         raise NotImplementedError
 
     def highest_slot(self) -> int:
@@ -366,10 +415,16 @@ def _read(world: World) -> TrialLog:
     return log
 
 
+def _all_commits(world: World) -> list[LoggedCommit]:
+    """Also those that a fallback has left behind."""
+    entries = TrialLog(Path("log"), storage=_PlainStorage(world)).read_from(1)
+    return [LoggedCommit(slot, entry) for slot, entry in entries if isinstance(entry, Commit)]
+
+
 def _require_correct(world: World) -> None:
     state = _read(world).state
-    commits = state.lineage()
-    for logged in {*world.acknowledged, *state.commits}:
+    commits = state.lineage
+    for logged in {*world.acknowledged, *_all_commits(world)}:
         if logged not in commits and logged.commit.directory not in world.damaged:
             raise Violation(f"commit {logged} is whole and is lost")
     trained: set[int] = set()
@@ -393,7 +448,7 @@ def _require_correct(world: World) -> None:
 
 @pytest.mark.parametrize("num_schedules", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules(num_schedules: int) -> None:
-    masters = stops = lost = fallbacks = 0
+    masters = stops = lost = fallbacks = used = 0
     for seed in range(num_schedules):
         try:
             world = _run(seed)
@@ -401,10 +456,12 @@ def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules
             pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
         masters += _read(world).state.epoch
         stops += sum(b'"kind":"stop"' in data for data in world.slots.values())
-        lost += len(_read(world).state.commits) - len(world.acknowledged)
+        lost += len(_all_commits(world)) - len(world.acknowledged)
+        used += world.num_used_snapshots
         fallbacks += sum(b'"kind":"fallback"' in data for data in world.slots.values())
     # The schedules must have been as bad as they are meant to be.
     assert masters > 2 * num_schedules and min(stops, lost, fallbacks) > num_schedules / 25
+    assert used > num_schedules
 
 
 @pytest.mark.parametrize(
@@ -418,6 +475,7 @@ def test_no_schedule_of_crashes_zombies_and_lost_replies_breaks_the_commit_rules
         "clean_before_commit",
         "step_only_directory",
         "settled_by_any_commit",
+        "believe_any_snapshot",
     ],
 )
 def test_breaking_one_rule_is_noticed(mutant: str) -> None:

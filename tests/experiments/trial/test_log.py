@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import os
 import signal
 import subprocess
@@ -10,8 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from corral.experiments.config.control import TrainControl
+from corral.experiments.trial import log as trial_logs
 from corral.experiments.trial.log import DirectoryStorage, LogWriter, TrialLog
 from corral.experiments.trial.log_state import (
+    MOST_COMMITS,
     Claim,
     Commit,
     CorruptLogError,
@@ -19,12 +23,14 @@ from corral.experiments.trial.log_state import (
     DoneError,
     FallBack,
     LoggedCommit,
+    LogState,
     Stop,
     StoppedError,
     SupersededError,
     TrialLogError,
     UncertainAppendError,
 )
+from corral.scheduling.policy_version import PolicyVersion
 
 
 @pytest.fixture
@@ -60,13 +66,12 @@ def test_a_trial_is_claims_commits_and_done_in_numbered_files(path: Path) -> Non
     state = TrialLog(path).read()
     assert (state.epoch, state.owner, state.is_done, state.is_stopped) == (2, "job 2", True, False)
     assert state.last_commit is not None and state.last_commit.step == 20
-    assert [(logged.slot, logged.commit.parent) for logged in state.commits] == [(2, 0), (4, 2)]
-    assert state.lineage() == state.commits
+    assert [(logged.slot, logged.commit.parent) for logged in state.lineage] == [(2, 0), (4, 2)]
 
 
 def test_an_empty_log_has_nothing(path: Path) -> None:
     state = TrialLog(path).read()
-    assert (state.epoch, state.last_commit, state.next_slot, state.lineage()) == (0, None, 1, ())
+    assert (state.epoch, state.last_commit, state.next_slot, state.lineage) == (0, None, 1, ())
 
 
 def test_a_superseded_epoch_writes_nothing(path: Path) -> None:
@@ -171,11 +176,11 @@ def test_falling_back_leaves_the_corrupt_commit_out_of_the_lineage(path: Path) -
     # Whoever reads the log knows it from now on, and not only once there is another commit.
     state = TrialLog(path).read()
     assert state.head == 2 and state.last_commit is not None and state.last_commit.step == 10
-    assert [logged.commit.step for logged in state.lineage()] == [10]
+    assert [logged.commit.step for logged in state.lineage] == [10]
     assert _commit(second, 15).commit.parent == 2
     _commit(second, 25)
     third = TrialLog(path).claim("job 3")
-    assert [logged.commit.step for logged in third.state.lineage()] == [10, 15, 25]
+    assert [logged.commit.step for logged in third.state.lineage] == [10, 15, 25]
     with pytest.raises(ValueError, match="no ancestor"):
         third.fall_back_to(3, reason="")
     with pytest.raises(ValueError, match="no ancestor"):
@@ -202,6 +207,90 @@ def test_an_entry_must_fit_into_its_limit(path: Path) -> None:
     with pytest.raises(ValueError, match="4096"):
         TrialLog(path).claim("x" * 5000)
     assert os.listdir(path) == []
+
+
+@pytest.fixture
+def long_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> LogState:
+    """Of 47 commits, with a snapshot at every tenth slot; what it says when all slots are read."""
+    monkeypatch.setattr(trial_logs, "_SLOTS_BETWEEN_SNAPSHOTS", 10)
+    writer = TrialLog(path).claim("job 1")
+    for step in range(40):
+        _commit(writer, step)
+    writer = TrialLog(path).claim("job 2")
+    for step in range(40, 47):
+        _commit(writer, step)
+    snapshot = (path / "snapshot").read_bytes()
+    (path / "snapshot").unlink()
+    state = TrialLog(path).read()
+    (path / "snapshot").write_bytes(snapshot)
+    return state
+
+
+class _CountingStorage(DirectoryStorage):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.opened: list[int] = []
+
+    def read(self, slot: int) -> bytes | None:
+        self.opened.append(slot)
+        return super().read(slot)
+
+
+def _read_counting(path: Path) -> tuple[LogState, list[int]]:
+    storage = _CountingStorage(path)
+    return TrialLog(path, storage=storage).read(), storage.opened
+
+
+def test_a_start_opens_the_slots_after_a_snapshot_and_finds_the_same(path: Path, long_log: LogState) -> None:
+    state, opened = _read_counting(path)
+    assert state == long_log and state.versions == (PolicyVersion(1, 39), PolicyVersion(2, 46))
+    assert opened == [40, *range(41, 51)]
+    writer = TrialLog(path).claim("job 3")
+    writer.fall_back_to(state.lineage[-2].slot, reason="a shard is damaged")
+    assert _commit(writer, 46).commit.parent == state.lineage[-2].slot
+    assert writer.state.versions == (PolicyVersion(1, 39), PolicyVersion(2, 45), PolicyVersion(3, 46))
+
+
+def test_a_state_has_room_for_the_newest_commits_only(path: Path) -> None:
+    writer = TrialLog(path).claim("job 1")
+    for step in range(MOST_COMMITS + 5):
+        _commit(writer, step)
+    state = TrialLog(path).read()
+    assert [logged.commit.step for logged in state.lineage] == list(range(5, MOST_COMMITS + 5))
+    with pytest.raises(ValueError, match="no ancestor"):
+        TrialLog(path).claim("job 2").fall_back_to(2, reason="")
+    with pytest.raises(ValueError, match=f"less than or equal to {MOST_COMMITS}"):
+        TrainControl(keep_commits=MOST_COMMITS + 1)
+
+
+def test_a_snapshot_that_is_damaged_is_not_believed(path: Path, long_log: LogState) -> None:
+    whole = (path / "snapshot").read_bytes()
+    for damaged in (b"", whole[:-1], whole[:40], whole.replace(b'"epoch":1', b'"epoch":3'), b"\n", whole + b" "):
+        (path / "snapshot").write_bytes(damaged)
+        assert _read_counting(path) == (long_log, list(range(1, 51)))
+    text = b'{"written_by":"a later version"}'
+    (path / "snapshot").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    assert _read_counting(path)[0] == long_log
+
+
+def test_a_snapshot_does_not_hide_that_the_end_of_the_log_is_lost(path: Path, long_log: LogState) -> None:
+    for slot in range(38, 50):
+        (path / f"{slot:08d}").unlink()
+    state, opened = _read_counting(path)
+    assert state.next_slot == 38 and opened == [40, *range(1, 39)]
+    # Another commit in its last slot is another log.
+    _commit(TrialLog(path).claim("job 2"), 40)
+    _commit(TrialLog(path).claim("job 3"), 40)
+    assert TrialLog(path).read().epoch == 3
+
+
+def test_a_commit_counts_though_no_snapshot_can_be_written(path: Path, long_log: LogState) -> None:
+    (path / "snapshot").unlink()
+    (path / "snapshot").mkdir()
+    writer = TrialLog(path).claim("job 3")
+    for step in range(50, 62):
+        _commit(writer, step)
+    assert TrialLog(path).read().last_commit == writer.state.last_commit
 
 
 def _claim(epoch: int) -> Claim:
@@ -423,6 +512,6 @@ def test_a_killed_writer_loses_no_commit_that_it_was_told_of(path: Path) -> None
         told += [int(line) for line in process.stdout.read().split("\n")[:-1]]
         process.wait(timeout=120)
         process.stdout.close()
-        steps = [logged.commit.step for logged in TrialLog(path).read().commits]
+        steps = [logged.commit.step for logged in TrialLog(path).read().lineage]
         assert steps == list(range(1, len(steps) + 1)) and told[-1] <= steps[-1] <= told[-1] + 1
         assert TrialLog(path).read().epoch == attempt

@@ -36,6 +36,7 @@ from corral.workers.checkpoint.manifest import (
     write_manifest,
 )
 from corral.workers.checkpoint.removal import Remover
+from tests.workers.checkpoint.rows import ROWS, trained
 from tests.workers.checkpoint.sealing import describe
 
 
@@ -56,9 +57,9 @@ def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str
     )
     new.link(WEIGHTS, _published(trial, step))
     parent = writer.state.last_commit
-    ledger = committed_ledger(trial, parent) if parent else Ledger()
+    ledger = committed_ledger(trial, parent, ROWS) if parent else Ledger(ROWS)
     ledger.train(step, trained)
-    new.add_ledger(ledger.whole(epoch=writer.epoch, step=step))
+    new.add_ledger(ledger.encode())
     digest = new.write_manifest({"layout": "d2"})
     delta = ledger.delta_for(epoch=writer.epoch, step=step)
     file, ledger_digest = write_delta(trial, delta)
@@ -177,8 +178,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated manifest": (_edit("manifest.json", lambda data: data[:-10]), "manifest.json: expected BLAKE3"),
     "other manifest": (_edit("manifest.json", lambda data: data.replace(b"d2", b"d4")), "expected BLAKE3"),
     "unlisted shard": (lambda folder: (folder / "rank-1.safetensors").touch(), "no such file"),
-    "flipped ledger": (_edit("ledger.json", lambda data: data.replace(b"0:b", b"0:c")), "ledger.json: .* BLAKE3"),
-    "missing ledger": (lambda folder: (folder / "ledger.json").unlink(), "ledger.json: .* no file"),
+    "flipped ledger": (
+        _edit("ledger.msgpack", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        "ledger.msgpack: .* BLAKE3",
+    ),
+    "missing ledger": (lambda folder: (folder / "ledger.msgpack").unlink(), "ledger.msgpack: .* no file"),
     "shard by link": (_replace_by_link, "neither a file nor a folder"),
     "missing directory": (shutil.rmtree, "cannot be read"),
 }
@@ -201,25 +205,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     point = last_valid_commit(second.state, trial)
     assert point.commit == good.commit and [*point.rejected] == [bad.commit.step]
     assert "commit of step 20" in caplog.text and "continuing from step 10" in caplog.text
-    assert committed_ledger(trial, good.commit).trained == {"0:a": 10}
+    assert trained(committed_ledger(trial, good.commit, ROWS)) == {"0:a"}
 
     second.fall_back_to(point.slot, reason=next(iter(point.rejected.values())))
     again = _save(trial, second, 11, ["0:b"])
     point = last_valid_commit(TrialLog(trial.log_path).read(), trial)
     assert point.slot == again.slot and not point.rejected
-    assert committed_ledger(trial, again.commit).trained == {"0:a": 10, "0:b": 11}
+    assert trained(committed_ledger(trial, again.commit, ROWS)) == {"0:a", "0:b"}
 
 
 def test_without_any_commit_a_trial_starts_from_its_initial_weights(trial: TrialDirectory) -> None:
     point = last_valid_commit(TrialLog(trial.log_path).claim("job 1").state, trial)
-    assert (point.commit, point.slot, point.honoured, point.rejected) == (None, 0, (), {})
+    assert (point.commit, point.slot, point.rejected) == (None, 0, {})
 
 
 def test_a_trial_never_starts_from_scratch_silently(trial: TrialDirectory) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     for logged in [_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2)]:
         shutil.rmtree(_directory(trial, logged))
-    with pytest.raises(NoValidCheckpointError, match=r"none of the 2 commits(.|\n)*step 2: (.|\n)*step 1: "):
+    with pytest.raises(NoValidCheckpointError, match=r"none of the 2 newest commits(.|\n)*step 2: (.|\n)*step 1: "):
         last_valid_commit(writer.state, trial)
 
 
@@ -230,7 +234,7 @@ def test_a_damaged_ledger_delta_costs_no_commit(trial: TrialDirectory, damaged: 
     (trial.path / saved[damaged].commit.ledger_file).write_bytes(b"{}")
     point = last_valid_commit(writer.state, trial)
     assert point.commit == saved[2].commit and not point.rejected
-    assert committed_ledger(trial, point.commit).trained == {"0:1": 1, "0:2": 2, "0:3": 3}
+    assert trained(committed_ledger(trial, point.commit, ROWS)) == {"0:1", "0:2", "0:3"}
 
 
 def test_a_checkpoint_without_a_ledger_is_no_place_to_continue_from(trial: TrialDirectory) -> None:
@@ -241,7 +245,18 @@ def test_a_checkpoint_without_a_ledger_is_no_place_to_continue_from(trial: Trial
     digest = bare.write_manifest({})
     writer.commit(step=2, directory=bare.relative_path, manifest_digest=digest, **fields)
     point = last_valid_commit(writer.state, trial)
-    assert point.commit == good.commit and "expected ledger.json" in next(iter(point.rejected.values()))
+    assert point.commit == good.commit and "expected ledger.msgpack" in next(iter(point.rejected.values()))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_as_that(trial: TrialDirectory) -> None:
+    writer = TrialLog(trial.log_path).claim("job 1")
+    older = CheckpointWriter(trial, epoch=1, step=2)
+    files = {"ledger.json": write_durable(older.path / "ledger.json", [b"{}"])}
+    digest = write_manifest(older.path, files, {"epoch": 1, "step": 2}).digest
+    fields = {"ledger_file": "x", "ledger_digest": "x", "trained": 1, "dropped": 0}
+    writer.commit(step=2, directory=older.relative_path, manifest_digest=digest, **fields)
+    with pytest.raises(NoValidCheckpointError, match="an older version of corral wrote it"):
+        last_valid_commit(writer.state, trial)
 
 
 def test_forgetting_to_fall_back_is_noticed_by_the_ledger(trial: TrialDirectory) -> None:
@@ -394,7 +409,7 @@ def test_everything_a_commit_names_is_on_disk_before_the_commit(
         "state/actor",
         "state",
         "weights",
-        "ledger.json",
+        "ledger.msgpack",
     ]
     expected = [f"{commit.directory}/{name}" for name in names]
     linked = "weights/v1-0/model.safetensors"

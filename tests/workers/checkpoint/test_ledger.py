@@ -1,24 +1,30 @@
 import json
+import random
+import tracemalloc
 from pathlib import Path
 
-import msgspec
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.durable_file import write_durable
 from corral.workers.checkpoint.ledger import (
+    DROPPED,
+    TRAINED,
     CorruptLedgerError,
     Ledger,
     LedgerDelta,
     LedgerViolationError,
+    numbers_of,
     read_delta,
     read_ledger,
     write_delta,
 )
+from tests.workers.checkpoint.rows import ROWS, dropped, trained
 
 
 @pytest.fixture
@@ -47,40 +53,57 @@ def _commit(trial: TrialDirectory, delta: LedgerDelta) -> Commit:
 def test_the_ledger_is_the_union_of_the_commits_deltas(trial: TrialDirectory) -> None:
     commits = [
         _commit(trial, LedgerDelta(epoch=1, step=2, trained={1: ["0:a", "0:b"], 2: ["0:c"]}, dropped={"0:d": "stale"})),
-        _commit(trial, LedgerDelta(epoch=2, step=3, trained={3: ["0:e"]}, dropped={})),
+        _commit(trial, LedgerDelta(epoch=2, step=3, trained={3: ["1:a"]}, dropped={})),
     ]
-    ledger = Ledger.of(*(read_delta(trial, commit) for commit in commits))
-    assert ledger.trained == {"0:a": 1, "0:b": 1, "0:c": 2, "0:e": 3} and ledger.dropped == {"0:d": "stale"}
-    assert ledger.trained_count == 4 and ledger.consumed("0:d") and not ledger.consumed("1:a")
+    ledger = Ledger(ROWS)
+    for commit in commits:
+        ledger.add(read_delta(trial, commit))
+    assert trained(ledger) == {"0:a", "0:b", "0:c", "1:a"} and dropped(ledger) == {"0:d"}
+    assert (ledger.trained_count, ledger.dropped_count, ledger.consumed_count) == (4, 1, 5)
+    assert ledger.consumed("0:d") and not ledger.consumed("1:b") and not ledger.has_pending
     assert commits[0].ledger_file.startswith("ledger/1-2-")
 
 
-def test_a_sample_in_two_commits_is_a_violation(trial: TrialDirectory) -> None:
-    first = _commit(trial, LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={}))
+def test_a_sample_in_two_commits_is_a_violation() -> None:
     for second in (
         LedgerDelta(epoch=2, step=2, trained={2: ["0:b", "0:a"]}, dropped={}),
         LedgerDelta(epoch=2, step=2, trained={}, dropped={"0:a": "stale"}),
     ):
-        with pytest.raises(LedgerViolationError, match="'0:a'.*step 1 consumed"):
-            Ledger.of(read_delta(trial, first), read_delta(trial, _commit(trial, second)))
+        ledger = Ledger(ROWS)
+        ledger.add(LedgerDelta(epoch=1, step=1, trained={1: ["0:a"]}, dropped={}))
+        with pytest.raises(LedgerViolationError, match="the commit of epoch 2, step 2 consumes '0:a', .* trained on"):
+            ledger.add(second)
+        assert trained(ledger) == {"0:a"}
 
 
 def test_a_refused_record_changes_nothing() -> None:
-    ledger = Ledger()
+    ledger = Ledger(ROWS)
     ledger.train(1, ["0:a"])
-    for again in (["0:b", "0:a"], ["0:c", "0:c"]):
-        with pytest.raises(LedgerViolationError):
+    ledger.drop("0:d", "stale")
+    for again, why in (
+        (["0:b", "0:a"], "'0:a' was trained on before"),
+        (["0:b", "0:d"], "'0:d' was dropped before"),
+        (["0:c", "0:c"], "more than once"),
+        (["0:b", "0:zebra"], "'0:zebra', of no row of the trial's data set"),
+    ):
+        with pytest.raises(LedgerViolationError, match=why):
             ledger.train(2, again)
     with pytest.raises(LedgerViolationError):
         ledger.drop("0:a", "stale")
     with pytest.raises(ValueError, match="reason"):
-        ledger.drop("0:z", "")
-    assert ledger.trained == {"0:a": 1} and not ledger.dropped
+        ledger.drop("0:e", "")
+    assert trained(ledger) == {"0:a"} and dropped(ledger) == {"0:d"} and ledger.consumed_count == 2
     assert ledger.delta_for(epoch=1, step=1).trained == {1: ["0:a"]}
 
 
+def test_what_no_pass_has_is_not_consumed() -> None:
+    ledger = Ledger(ROWS)
+    ledger.train(1, ["0:a"])
+    assert not any(map(ledger.consumed, ["1:a", "-3:a", "0:zebra", "-3:zebra"]))
+
+
 def test_a_commit_covers_what_was_pending_when_it_was_made(trial: TrialDirectory) -> None:
-    ledger = Ledger()
+    ledger = Ledger(ROWS)
     ledger.train(1, ["0:a"])
     ledger.drop("0:b", "filtered")
     delta = ledger.delta_for(epoch=1, step=1)
@@ -90,31 +113,88 @@ def test_a_commit_covers_what_was_pending_when_it_was_made(trial: TrialDirectory
     assert ledger.consumed("0:a") and read_delta(trial, _commit(trial, delta)).trained == {1: ["0:a"]}
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["train", "drop", "commit"]), st.lists(st.integers(0, 30), unique=True, max_size=4)),
-        max_size=25,
-    )
-)
-def test_deltas_of_any_history_add_up_to_its_ledger(history: list[tuple[str, list[int]]]) -> None:
-    ledger, rebuilt, seen = Ledger(), Ledger(), set[str]()
-    for step, (action, numbers) in enumerate([*history, ("commit", [])], start=1):
-        uids = [f"0:{number}" for number in numbers if f"0:{number}" not in seen]
-        seen |= set(uids) if action != "commit" else set()
-        if action == "train":
-            ledger.train(step, uids)
-        elif action == "drop":
-            for uid in uids:
-                ledger.drop(uid, "stale")
+class Books(RuleBasedStateMachine):
+    """A trainer that trains, drops, commits, dies and falls back, beside dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.step = Ledger(ROWS), 0
+        self.model: dict[str, str] = {}
+        self.commits: list[tuple[dict[str, str], bytes, LedgerDelta]] = []
+        """What the dict was, the file and the delta, of each commit of the lineage."""
+
+    def uids(self, seed: int) -> list[str]:
+        draw = random.Random(seed)
+        return [f"{draw.randrange(3)}:{draw.choice(list(ROWS)[:8])}" for _ in range(draw.randrange(1, 5))]
+
+    @rule(seed=st.integers(0, 10**6))
+    def train(self, seed: int) -> None:
+        uids, self.step = self.uids(seed), self.step + 1
+        if len(set(uids)) == len(uids) and not self.model.keys() & uids:
+            self.ledger.train(self.step, uids)
+            self.model.update(dict.fromkeys(uids, f"step {self.step}"))
         else:
-            delta = ledger.delta_for(epoch=1, step=step)
+            with pytest.raises(LedgerViolationError):
+                self.ledger.train(self.step, uids)
+
+    @rule(seed=st.integers(0, 10**6))
+    def drop(self, seed: int) -> None:
+        uid = self.uids(seed)[0]
+        if uid not in self.model:
+            self.ledger.drop(uid, "stale")
+            self.model[uid] = "stale"
+
+    @rule()
+    def commit(self) -> None:
+        delta = self.ledger.delta_for(epoch=1, step=self.step)
+        self.commits.append((dict(self.model), self.ledger.encode(), delta))
+        self.ledger.mark_committed(delta)
+
+    @rule(seed=st.integers(0, 10**6))
+    @precondition(lambda self: self.commits)
+    def fall_back(self, seed: int) -> None:
+        del self.commits[random.Random(seed).randrange(len(self.commits)) + 1 :]
+        model, whole, _ = self.commits[-1]
+        before, self.ledger = self.ledger, Ledger.decode(whole, ROWS)
+        assert set(before.beyond(self.ledger, TRAINED, DROPPED)) == self.model.keys() - model.keys()
+        self.model = dict(model)
+
+    @invariant()
+    def it_holds_what_the_dict_does(self) -> None:
+        in_steps = {uid for uid, became in self.model.items() if became.startswith("step")}
+        assert (trained(self.ledger), dropped(self.ledger)) == (in_steps, self.model.keys() - in_steps)
+        assert (self.ledger.trained_count, self.ledger.consumed_count) == (len(in_steps), len(self.model))
+        assert all(map(self.ledger.consumed, self.model))
+
+    @invariant()
+    def the_deltas_of_the_lineage_say_the_same_as_its_last_file(self) -> None:
+        rebuilt, became = Ledger(ROWS), dict[str, str]()
+        for _, _, delta in self.commits:
             rebuilt.add(delta)
-            ledger.mark_committed(delta)
-    assert (rebuilt.trained, rebuilt.dropped) == (ledger.trained, ledger.dropped)
-    assert rebuilt.trained.keys() | rebuilt.dropped.keys() == seen
-    # The whole ledger of the last commit says the same as the deltas of all.
-    whole = Ledger.of(ledger.whole(epoch=1, step=len(history) + 1))
-    assert (whole.trained, whole.dropped) == (rebuilt.trained, rebuilt.dropped)
+            became |= {uid: f"step {step}" for step, uids in delta.trained.items() for uid in uids} | delta.dropped
+        if self.commits:
+            model, whole, _ = self.commits[-1]
+            read = Ledger.decode(whole, ROWS)
+            assert became == model
+            assert (trained(rebuilt), dropped(rebuilt)) == (trained(read), dropped(read))
+
+
+Books.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_the_ledger_holds_what_a_dict_would = Books.TestCase
+
+
+def test_samples_take_a_byte_each_in_memory_and_a_bit_in_a_checkpoint() -> None:
+    ledger = Ledger(numbers_of(map(str, range(10_000))))
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            ledger.add(
+                LedgerDelta(epoch=1, step=1, trained={1: [f"{number}:{row}" for row in range(10_000)]}, dropped={})
+            )
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert ledger.trained_count == 10**5 and held < 1.1 * 10**5 and len(ledger.encode()) < 0.13 * 10**5
 
 
 def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> None:
@@ -132,16 +212,22 @@ def test_a_delta_file_changed_at_any_byte_is_refused(trial: TrialDirectory) -> N
 
 
 def test_the_whole_ledger_of_a_checkpoint_is_that_which_its_manifest_names(tmp_path: Path) -> None:
-    ledger = Ledger()
+    path, ledger = tmp_path / "ledger.msgpack", Ledger(ROWS)
     ledger.train(1, ["0:a"])
     ledger.drop("0:b", "stale")
-    write_durable(tmp_path / "ledger.json", [msgspec.json.encode(ledger.whole(epoch=1, step=1))])
-    digest = blake3((tmp_path / "ledger.json").read_bytes()).hexdigest()
-    assert Ledger.of(read_ledger(tmp_path / "ledger.json", digest=digest)).trained == {"0:a": 1}
-    (tmp_path / "ledger.json").unlink()
-    write_durable(tmp_path / "ledger.json", [msgspec.json.encode(ledger.whole(epoch=1, step=2))])
+    write_durable(path, [ledger.encode()])
+    digest = blake3(path.read_bytes()).hexdigest()
+    found = read_ledger(path, ROWS, digest=digest)
+    assert (trained(found), dropped(found)) == ({"0:a"}, {"0:b"}) and not found.has_pending
+    with pytest.raises(CorruptLedgerError, match="it is of 108 rows, and the data set has 2"):
+        read_ledger(path, numbers_of("ab"), digest=digest)
+    ledger.train(2, ["0:c"])
+    path.write_bytes(ledger.encode())
     with pytest.raises(CorruptLedgerError, match=f"expected BLAKE3 {digest}"):
-        read_ledger(tmp_path / "ledger.json", digest=digest)
+        read_ledger(path, ROWS, digest=digest)
+    path.write_bytes(b"null")
+    with pytest.raises(CorruptLedgerError, match="cannot be used"):
+        read_ledger(path, ROWS, digest=blake3(b"null").hexdigest())
 
 
 def test_a_delta_must_hold_what_its_commit_counts(trial: TrialDirectory) -> None:

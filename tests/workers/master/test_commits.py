@@ -12,7 +12,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.disk import LogWatch
-from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, ledger_of, lines_of, run_master, trial_of
+from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, step_by_uid, trial_of
 
 
 class SlowDisk:
@@ -40,14 +40,14 @@ def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
 
     def look(name: str) -> None:
         if name == "train_step" and disk.num_writing:
-            seen.append((len(gang.trained), len(TrialLog(trial.log_path).read().commits)))
+            seen.append((len(gang.trained), len(TrialLog(trial.log_path).read().lineage)))
         if name == "train_step" and len(gang.trained) == 3:  # the fourth step begins
             disk.may_end.set()
 
     gang = Gang(at_call=look, until_written=disk)
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
     assert (2, 0) in seen and (3, 0) in seen  # the third step, and the fourth, before the commit of the second
-    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage()]
+    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage]
     assert [(commit.step, commit.trained) for commit in commits] == [(2, 16), (4, 16), (5, 8)]
     assert disk.most_writing == 1
     steps = {line["step"]: line["time/save_s"] > 0.0 for line in lines_of(trial.metrics_path)}
@@ -113,8 +113,8 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
     monkeypatch.setattr(Presence, "enter", note)
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
-    assert state.is_stopped and [logged.commit.step for logged in state.lineage()] == [2, 3]
-    assert ledger_of(trial).trained_count == 24
+    assert state.is_stopped and [logged.commit.step for logged in state.lineage] == [2, 3]
+    assert len(step_by_uid(trial)) == 24
 
 
 def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(
@@ -136,10 +136,10 @@ def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half
     with pytest.raises(KilledError):
         run_master(plan, trial, lost, monkeypatch)
     assert len(half) == 1 and (trial.checkpoints_path / half[0]).exists()
-    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1, 2]
+    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1, 2]
     assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
     assert next_one.trained[0] == lost.trained[2]
-    assert ledger_of(trial).trained == {
+    assert step_by_uid(trial) == {
         uid: step for step, uids in enumerate(lost.trained[:2] + next_one.trained, 1) for uid in uids
     }
     assert not (trial.checkpoints_path / half[0]).exists()
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
     assert state.epoch == 1 and len(gang.trained) == NUM_STEPS
-    commits = [logged.commit for logged in state.lineage()]
+    commits = [logged.commit for logged in state.lineage]
     assert [(commit.step, commit.trained) for commit in commits] == [(1, 8), (4, 24), (5, 8)]
     notices = [event for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
     assert [(event["is_alarm"], event["text"]) for event in notices] == [
@@ -174,7 +174,7 @@ def test_a_disk_that_stays_full_ends_the_trial_at_its_last_commit(
     fulls = iter([False])
     gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True)))
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
-    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()] == [1]
+    assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1]
     assert "as 3 in a row could not: model_worker/0: [Errno 28] No space left on device" in caplog.text
 
 

@@ -82,7 +82,7 @@ def raised_from(error: Exception, cause: Exception) -> Exception:
     ("error", "exit_code"),
     [
         (StaleEpochError(peer="model_worker/0", epoch=1, max_epoch=2), WorkerExit.SUPERSEDED),
-        (NoValidCheckpointError("none of the 2 commits can be loaded"), WorkerExit.CANNOT_CONTINUE),
+        (NoValidCheckpointError("none of the 2 newest commits can be loaded"), WorkerExit.CANNOT_CONTINUE),
         (CorruptLogError("slot 2 is missing"), WorkerExit.CANNOT_CONTINUE),
         (OSError("stale file handle"), WorkerExit.ERROR),
         (OSError(errno.EIO, "an error of the disk"), WorkerExit.ERROR),
@@ -156,7 +156,7 @@ def test_each_piece_of_a_checkpoint_that_is_verified_is_progress(
     def verify(state: object, trial: object, *, on_progress: Callable[[], None]) -> RecoveryPoint:
         for _ in range(5):
             on_progress()
-        return RecoveryPoint(honoured=(), rejected=())
+        return RecoveryPoint()
 
     monkeypatch.setattr(master_worker, "last_valid_commit", verify)
     asyncio.run(master._recover(master._log.claim("host:1")))
@@ -178,12 +178,12 @@ def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypat
     plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
 
     def die_after_a_commit(name: str) -> None:
-        if name == "train_step" and TrialLog(trial.log_path).read().commits:
+        if name == "train_step" and TrialLog(trial.log_path).read().lineage:
             raise KilledError(name)
 
     with pytest.raises(KilledError):
         run_master(plan, trial, Gang(at_call=die_after_a_commit), monkeypatch)
-    *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().commits)
+    *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().lineage)
 
     gang, hashed, real = ListeningGang(), set[str](), manifest._digest
 

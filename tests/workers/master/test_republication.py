@@ -20,7 +20,7 @@ from corral.workers.checkpoint.published_weights import Refusal
 from corral.workers.lifecycle.worker import CannotContinueError
 from corral.workers.master.weights import PublishedVersions
 from tests.name_services import MemoryNameService
-from tests.workers.master.trials import NUM_STEPS, UUID, Gang, ledger_of, run_master, trial_of
+from tests.workers.master.trials import NUM_STEPS, UUID, Gang, run_master, step_by_uid, trial_of
 from tests.workers.weight_transport.versions import flip_a_byte
 
 
@@ -31,9 +31,9 @@ def notices(trial: TrialDirectory, topic: str) -> list[tuple[bool, str]]:
 
 def check_log(trial: TrialDirectory, gang: Gang, *, steps: list[int]) -> None:
     """These steps were committed, every sample once, and what is left of the commits is whole."""
-    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage()]
+    commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage]
     assert [commit.step for commit in commits] == steps
-    assert ledger_of(trial).trained == {uid: step for step, uids in enumerate(gang.trained, 1) for uid in uids}
+    assert step_by_uid(trial) == {uid: step for step, uids in enumerate(gang.trained, 1) for uid in uids}
     for commit in commits[-2:]:
         verify_checkpoint(trial, commit)
 
@@ -94,7 +94,7 @@ def test_a_commit_does_not_name_published_weights_that_were_damaged_meanwhile(
 
 
 def committed(trial: TrialDirectory) -> list[int]:
-    return [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()]
+    return [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage]
 
 
 class Copies(PublishedVersions):

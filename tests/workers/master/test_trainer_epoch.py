@@ -28,9 +28,9 @@ from tests.workers.master.trials import (
     SKIPPED,
     Gang,
     KilledError,
-    ledger_of,
     lines_of,
     run_master,
+    step_by_uid,
     trial_of,
 )
 
@@ -50,7 +50,7 @@ def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
     skipped = gang.trained[1]
     assert gang.trained[-1] == skipped  # after all others: at once, it would be skipped again
     assert len(gang.trained) == NUM_STEPS + 1
-    assert ledger_of(trial).trained == {
+    assert step_by_uid(trial) == {
         uid: step for step, uids in enumerate(gang.trained[:1] + gang.trained[2:], 1) for uid in uids
     }
     steps = [(line["step"], line["train/skipped_nonfinite"]) for line in lines_of(trial.metrics_path)]
@@ -70,11 +70,11 @@ def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
     assert not state.is_done and state.epoch == 2  # taken back once
     if commit_every_steps == 1:
         assert len(gang.trained) == 2 + 2 + 2
-        assert {path.parent.name for path in gang.loaded[1:]} == {Path(state.commits[-1].commit.directory).name}
-        assert sorted(ledger_of(trial).trained.values()) == [1] * 8 + [2] * 8
+        assert {path.parent.name for path in gang.loaded[1:]} == {Path(state.lineage[-1].commit.directory).name}
+        assert sorted(step_by_uid(trial).values()) == [1] * 8 + [2] * 8
         assert sorted(path.name for path in trial.weights_path.iterdir()) == ["v00000001-e1", "v00000002-e1"]
     else:
-        assert len(gang.trained) == 2 * (2 + 2) and state.commits == ()
+        assert len(gang.trained) == 2 * (2 + 2) and state.lineage == ()
         assert gang.loaded[0] == gang.loaded[1]
     assert not trial.exports_path.exists()
 
@@ -86,7 +86,7 @@ def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
     replies = iter([FINE, SKIPPED, FINE, SKIPPED])
     assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().epoch == 3
-    assert ledger_of(trial).trained_count == 8 * NUM_STEPS
+    assert len(step_by_uid(trial)) == 8 * NUM_STEPS
 
 
 def test_weights_that_are_not_finite_are_neither_committed_nor_written(
@@ -96,7 +96,7 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
     gang = Gang(train=lambda step: DAMAGED)
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     assert len(gang.trained) == 2
-    assert TrialLog(trial.log_path).read().commits == () and not list(trial.weights_path.iterdir())
+    assert TrialLog(trial.log_path).read().lineage == () and not list(trial.weights_path.iterdir())
 
 
 # --- what train steps find out --------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_weights_are_published_before_the_commit_that_covers_them(
 
     def look(name: str) -> None:
         if name == "begin_save":
-            seen.append((gang.published(), len(TrialLog(trial.log_path).read().commits)))
+            seen.append((gang.published(), len(TrialLog(trial.log_path).read().lineage)))
 
     gang = Gang(at_call=look)
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
@@ -205,7 +205,7 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
     assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
     assert list(dict.fromkeys(versions)) == ["1.2", "2.3", "2.4", "2.5"]
     assert lost.trained[2] == next_one.trained[0]  # the batch of the lost step, once
-    assert ledger_of(trial).trained_count == 8 * NUM_STEPS
+    assert len(step_by_uid(trial)) == 8 * NUM_STEPS
     assert "v00000003-e1" not in {path.name for path in trial.weights_path.iterdir()}
 
 
@@ -333,14 +333,13 @@ def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
     )
     starts = _run_with_deaths(lambda gang: run_master(plan, trial, gang, monkeypatch))
     assert starts > 10
-    ledger = ledger_of(trial)
     metrics = lines_of(trial.metrics_path)
     trained = [line["step"] for line in metrics if "time/train_s" in line]
     assert trained == list(range(1, NUM_STEPS + 1))
     assert [line["step"] for line in metrics if "eval/accuracy" in line] == [0, 2, 4, NUM_STEPS]
     assert [line["data/samples_trained"] for line in metrics if "time/train_s" in line] == [8, 16, 24, 32, 40]
     lines = lines_of(trial.trajectories_path)
-    assert Counter((line["uid"], line["step"]) for line in lines) == Counter(ledger.trained.items())
+    assert Counter((line["uid"], line["step"]) for line in lines) == Counter(step_by_uid(trial).items())
 
 
 def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
@@ -361,7 +360,7 @@ def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
     )
     gang = Gang(evaluate=lambda request: {"loss": float(len(request.uids))} if request.uids else {"accuracy": 0.25})
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    commits = [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage()]
+    commits = [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage]
     assert commits == [2 * NUM_STEPS, 4 * NUM_STEPS]
     assert sorted(path.name for path in trial.exports_path.iterdir()) == ["final", f"step-{3 * NUM_STEPS:08d}"]
     lines = lines_of(trial.metrics_path)

@@ -23,7 +23,7 @@ from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
-from corral.workers.checkpoint.ledger import Ledger, read_delta
+from corral.workers.checkpoint.ledger import read_delta
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
@@ -226,8 +226,14 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
         )
 
 
-def ledger_of(trial: TrialDirectory) -> Ledger:
-    return Ledger.of(*(read_delta(trial, logged.commit) for logged in TrialLog(trial.log_path).read().lineage()))
+def step_by_uid(trial: TrialDirectory) -> dict[str, int]:
+    """What was trained in which step, as the deltas of all commits say."""
+    trained: list[tuple[str, int]] = []
+    for logged in TrialLog(trial.log_path).read().lineage:
+        for step, uids in read_delta(trial, logged.commit).trained.items():
+            trained += [(uid, step) for uid in uids]
+    assert len(trained) == len(dict(trained)), "a sample was trained twice"
+    return dict(trained)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

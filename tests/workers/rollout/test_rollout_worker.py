@@ -17,6 +17,7 @@ import pytest
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
@@ -257,7 +258,8 @@ def test_a_server_that_cannot_be_brought_to_the_weights_is_asked_again(tmp_path:
 def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_prompts_too(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+1=", "9", "2+2="], rollout={"reward": f"{HERE}:fails_for_one"}) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
-        Trainer(rig.trial, TrialLog(rig.trial.log_path).claim("a")).commit(1, "0:0", dropped=("0:1",))
+        ledger = Ledger(numbers_of(["0", "1", "2"]))
+        Trainer(rig.trial, TrialLog(rig.trial.log_path).claim("a"), ledger).commit(1, "0:0", dropped=("0:1",))
         rig.run_until(lambda: rig.phase() == "wait for the trainer", "the worker to have nothing left to do")
         with Spool(rig.trial.spool_path(0)) as spool:
             assert spool.uids() == ["0:2"]
