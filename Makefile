@@ -103,7 +103,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/restart_time.py --kills 3 --local
 	$(BIN)/python benchmarks/memory_growth.py --steps 200
 	$(BIN)/python benchmarks/commit.py
-	$(BIN)/python benchmarks/books.py --samples 100000 --rows 10000 --commits 10000
+	$(BIN)/python benchmarks/books.py --samples 100000 --rows 30000 --commits 10000
 	$(BIN)/python benchmarks/weight_update.py
 	$(BIN)/python benchmarks/update_gap.py
 	$(BIN)/python benchmarks/staging.py --rounds 3

@@ -1,12 +1,12 @@
 """What the books of a trial cost at its beginning and after many samples and commits: ledger and trial log.
 
-    python benchmarks/books.py [--samples 1000000] [--rows 100000] [--commits 100000]
+    python benchmarks/books.py [--samples 1000000] [--rows 300000] [--commits 100000]
 
-A young trial has one commit. The old one has consumed `samples` samples in passes over `rows` rows, a hundredth of
-them dropped, and has `commits` entries in its log, which are made without forcing them to disk. Both commit 512 samples
-more, several times, as the master does: the ledger is taken while training stands still; what is written then, beside
-training, is that file, the delta and the entry of the log. Beside them in the same run: a plain write of the same bytes
-into three new files, forced to disk as well.
+A young trial has one commit. The old one has consumed `samples` samples in shuffled passes over `rows` rows, one in a
+hundred dropped, and has `commits` entries in its log, which are made without forcing them to disk. Both commit 512
+samples more, several times, as the master does: the ledger is taken while training stands still; what is written then,
+beside training, is its file, the delta and the entry of the log. Beside them in the same run: a plain write of the same
+bytes into three new files, forced to disk as well.
 
 A start is what a process does before it knows what is settled and may commit or deal: it reads the names of the rows,
 the log and the ledger. Whoever follows takes in each further commit.
@@ -15,12 +15,14 @@ the log and the ledger. Whoever follows takes in each further commit.
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,8 +39,8 @@ from corral.experiments.trial.log_state import Claim, Commit  # noqa: E402
 from corral.experiments.worker_specs import DatasetSpec  # noqa: E402
 from corral.workers.checkpoint.checkpoint import CheckpointWriter  # noqa: E402
 from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
-from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, numbers_of, write_delta  # noqa: E402
-from corral.workers.data.prompts import load_row_ids  # noqa: E402
+from corral.workers.checkpoint.ledger import LEDGER_NAME, Ledger, LedgerDelta, numbers_of, write_delta  # noqa: E402
+from corral.workers.data.prompts import load_row_ids, uids_of_passes  # noqa: E402
 
 T = TypeVar("T")
 
@@ -80,15 +82,11 @@ def make_dataset(path: Path, rows: int) -> DatasetSpec:
     return dataset_spec(DatasetConfig(path=path), kind="answers")
 
 
-def consumed(rows: int, samples: int) -> LedgerDelta:
+def consumed(uids: list[str]) -> LedgerDelta:
     """A hundredth of the samples dropped, the others trained."""
-    uids = [f"{sample // rows}:problem-{sample % rows}" for sample in range(samples)]
-    return LedgerDelta(
-        epoch=1,
-        step=1,
-        trained={1: [uid for number, uid in enumerate(uids) if number % 100]},
-        dropped=dict.fromkeys(uids[::100], "reward_error"),
-    )
+    dropped = set(random.Random(1).sample(uids, len(uids) // 100))
+    trained = {1: [uid for uid in uids if uid not in dropped]}
+    return LedgerDelta(epoch=1, step=1, trained=trained, dropped=dict.fromkeys(dropped, "reward_error"))
 
 
 class Trial:
@@ -100,7 +98,8 @@ class Trial:
         self.dataset, self.step, self.samples = dataset, commits, samples
         self.row_ids = load_row_ids(dataset)
         self.ledger = Ledger(numbers_of(self.row_ids))
-        self.ledger.add(consumed(len(self.row_ids), samples))
+        self.uids = uids_of_passes(self.row_ids, seed=1, num_epochs=1000, shuffle=True)
+        self.ledger.add(consumed(list(islice(self.uids, samples))))
         self._write_log(commits)
         self.writer = TrialLog(self.directory.log_path).claim("benchmark")
         self.commit(Costs())
@@ -128,20 +127,17 @@ class Trial:
 
     def commit(self, costs: Costs) -> None:
         """As `workers/master/commits.py` does it, without the tensors."""
-        uids = [
-            f"{(self.samples + n) // len(self.row_ids)}:problem-{(self.samples + n) % len(self.row_ids)}"
-            for n in range(BATCH)
-        ]
+        uids = list(islice(self.uids, BATCH))
         self.samples, self.step = self.samples + BATCH, self.step + 1
         self.ledger.train(self.step, uids)
         epoch = self.writer.epoch
         checkpoint = CheckpointWriter(self.directory, epoch=epoch, step=self.step)
-        (whole, delta), _ = timed(
-            lambda: (self.ledger.encode(), self.ledger.delta_for(epoch=epoch, step=self.step)), costs.still_s
+        (states, delta), _ = timed(
+            lambda: (self.ledger.states(), self.ledger.delta_for(epoch=epoch, step=self.step)), costs.still_s
         )
 
-        def write() -> int:
-            checkpoint.add_ledger(whole)
+        def write() -> tuple[int, int, int]:
+            checkpoint.add_ledger(states)
             digest = checkpoint.write_manifest({})
             file, ledger_digest = write_delta(self.directory, delta)
             logged = self.writer.commit(
@@ -153,14 +149,15 @@ class Trial:
                 trained=BATCH,
                 dropped=0,
             )
-            return (self.directory.path / file).stat().st_size + len(msgspec.json.encode(logged.commit))
+            whole = (checkpoint.path / LEDGER_NAME).stat().st_size
+            return whole, (self.directory.path / file).stat().st_size, len(msgspec.json.encode(logged.commit))
 
-        other_bytes, _ = timed(write, costs.written_s)
+        sizes, _ = timed(write, costs.written_s)
         self.ledger.mark_committed(delta)
-        costs.bytes_per_commit = len(whole) + other_bytes
-        timed(lambda: self._write_plainly([len(whole), other_bytes // 2, other_bytes // 2]), costs.plain_s)
+        costs.bytes_per_commit = sum(sizes)
+        timed(lambda: self._write_plainly(sizes), costs.plain_s)
 
-    def _write_plainly(self, sizes: list[int]) -> None:
+    def _write_plainly(self, sizes: Iterable[int]) -> None:
         for size in sizes:
             with tempfile.NamedTemporaryFile(dir=self.directory.path) as file:
                 file.write(b"x" * size)
@@ -213,7 +210,7 @@ def main() -> None:
     """Makes both trials, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--rows", type=int, default=100_000, help="of the data set")
+    parser.add_argument("--rows", type=int, default=300_000, help="of the data set")
     parser.add_argument("--commits", type=int, default=100_000, help="entries of the trial log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="corral-books-") as folder:

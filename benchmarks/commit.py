@@ -45,7 +45,7 @@ from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
 from corral.workers.checkpoint.content_digest import ContentDigest  # noqa: E402
 from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
-from corral.workers.checkpoint.ledger import numbers_of  # noqa: E402
+from corral.workers.checkpoint.ledger import Ledger, numbers_of  # noqa: E402
 from corral.workers.master.commits import Commits  # noqa: E402
 from corral.workers.master.disk import Disk  # noqa: E402
 from corral.workers.master.epoch import Epoch  # noqa: E402
@@ -246,8 +246,8 @@ async def run_master(trial: TrialDirectory, rank: Rank, num_commits: int) -> lis
     async with Disk() as disk:
         epoch = make_epoch(trial, disk)
         weights = PublishedVersions(epoch, cast(Any, rank), publish=lambda published: None)
-        rows = numbers_of(map(str, range(BATCH * num_commits)))
-        commits = Commits(epoch, cast(Any, rank), weights, rows)
+        ledger = Ledger(numbers_of(map(str, range(BATCH * num_commits))))
+        commits = Commits(epoch, cast(Any, rank), weights, ledger)
         for step in range(1, num_commits + 1):
             commits.ledger.train(step, [f"0:{number}" for number in range(BATCH * (step - 1), BATCH * step)])
             version = PolicyVersion(epoch.writer.epoch, step)

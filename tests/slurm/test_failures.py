@@ -146,7 +146,7 @@ def test_a_preempted_trial_commits_in_the_grace_period_and_goes_on(make_slurm_tr
     # Steps got SIGTERM at its beginning, and no exit was a crash: all stayed until the master had committed.
     assert trial.events("unit_restarting") == []
     assert len(trial.starts("master_worker/0")) == 2
-    (stopped,) = [entry for _, entry in TrialLog(trial.directory.log_path).read_from(1) if isinstance(entry, Stop)]
+    (stopped,) = [entry for _, entry in TrialLog(trial.directory.log_path).poll() if isinstance(entry, Stop)]
     assert stopped.epoch == 1 and stopped.then == "requeue"  # by the master itself
 
 

@@ -33,12 +33,13 @@ from typing import Any, Final
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit, LogState
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
     Ledger,
     read_ledger,
+    write_ledger,
 )
 from corral.workers.checkpoint.manifest import (
     CorruptCheckpointError,
@@ -115,7 +116,7 @@ class CheckpointWriter:
     >>> files = save_shards(writer.folder(state_folder("actor")))       # any process may write
     >>> writer.add(state_folder("actor"), files)
     >>> writer.link(WEIGHTS, published)
-    >>> writer.add_ledger(ledger.encode())
+    >>> writer.add_ledger(ledger.states())
     >>> digest = writer.write_manifest({"dp": 4})                       # then LogWriter.commit
     """
 
@@ -147,9 +148,9 @@ class CheckpointWriter:
         """Removes what was written: there may be no room for it, and nobody writes here any more."""
         shutil.rmtree(self.path, ignore_errors=True)  # what stays, a later epoch removes
 
-    def add_ledger(self, ledger: bytes) -> None:
-        """Writes what all samples are, as `Ledger.encode` says."""
-        self._files[LEDGER_NAME] = write_durable(self.path / LEDGER_NAME, [ledger])
+    def add_ledger(self, states: Mapping[int, bytes]) -> None:
+        """Writes what `Ledger.states` says."""
+        self._files[LEDGER_NAME] = write_ledger(self.path / LEDGER_NAME, states)
 
     def write_manifest(self, extra: Mapping[str, Any]) -> str:
         """Seals the checkpoint; returns the digest that the commit entry names."""

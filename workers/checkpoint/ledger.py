@@ -2,7 +2,7 @@
 
     train(step, uids) --+               +--delta_for--> ledger/{epoch}-{step}-*.json      what this commit adds
                         +--> pending ---+
-    drop(uid, reason) --+               +--encode-----> checkpoints/.../ledger.msgpack    what has become of every row
+    drop(uid, reason) --+               +--states-----> checkpoints/.../ledger.msgpack    what has become of every row
 
 A commit names both. The whole ledger lies in the checkpoint, beside the weights that it belongs to and under the same
 checksums: whoever loads one has the other, and no older file is needed. The deltas are for those who follow the commits
@@ -14,23 +14,25 @@ receivers know what they hold, and the master's buffer what it has seen, only sa
 
     uid "2:problem-17"  =  pass 2  +  row "problem-17" --its number in the data set--> a byte of pass 2
 
-A byte here is two bits in the file. The numbers are those of the data set, which never changes in a trial: they are the
-same in every process, and names are in no file.
+The file has these bytes compressed, to a bit or two where they follow no order and to less where they are alike. The
+numbers are those of the data set, which never changes in a trial: they are the same in every process, and no file has
+names.
 """
 
 import secrets as random_tokens
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.content_digest import digest_of, mismatch
+from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 
 OPEN: Final = 0
 TRAINED: Final = 1
@@ -66,14 +68,6 @@ class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(map(len, self.trained.values()))
 
 
-class _Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ledger of a checkpoint; by pass, for each row a bit."""
-
-    num_rows: int
-    trained: dict[int, bytes]
-    dropped: dict[int, bytes]
-
-
 def numbers_of(row_ids: Iterable[str]) -> dict[str, int]:
     """The number of each row of a data set, by its name."""
     return {row: number for number, row in enumerate(row_ids)}
@@ -84,16 +78,24 @@ class Ledger:
 
     Args:
         number_by_row: of the data set.
+        states: as `states` gives them.
+
+    Raises:
+        ValueError: they are of another data set.
     """
 
-    def __init__(self, number_by_row: Mapping[str, int]) -> None:
+    def __init__(self, number_by_row: Mapping[str, int], states: Mapping[int, bytes] = MappingProxyType({})) -> None:
         self._number_by_row = number_by_row
         self._passes = defaultdict[int, bytearray](lambda: bytearray(len(number_by_row)))
         """OPEN, TRAINED or DROPPED, by number of the row."""
+        for number, held in states.items():
+            if len(held) != len(number_by_row):
+                raise ValueError(f"pass {number} has {len(held)} rows, and the data set {len(number_by_row)}")
+            self._passes[number] = bytearray(held)
         self._pending_trained: dict[str, int] = {}
         self._pending_dropped: dict[str, str] = {}
-        self.trained_count = 0
-        self.dropped_count = 0
+        self.trained_count = sum(held.count(TRAINED) for held in states.values())
+        self.dropped_count = sum(held.count(DROPPED) for held in states.values())
 
     @property
     def consumed_count(self) -> int:
@@ -109,10 +111,10 @@ class Ledger:
 
     def beyond(self, other: "Ledger", *states: int) -> Iterator[str]:
         """Uids that are in one of these states here, and open in another ledger of the same rows."""
-        rows = list(self._number_by_row)
-        for number, here in self._passes.items():
-            is_new = np.isin(_array(here), states) & (_array(other._passes[number]) == OPEN)
-            yield from (f"{number}:{rows[place]}" for place in np.flatnonzero(is_new))
+        for number, held in self._passes.items():
+            for row, here, there in zip(self._number_by_row, held, other._passes[number], strict=True):
+                if here in states and there == OPEN:
+                    yield f"{number}:{row}"
 
     def add(self, delta: LedgerDelta) -> None:
         """Adds what an earlier commit consumed; all of it or, if any sample is known, nothing."""
@@ -147,11 +149,9 @@ class Ledger:
             trained.setdefault(trained_in, []).append(uid)
         return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=dict(self._pending_dropped))
 
-    def encode(self) -> bytes:
-        """Everything, committed or pending, for the checkpoint that is about to be committed."""
-        num_rows = len(self._number_by_row)
-        whole = _Whole(num_rows=num_rows, trained=self._bits(TRAINED), dropped=self._bits(DROPPED))
-        return msgspec.msgpack.encode(whole)
+    def states(self) -> dict[int, bytes]:
+        """A copy of everything, committed or pending, for the checkpoint that is about to be committed."""
+        return {number: bytes(held) for number, held in self._passes.items()}
 
     def mark_committed(self, delta: LedgerDelta) -> None:
         """Call when the commit with `delta` is in the trial log: what it holds is pending no more."""
@@ -160,32 +160,6 @@ class Ledger:
                 del self._pending_trained[uid]
         for uid in delta.dropped:
             del self._pending_dropped[uid]
-
-    @classmethod
-    def decode(cls, data: bytes, number_by_row: Mapping[str, int]) -> "Ledger":
-        """What `encode` has said.
-
-        Raises:
-            ValueError: it is no ledger of these rows.
-        """
-        whole = msgspec.msgpack.decode(data, type=_Whole)
-        ledger = cls(number_by_row)
-        if whole.num_rows != len(number_by_row):
-            raise ValueError(f"it is of {whole.num_rows} rows, and the data set has {len(number_by_row)}")
-        for state, bits_by_pass in ((TRAINED, whole.trained), (DROPPED, whole.dropped)):
-            for number, bits in bits_by_pass.items():
-                is_set = np.unpackbits(np.frombuffer(bits, np.uint8), count=whole.num_rows).astype(bool)
-                _array(ledger._passes[number])[is_set] = state
-        held = list(map(_array, ledger._passes.values()))
-        ledger.trained_count, ledger.dropped_count = (
-            sum(int(np.count_nonzero(states == state)) for states in held) for state in (TRAINED, DROPPED)
-        )
-        return ledger
-
-    def _bits(self, state: int) -> dict[int, bytes]:
-        """By pass; a pass without any is left out."""
-        bits = {number: np.packbits(_array(states) == state) for number, states in self._passes.items()}
-        return {number: packed.tobytes() for number, packed in bits.items() if packed.any()}
 
     def _state(self, uid: str) -> int:
         dataset_epoch, row = _split(uid)
@@ -252,6 +226,12 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
     return delta
 
 
+def write_ledger(path: Path, states: Mapping[int, bytes]) -> FileEntry:
+    """Writes `Ledger.states` durably."""
+    packed = {number: zlib.compress(held, level=1) for number, held in states.items()}
+    return write_durable(path, [msgspec.msgpack.encode(packed)])
+
+
 def read_ledger(path: Path, number_by_row: Mapping[str, int], *, digest: str) -> Ledger:
     """All that a commit and its ancestors hold.
 
@@ -260,8 +240,9 @@ def read_ledger(path: Path, number_by_row: Mapping[str, int], *, digest: str) ->
     """
     data = _read(path, digest=digest)
     try:
-        return Ledger.decode(data, number_by_row)
-    except ValueError as error:  # those of msgspec are
+        packed = msgspec.msgpack.decode(data, type=dict[int, bytes])
+        return Ledger(number_by_row, {number: zlib.decompress(held) for number, held in packed.items()})
+    except (ValueError, zlib.error) as error:  # those of msgspec are ValueErrors
         raise CorruptLedgerError(f"ledger file {path} cannot be used: {error}") from error
 
 
@@ -279,11 +260,6 @@ def _read(path: Path, *, digest: str) -> bytes:
 def _split(uid: str) -> tuple[int, str]:
     dataset_epoch, _, row = uid.partition(":")
     return int(dataset_epoch), row
-
-
-def _array(states: bytearray) -> NDArray[np.uint8]:
-    """The same memory."""
-    return np.frombuffer(states, np.uint8)
 
 
 def _some(uids: Iterable[str]) -> str:

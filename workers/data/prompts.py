@@ -34,21 +34,19 @@ def load_row_ids(spec: DatasetSpec) -> list[str]:
     """The names of the same rows, in file order; nothing else of them is decoded.
 
     Raises:
-        ValueError: if the file cannot be read, or has changed since.
+        OSError: if the file cannot be read.
+        ValueError: if it has changed since.
     """
     row: Any = msgspec.defstruct("Row", [("row_id", Any, None)], rename={"row_id": spec.config.id_key})
     decoder, left_out = msgspec.json.Decoder(row), frozenset(unfold_numbers(spec.too_long))
     row_ids: list[str] = []
-    try:
-        with open_regular(spec.config.path) as stream:
-            _require_planned(spec, hashlib.file_digest(stream, "sha256").hexdigest())
-            stream.seek(0)
-            for number, line in enumerate(stream):
-                if line.strip() and number + 1 not in left_out:
-                    given = decoder.decode(line).row_id
-                    row_ids.append(str(number if given is None else given))
-    except OSError as error:
-        raise ValueError(f"cannot read dataset {spec.config.path}: {error}") from error
+    with open_regular(spec.config.path) as stream:
+        _require_planned(spec, hashlib.file_digest(stream, "sha256").hexdigest())
+        stream.seek(0)
+        for number, line in enumerate(stream):
+            if line.strip() and number + 1 not in left_out:
+                given = decoder.decode(line).row_id
+                row_ids.append(str(number if given is None else given))
     return row_ids
 
 

@@ -113,7 +113,7 @@ class GserverManager(Worker):
     def _load_row_ids(self) -> list[str]:
         try:
             return load_row_ids(self._spec.dataset)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise BadConfigurationError(str(error)) from error
 
     def _passes(self, row_ids: list[str]) -> Callable[[], Iterator[str]]:

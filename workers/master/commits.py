@@ -24,7 +24,6 @@ from corral.workers.checkpoint.checkpoint import (
     WEIGHTS,
     CheckpointWriter,
     collect_garbage,
-    committed_ledger,
     state_folder,
 )
 from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, write_delta
@@ -50,8 +49,8 @@ class CommitMoment:
     """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
-    ledger: bytes
-    """All that is consumed."""
+    states: Mapping[int, bytes]
+    """Of the ledger: all that is consumed."""
     delta: LedgerDelta
     """What of it was not committed before."""
     extra: Mapping[str, Any]
@@ -64,7 +63,7 @@ class Commits(AsyncClosing):
     """Begins commits, and says when they count.
 
     Example:
-        async with Commits(epoch, gang, weights, number_by_row) as commits:
+        async with Commits(epoch, gang, weights, ledger) as commits:
             commits.ledger.train(7, batch)
             await commits.begin(7, version)     # returns when all is copied
             ...                                 # steps 8 and 9
@@ -72,15 +71,12 @@ class Commits(AsyncClosing):
             await commits.settle()              # step 7 is committed, or it is known why not
     """
 
-    def __init__(
-        self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions, number_by_row: Mapping[str, int]
-    ) -> None:
+    def __init__(self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions, ledger: Ledger) -> None:
         self._epoch = epoch
         self._gang = gang
         self._weights = weights
         self._remover = Remover()
-        commit = epoch.recovery.commit
-        self.ledger = committed_ledger(epoch.trial, commit, number_by_row) if commit else Ledger(number_by_row)
+        self.ledger = ledger
         self.lines = StepLines(epoch.trial.metrics_path, epoch.trial.trajectories_path, epoch=epoch.writer.epoch)
         self.committed_step = self.begun_step = epoch.first_step
         self._in_flight: asyncio.Task[None] | None = None
@@ -175,7 +171,7 @@ class Commits(AsyncClosing):
             checkpoint.link(WEIGHTS, published)
         return CommitMoment(
             checkpoint=checkpoint,
-            ledger=self.ledger.encode(),
+            states=self.ledger.states(),
             delta=self.ledger.delta_for(epoch=checkpoint.epoch, step=checkpoint.step),
             extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
             published=published,
@@ -222,7 +218,7 @@ class Commits(AsyncClosing):
 
     def _append(self, moment: CommitMoment) -> None:
         checkpoint, delta = moment.checkpoint, moment.delta
-        checkpoint.add_ledger(moment.ledger)
+        checkpoint.add_ledger(moment.states)
         digest = checkpoint.write_manifest(moment.extra)
         ledger_file, ledger_digest = write_delta(self._epoch.trial, delta)
         self._epoch.writer.commit(

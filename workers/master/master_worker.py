@@ -106,13 +106,13 @@ from corral.name_resolve.lease import Lease
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
     RecoveryPoint,
+    committed_ledger,
     last_valid_commit,
 )
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.data.prompts import load_planned_rows, load_row_ids, uids_of_passes
 from corral.workers.lifecycle.worker import (
-    BadConfigurationError,
     CannotContinueError,
     StopRequested,
     SupersededWorkerError,
@@ -205,18 +205,18 @@ class MasterWorker(Worker):
 
     async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
         recovery = await self._recover(writer)
-        number_by_row = await asyncio.to_thread(lambda: self._number_by_row)
+        ledger = await asyncio.to_thread(self._ledger_of, recovery)
         start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
         logger.info("epoch %d goes on from %s", writer.epoch, start)
         async with Disk() as disk:
             epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
             weights = PublishedVersions(epoch, gang, publish=self._publish)
-            commits = Commits(epoch, gang, weights, number_by_row)
-            buffer = SequenceBuffer(is_consumed=commits.ledger.consumed)
+            commits = Commits(epoch, gang, weights, ledger)
+            buffer = SequenceBuffer(is_consumed=ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             return await TrainerEpoch(
                 epoch=epoch,
-                source=self._source(epoch, buffer, gang, commits.ledger),
+                source=self._source(epoch, buffer, gang, ledger),
                 gang=gang,
                 calls=calls,
                 held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
@@ -283,10 +283,11 @@ class MasterWorker(Worker):
     @cached_property
     def _number_by_row(self) -> dict[str, int]:
         """Of the dataset; read once, since it never changes."""
-        try:
-            return numbers_of(load_row_ids(self._dataset))
-        except ValueError as error:
-            raise BadConfigurationError(str(error)) from error
+        return numbers_of(load_row_ids(self._dataset))
+
+    def _ledger_of(self, recovery: RecoveryPoint) -> Ledger:
+        rows, commit = self._number_by_row, recovery.commit
+        return committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
 
     def _row_uids(self) -> Iterator[str]:
         return uids_of_passes(

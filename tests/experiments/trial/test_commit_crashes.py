@@ -85,7 +85,7 @@ def _attempt(trial: TrialDirectory, spool: Spool) -> None:
         checkpoint = CheckpointWriter(trial, epoch=writer.epoch, step=step)
         names = " ".join(filter(ledger.consumed, _UIDS)).encode()
         checkpoint.add("state", {"names": write_durable(checkpoint.folder("state") / "names", [names])})
-        checkpoint.add_ledger(ledger.encode())
+        checkpoint.add_ledger(ledger.states())
         digest = checkpoint.write_manifest({})
         delta = ledger.delta_for(epoch=writer.epoch, step=step)
         ledger_file, ledger_digest = write_delta(trial, delta)
@@ -129,7 +129,7 @@ def _run(root: Path, *deaths: int | None) -> tuple[TrialDirectory, int]:
 
 def _require_exactly_once(trial: TrialDirectory) -> None:
     state = TrialLog(trial.log_path).read()
-    commits = [entry for _, entry in TrialLog(trial.log_path).read_from(1) if isinstance(entry, Commit)]
+    commits = [entry for _, entry in TrialLog(trial.log_path).poll() if isinstance(entry, Commit)]
     assert state.is_done and [logged.commit for logged in state.lineage] == commits
     deltas = [read_delta(trial, logged.commit) for logged in state.lineage]
     assert sorted(uid for delta in deltas for group in delta.trained.values() for uid in group) == sorted(_UIDS)

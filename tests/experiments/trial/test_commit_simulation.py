@@ -417,7 +417,7 @@ def _read(world: World) -> TrialLog:
 
 def _all_commits(world: World) -> list[LoggedCommit]:
     """Also those that a fallback has left behind."""
-    entries = TrialLog(Path("log"), storage=_PlainStorage(world)).read_from(1)
+    entries = TrialLog(Path("log"), storage=_PlainStorage(world)).poll()
     return [LoggedCommit(slot, entry) for slot, entry in entries if isinstance(entry, Commit)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.trial import log as trial_logs
-from corral.experiments.trial.log import DirectoryStorage, LogWriter, TrialLog
+from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import (
     MOST_COMMITS,
     Claim,
@@ -30,6 +30,7 @@ from corral.experiments.trial.log_state import (
     TrialLogError,
     UncertainAppendError,
 )
+from corral.experiments.trial.log_storage import DirectoryStorage
 from corral.scheduling.policy_version import PolicyVersion
 
 
@@ -144,7 +145,6 @@ def test_a_reader_sees_new_entries_by_polling(path: Path) -> None:
     assert kinds == [(1, Claim), (2, Commit)] and reader.poll() == []
     TrialLog(path).request_stop("ann")
     assert [type(entry) for _, entry in reader.poll()] == [Stop] and reader.state.is_stopped
-    assert [slot for slot, _ in reader.read_from(2)] == [2, 3]
 
 
 def test_reading_never_lists_the_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +490,7 @@ def test_eight_processes_that_claim_at_once_get_consecutive_epochs(path: Path) -
     assert sorted(epoch for own in epochs for epoch in own) == list(range(1, 201))
     assert all(own == sorted(own) for own in epochs)
     assert sorted(os.listdir(path)) == [f"{slot:08d}" for slot in range(1, 201)]
-    owners = [entry.owner for _, entry in TrialLog(path).read_from(1) if isinstance(entry, Claim)]
+    owners = [entry.owner for _, entry in TrialLog(path).poll() if isinstance(entry, Claim)]
     assert all(owners[epoch - 1] == f"writer {index}" for index, own in enumerate(epochs) for epoch in own)
 
 

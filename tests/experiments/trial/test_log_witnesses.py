@@ -15,7 +15,7 @@ from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialDirectory:
-    monkeypatch.setattr(log, "_VISIBLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(log, "VISIBLE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(log, "_STOP_PATIENCE_S", 0.0)
     trial = TrialDirectory(tmp_path / "trial")
     trial.create()
@@ -61,7 +61,7 @@ def test_a_slot_that_shows_late_is_waited_for(trial: TrialDirectory, monkeypatch
     history(trial)
     hole = trial.log_path / "00000002"
     hole.rename(trial.path / "backup")
-    monkeypatch.setattr(log, "_VISIBLE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(log, "VISIBLE_TIMEOUT_S", 60.0)
     monkeypatch.setattr(log.time, "sleep", lambda pause_s: (trial.path / "backup").rename(hole))
     assert TrialLog(trial.log_path).claim("job").epoch == 3
 

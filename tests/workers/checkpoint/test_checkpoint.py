@@ -59,7 +59,7 @@ def _save(trial: TrialDirectory, writer: LogWriter, step: int, trained: list[str
     parent = writer.state.last_commit
     ledger = committed_ledger(trial, parent, ROWS) if parent else Ledger(ROWS)
     ledger.train(step, trained)
-    new.add_ledger(ledger.encode())
+    new.add_ledger(ledger.states())
     digest = new.write_manifest({"layout": "d2"})
     delta = ledger.delta_for(epoch=writer.epoch, step=step)
     file, ledger_digest = write_delta(trial, delta)

@@ -30,7 +30,7 @@ class Trainer:
         for uid in dropped:
             self.ledger.drop(uid, "reward_error")
         checkpoint = CheckpointWriter(self.trial, epoch=self.writer.epoch, step=step)
-        checkpoint.add_ledger(self.ledger.encode())
+        checkpoint.add_ledger(self.ledger.states())
         manifest = checkpoint.write_manifest({})
         delta = self.ledger.delta_for(epoch=self.writer.epoch, step=step)
         file, digest = write_delta(self.trial, delta)
