@@ -24,7 +24,6 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -78,24 +77,24 @@ class Ledger:
 
     Args:
         number_by_row: of the data set.
-        states: as `states` gives them.
+        states: as the method of this name gives them; nothing is consumed without.
 
     Raises:
         ValueError: they are of another data set.
     """
 
-    def __init__(self, number_by_row: Mapping[str, int], states: Mapping[int, bytes] = MappingProxyType({})) -> None:
+    def __init__(self, number_by_row: Mapping[str, int], states: Mapping[int, bytes] | None = None) -> None:
         self._number_by_row = number_by_row
         self._passes = defaultdict[int, bytearray](lambda: bytearray(len(number_by_row)))
         """OPEN, TRAINED or DROPPED, by number of the row."""
-        for number, held in states.items():
+        for number, held in (states or {}).items():
             if len(held) != len(number_by_row):
                 raise ValueError(f"pass {number} has {len(held)} rows, and the data set {len(number_by_row)}")
             self._passes[number] = bytearray(held)
         self._pending_trained: dict[str, int] = {}
         self._pending_dropped: dict[str, str] = {}
-        self.trained_count = sum(held.count(TRAINED) for held in states.values())
-        self.dropped_count = sum(held.count(DROPPED) for held in states.values())
+        self.trained_count = sum(held.count(TRAINED) for held in self._passes.values())
+        self.dropped_count = sum(held.count(DROPPED) for held in self._passes.values())
 
     @property
     def consumed_count(self) -> int:

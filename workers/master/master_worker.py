@@ -111,7 +111,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import load_planned_rows, load_row_ids, uids_of_passes
+from corral.workers.data.prompts import load_row_ids, uids_of_passes
 from corral.workers.lifecycle.worker import (
     CannotContinueError,
     StopRequested,
@@ -241,9 +241,8 @@ class MasterWorker(Worker):
         if recovery.rejected:
             reason = next(iter(recovery.rejected.values()))
             writer.fall_back_to(recovery.slot, reason=reason)
-            self._journal.append(
-                "fell_back", epoch=writer.epoch, step=writer.state.lineage[-1].commit.step, reason=reason
-            )
+            step = writer.state.lineage[-1].commit.step
+            self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
         return recovery
 
     def _source(self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger) -> SampleSource:
@@ -266,7 +265,7 @@ class MasterWorker(Worker):
 
     def _held_out_rows(self) -> list[str]:
         held_out = self._trainer.held_out
-        return [] if held_out is None else list(load_planned_rows(held_out))
+        return [] if held_out is None else load_row_ids(held_out)
 
     @property
     def _trainer(self) -> ModelWorkerSpec:
