@@ -35,7 +35,7 @@ class TrainControl(FrozenConfig):
     """Train steps in a row whose loss or gradient is not finite, after which training goes back to the last commit.
     Where as many follow again without a commit in between, the trial fails."""
     keep_commits: int = Field(default=2, ge=2, le=64)
-    """Commits kept on disk."""
+    """Commits kept on disk; whoever reads the trial log remembers no more than the newest 64."""
 
     @model_validator(mode="after")
     def _a_failure_costs_not_everything(self) -> Self:
