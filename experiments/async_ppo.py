@@ -10,7 +10,7 @@ All five kinds of workers take part.
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from corral.experiments.checks.algorithm import check_concurrency
+from corral.experiments.checks.algorithm import check_admission
 from corral.experiments.checks.generation import (
     check_backend_settings,
     check_embedded_model,
@@ -160,7 +160,14 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems()
-        yield from check_concurrency(self.rollout, train_batch_size=self.train_batch_size)
+        yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
+        if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go"):
+            yield ConfigProblem(
+                f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {self.ppo.advantage} something: "
+                "only where answers are compared with each other are equal rewards nothing",
+                "set it to false, or ppo.advantage to group_relative or rloo",
+                path=("rollout", "drop_uniform_groups"),
+            )
         if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(
                 "weights.transport: lora sends adapters, and the actor has none",
@@ -200,6 +207,12 @@ class AsyncPPOExperiment(PolicyExperiment):
                 f"{' and '.join(self.rounding_settings)}: answers are of rounded weights, and without "
                 "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
                 "ppo.behav_imp_weight_mode to truncate"
+            )
+        if self.rollout.spare_answers:
+            yield (
+                f"rollout.spare_answers: {self.rollout.spare_answers}: of {self.ppo.group_size} + "
+                f"{self.rollout.spare_answers} answers those that end first are trained on, so the policy learns from "
+                "shorter answers than it makes; watch its answers' lengths, or use rollout.reorder_window"
             )
         if self.weights.update_mode == "in_place" and not self.ppo.use_decoupled_loss:
             yield (

@@ -44,14 +44,25 @@ def check_ppo(
         )
 
 
-def check_concurrency(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
-    """More prompts in flight than the staleness bound ever admits."""
-    most = (rollout.max_head_offpolicyness + 1) * train_batch_size
+def check_admission(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
+    """More prompts in flight than the staleness bound ever admits, or fewer than a batch."""
+    eta, overtaking = rollout.max_head_offpolicyness, rollout.overtaking
+    if overtaking > eta * train_batch_size:
+        yield ConfigProblem(
+            f"rollout.reorder_window {rollout.reorder_window} leaves no batch within the staleness bound: what may be "
+            f"overtaken by {overtaking} prompts has to be admitted so much earlier, and max_head_offpolicyness {eta} x "
+            f"train_batch_size {train_batch_size} = {eta * train_batch_size} are there for it",
+            f"at most {eta * train_batch_size + 1}, or raise max_head_offpolicyness",
+            path=("rollout", "reorder_window"),
+        )
+        return
+    most = (eta + 1) * train_batch_size - overtaking
     if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts > most:
         yield ConfigProblem(
             f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
-            f"the staleness bound admits (max_head_offpolicyness {rollout.max_head_offpolicyness} + 1) "
-            f"x train_batch_size {train_batch_size} = {most}",
+            f"the staleness bound admits (max_head_offpolicyness {eta} + 1) x train_batch_size {train_batch_size}"
+            + (f" - (reorder_window {rollout.reorder_window} - 1)" if overtaking else "")
+            + f" = {most}",
             f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
             path=("rollout", "max_concurrent_rollouts"),
         )

@@ -71,6 +71,12 @@ class RolloutConfig(GenerationConfig):
     """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Prompts in flight at a time over all rollout workers; None is the train batch size."""
+    reorder_window: int | None = Field(default=None, ge=1)
+    """How far a finished prompt may get ahead of older ones that are still being answered, counted in prompts: 1 trains strictly in their order, and with any window no answer is thrown away for having taken long. None: whatever is finished, and what is too old by its turn is answered anew. See docs/rollout.md."""  # noqa: E501
+    spare_answers: int = Field(default=0, ge=0)
+    """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled. Long answers become rarer in training than the policy makes them."""  # noqa: E501
+    drop_uniform_groups: bool = False
+    """Whether a prompt all of whose answers have the same reward is dropped, and counted as `filtered`: relative to each other they teach nothing."""  # noqa: E501
     new_tokens_per_chunk: int = Field(default=256, ge=1)
     """Tokens asked for in one request; the most that a lost generation server costs an answer."""
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
@@ -84,6 +90,11 @@ class RolloutConfig(GenerationConfig):
     of their own."""
     request_timeout_s: float = Field(default=300.0, gt=0.0)
     """Deadline of one request to a generation server or of one weight update."""
+
+    @property
+    def overtaking(self) -> int:
+        """Younger prompts that may be trained on before an older one, as far as that is bounded."""
+        return 0 if self.reorder_window is None else self.reorder_window - 1
 
 
 SGLANG_FLAGS_SET_HERE = frozenset(

@@ -349,6 +349,21 @@ CONTRADICTION_CASES = (
         words=("max_concurrent_rollouts 1000", "can never be reached", "at most 16"),
     ),
     BrokenCase(
+        name="window-that-leaves-no-batch",
+        overrides=("rollout.reorder_window=10",),
+        words=("reorder_window 10 leaves no batch", "overtaken by 9 prompts", "= 8 are there", "at most 9"),
+    ),
+    BrokenCase(
+        name="window-and-absurd-concurrency",
+        overrides=("rollout.reorder_window=5", "rollout.max_concurrent_rollouts=13"),
+        words=("max_concurrent_rollouts 13", "- (reorder_window 5 - 1) = 12", "at most 12"),
+    ),
+    BrokenCase(
+        name="equal-rewards-that-teach",
+        overrides=("rollout.drop_uniform_groups=true", "ppo.advantage=rewards_to_go"),
+        words=("drop_uniform_groups", "ppo.advantage: rewards_to_go", "set it to false"),
+    ),
+    BrokenCase(
         name="batch-larger-than-data",
         edit=("train_batch_size: 8", "train_batch_size: 81"),
         words=("train_batch_size 81", "40 rows x 2 epochs", "at most 80"),

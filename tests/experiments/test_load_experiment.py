@@ -146,11 +146,12 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
         "ppo.use_decoupled_loss=false",
         "ppo.behav_imp_weight_cap=3.0",
         "weights.transport=delta",
+        "rollout.spare_answers=2",
     )
     warnings = list(experiment.find_warnings())
     assert [
         word
-        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap", "delta saves nothing")
+        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap", "delta saves nothing", "shorter answers")
         if not any(word in w for w in warnings)
     ] == []
     assert list(_ppo(folder).find_warnings()) == []

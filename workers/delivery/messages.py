@@ -42,6 +42,10 @@ as long as the session; the others are final. stale: too old to train on. unread
 spool could not give the payload."""
 
 
+FILTERED = "filtered"
+"""How the reason of a dropped group begins from which nothing would be learned."""
+
+
 class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
     """First thing on every connection."""
 

@@ -14,8 +14,9 @@ workers.
 The buffer is pure: events go in, decisions come out. That a second copy is turned away there saves a train step; what
 keeps it from counting twice is the ledger.
 
-Here the staleness bound holds: no trajectory is in a batch unless `ReadySamples` finds all its tokens young enough, and
-the lineage knows their versions. The manager's gate is an optimisation that makes rejections rare.
+Here the staleness bound holds: no trajectory is in a batch unless all its tokens are young enough, and the lineage
+knows their versions. `require_trainable` carries that guarantee; that `ReadySamples` chooses so, and the manager's
+gate, are optimisations that make rejections rare.
 """
 
 import itertools
@@ -31,7 +32,8 @@ from typing import Protocol
 import msgspec
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
-from corral.scheduling.staleness import ReadySamples
+from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
+from corral.workers.delivery.messages import FILTERED
 from corral.workers.requests.messages import MetadataReply, Rejection
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ class SequenceBuffer:
     """By uid."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
+    filtered: int = 0
+    """Groups that rollout workers have dropped since nothing is learned from them."""
     _copies: dict[str, set[int]] = field(default_factory=dict)
     """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
     _places_of_new: dict[tuple[frozenset[str], int], Places] = field(default_factory=dict)
@@ -262,16 +266,18 @@ class TrajectorySource:
     buffer: SequenceBuffer
     holders: SampleHolders
     lineage: Lineage
+    window: ReorderWindow | None = None
     _: KW_ONLY
     input_keys: Set[str]
     batch_size: int
     eta: int
     producers: Sequence[str]
     on_drop: Callable[[str, str], None]
-    _ready: ReadySamples = field(default_factory=ReadySamples, init=False)
+    _ready: ReadySamples = field(init=False)
     _missing: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._ready = ReadySamples(self.window)
         self._missing = self.batch_size
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
@@ -279,6 +285,8 @@ class TrajectorySource:
         decision = self._ready.take(version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
         self._missing = decision.waiting_for
         await self._give_up(decision.stale)
+        for sample in self.buffer.find(decision.batch or ()):
+            require_trainable(sample.uid, oldest=sample.head_version, trainer_version=version, eta=self.eta)
         return list(decision.batch) if decision.batch else None
 
     async def give_back(self, batch: Sequence[str]) -> None:
@@ -298,6 +306,7 @@ class TrajectorySource:
             if not self.buffer.put(sample):
                 copies.append(sample)
             elif sample.dropped_because:
+                self.buffer.filtered += sample.dropped_because.startswith(FILTERED)
                 dropped.append(sample.uid)
                 self.on_drop(sample.uid, sample.dropped_because)
             else:

@@ -254,6 +254,7 @@ class TrainerEpoch:
         stats["data/samples_dropped"] = float(self._ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
+        stats["data/filtered"] = float(self._buffer.filtered)
         self.commits.lines.add_metrics(self._step, stats)
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 

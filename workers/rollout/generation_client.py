@@ -70,8 +70,13 @@ class GenerationClient:
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
 
-    async def sample_group(self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int]) -> list[PartialAnswer]:
+    async def sample_group(
+        self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None
+    ) -> list[PartialAnswer]:
         """Sample one answer to a prompt for each of `seeds`; the same ones, by whichever servers, for the same weights.
+
+        Args:
+            enough: once so many have ended, they are returned, and the others are asked for no further; None: all.
 
         Raises:
             RequestRefusedError: if a server finds fault with the request.
@@ -91,7 +96,8 @@ class GenerationClient:
         last_tried = "none"
         num_busy = 0
         last_progress = time.monotonic()
-        while unfinished := [answer for answer in answers if not answer.finished]:
+        enough = len(answers) if enough is None else enough
+        while len(unfinished := [answer for answer in answers if not answer.finished]) > len(answers) - enough:
             if time.monotonic() - last_progress > self.request_timeout_s:
                 raise GenerationFailedError(
                     f"no generation server took prompt {uid} further for {self.request_timeout_s:.0f} s "
@@ -120,7 +126,7 @@ class GenerationClient:
                     logger.warning("%s/generate failed: %s", setback.url, setback.lost)
             if sum(len(answer.output_ids) for answer in unfinished) > before or all(a.finished for a in unfinished):
                 last_progress = time.monotonic()
-        return answers
+        return [answer for answer in answers if answer.finished][:enough]
 
     async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
         """Ask one server for the next tokens of `answers`; None if they came."""

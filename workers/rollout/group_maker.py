@@ -22,6 +22,7 @@ from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.delivery.messages import FILTERED
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
@@ -46,7 +47,7 @@ class PromptTooLongError(ValueError):
 
 
 class PromptFailedError(RuntimeError):
-    """A prompt is given up; its text begins with why, as the ledger has it."""
+    """A prompt is given up, or nothing is learned from it; its text begins with why, as the ledger has it."""
 
 
 _FAILURES: dict[type[Exception], str] = {
@@ -99,6 +100,9 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
+        rewards = made[0].rewards
+        if self.config.drop_uniform_groups and len(set(rewards)) == 1:
+            raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
         return made
 
     def _all_fail(self, what: str) -> RuntimeError:
@@ -110,10 +114,10 @@ class GroupMaker:
         )
 
     async def _make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+        num_answers = self.group_size + self.config.spare_answers
         # One after the other for all tries: what made an agent fail may be the answers, so the next try has others.
         seeds_by_call = (
-            group_seeds(self.trial_seed, order=order, group_size=self.group_size, call=call)
-            for call in itertools.count()
+            group_seeds(self.trial_seed, order=order, group_size=num_answers, call=call) for call in itertools.count()
         )
         for tries_left in reversed(range(1 + self.config.reward_retries)):
             try:
@@ -136,7 +140,7 @@ class GroupMaker:
     ) -> tuple[JudgedGroup, SequenceSample]:
         async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
             self._check_prompt(ids)
-            return await self.client.sample_group(uid, ids, seeds=next(seeds_by_call))
+            return await self.client.sample_group(uid, ids, seeds=next(seeds_by_call), enough=self.group_size)
 
         prompt_ids = encode_prompt(self.tokenizer, row.prompt)
         self._check_prompt(prompt_ids)

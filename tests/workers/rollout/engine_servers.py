@@ -25,6 +25,7 @@ async def sample_in_turns(
     chunk_tokens: int,
     max_new_tokens: int,
     experts: RoutedExpertsSpec | None = None,
+    enough: int | None = None,
 ) -> list[PartialAnswer]:
     """One answer for each of `seeds`; there is an engine for each of `engine_seeds`."""
     async with AsyncExitStack() as stack:
@@ -52,4 +53,4 @@ async def sample_in_turns(
             request_timeout_s=DEADLINE_S,
             experts=experts,
         )
-        return await client.sample_group("0:a", list(prompt), seeds=seeds)
+        return await client.sample_group("0:a", list(prompt), seeds=seeds, enough=enough)

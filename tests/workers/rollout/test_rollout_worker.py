@@ -324,3 +324,16 @@ def test_each_time_that_an_agent_asks_it_gets_other_answers_after_a_failure_too(
     with RolloutRig(tmp_path, ["1+1="], rollout=rollout) as rig:
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         assert rig.server.seeds == [group_seeds(rig.plan.seed, order=0, group_size=2, call=call) for call in range(3)]
+
+
+def test_spare_answers_are_asked_for_and_a_group_has_as_many_as_ever(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+2="], rollout={"spare_answers": 3}, group_size=2) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "a prompt")
+    assert list(map(len, rig.server.seeds)) == [5]
+    assert rig.received[0].num_answers == len(rig.received[0].version_spans) == 2
+
+
+def test_prompts_whose_answers_teach_nothing_are_dropped_and_no_failures(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+2="] * 20, rollout={"drop_uniform_groups": True}, group_size=2) as rig:
+        rig.run_until(lambda: len(rig.received) == 20, "more prompts than may fail in a row")
+    assert set(rig.outcomes().values()) == {"filtered: the rewards of all 2 answers are 1"}
