@@ -7,20 +7,22 @@
 
 The gate (StalenessGate, which workers/manager/admission.py holds) admits a prompt while
 
-    running < max_concurrent   and   accepted + running < (eta + version + 1) * batch_size
+    running < max_concurrent   and   accepted + running < (eta + version + 1) * batch_size - overtaking
 
 where `accepted` counts every finished sample, trained or not, and `version` is the number of finished train steps.
-Each step consumes one batch, so that a sample admitted at `version` is among the first (eta + version + 1) * batch_size
-and is due at version + eta or before: trained in order, it is never more than eta versions old. But a slow sample can
-be overtaken by younger ones and come later than it was due. Hence the rule at consumption (ReadySamples.take, which
-workers/master/sample_source.py applies): what is older than eta by then is not trained on, but dropped and issued
-again. The gate makes such drops rare; the rule makes the bound hold always.
+Each step consumes one batch, so that a sample admitted at `version` is due at version + eta or before: trained in order
+of admission, or with at most `overtaking` younger ones before it, it is never more than eta versions old. That many a
+ReorderWindow lets pass; without one `overtaking` is 0, and a slow sample may come later than it was due. Hence the rule
+at consumption (ReadySamples.take, which workers/master/sample_source.py applies): what is older than eta by then is not
+trained on, but dropped and issued again. Gate and window make such drops rare; the rule makes the bound hold always,
+and `require_trainable` ends the trainer rather than train on anything else.
 
-Both are pure: events in, decisions out. Callers number the steps and send the messages.
+All are pure: events in, decisions out. Callers number the steps and send the messages. The proof is in docs/rollout.md.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,6 +49,8 @@ class StalenessGate:
     """Eta, in versions; 0 is synchronous training."""
     max_concurrent: int
     """Prompts that may run at the same time."""
+    overtaking: int = 0
+    """Younger samples that may be trained before an older one."""
     version: int = 0
     consumed: int = 0
     """Samples that were trained."""
@@ -66,8 +70,16 @@ class StalenessGate:
     @property
     def capacity(self) -> int:
         """Prompts that would be admitted now, one after the other; 0 while the gate is closed."""
-        ahead = (self.max_staleness + self.version + 1) * self.batch_size - self.accepted - self.running
+        ahead = self._most_admitted - self.accepted - self.running
         return max(0, min(ahead, self.max_concurrent - self.running))
+
+    @property
+    def _most_admitted(self) -> int:
+        return (self.max_staleness + self.version + 1) * self.batch_size - self.overtaking
+
+    def least_version(self, order: int) -> int:
+        """The oldest version by which a sample may be begun: it is young enough when its turn comes, if in order."""
+        return (order + self.overtaking) // self.batch_size - self.max_staleness
 
     def order_of(self, uid: str) -> int | None:
         """The order number of a running or accepted sample."""
@@ -144,13 +156,14 @@ class StalenessGate:
 
     def limit(self) -> Limit | None:
         """What keeps the next prompt out; None if the gate is open."""
-        if self.accepted + self.running >= (self.max_staleness + self.version + 1) * self.batch_size:
+        if self.accepted + self.running >= self._most_admitted:
             return "staleness"
         return "concurrency" if self.running >= self.max_concurrent else None
 
     def explain(self) -> str:
         """Why the next prompt is or is not admitted, with the numbers, for people."""
         sides = f"(eta {self.max_staleness} + version {self.version} + 1) x {self.batch_size}"
+        sides += f" - overtaking {self.overtaking}" if self.overtaking else ""
         match self.limit():
             case "staleness":
                 return f"closed: accepted {self.accepted} + running {self.running} >= {sides}"
@@ -167,6 +180,26 @@ def is_trainable(min_version: int, trainer_version: int, eta: int) -> bool:
     return 0 <= trainer_version - min_version <= eta
 
 
+class StaleTokenError(RuntimeError):
+    """A batch has a token that is too old to train on: whoever chose it counted wrongly."""
+
+
+def require_trainable(uid: str, *, oldest: int, trainer_version: int, eta: int) -> None:
+    """The last look at a sample before a train step consumes it.
+
+    Guarantee: no token that is trained on is more than eta versions old; nothing that chose the sample is trusted.
+
+    Raises:
+        StaleTokenError: with the numbers.
+    """
+    if not is_trainable(oldest, trainer_version, eta):
+        raise StaleTokenError(
+            f"sample {uid} must not be trained on at version {trainer_version}: its oldest token is of version "
+            f"{oldest}, {trainer_version - oldest} versions ago, and rollout.max_head_offpolicyness allows 0 to {eta}; "
+            "the trainer starts again from its last commit"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
     """What to do with the samples that are ready."""
@@ -179,11 +212,62 @@ class BatchDecision:
     """Samples that are missing until there is a batch."""
 
 
+class ReorderWindow:
+    """How far a sample may get ahead of older prompts that are still being answered, in prompts.
+
+    A prompt has its place in the order of all passes, and keeps it when it is issued again: which places are missing
+    follows from what is settled and what is ready, whoever died or started again in between.
+
+    Example:
+        window = ReorderWindow(2, ["0:a", "0:b", "0:c"], is_settled=lambda uid: False)
+        window.end(lambda uid: uid != "0:a")    # 2: 0:b may be trained before 0:a, and 0:c may not
+    """
+
+    def __init__(self, size: int, prompts: Iterable[str], *, is_settled: Callable[[str], bool]) -> None:
+        """
+        Args:
+            size: 1 is strictly in order; the oldest prompt that is missing may be overtaken by one fewer.
+            prompts: the uids of all passes in the order in which they are dealt.
+            is_settled: whether a uid is trained or dropped.
+        """
+        self.size = size
+        self._prompts = enumerate(prompts)
+        self._is_settled = is_settled
+        self._places: dict[str, int] = {}  # in order, as far as the youngest that was asked about
+
+    def place_of(self, uid: str) -> int:
+        """Where an unsettled prompt stands among all.
+
+        Raises:
+            ValueError: if it is none of them, or was settled when it was passed by.
+        """
+        while uid not in self._places:
+            place, other = next(self._prompts, (0, ""))
+            if not other:
+                raise ValueError(f"sample {uid!r} is no prompt of this run that is still to be trained on")
+            if not self._is_settled(other):
+                self._places[other] = place
+        return self._places[uid]
+
+    def end(self, is_ready: Callable[[str], bool]) -> float:
+        """The first place that has to wait for an older one."""
+        for uid, place in list(self._places.items()):
+            if self._is_settled(uid):
+                del self._places[uid]
+            elif not is_ready(uid):
+                return place + self.size
+        return math.inf
+
+
 class ReadySamples:
     """Samples whose inputs have all arrived, until a batch or their age takes them out.
 
     They lie apart by the version of their oldest token. So as long as there is no batch, to ask for one costs a look at
     each version, however many samples are held.
+
+    A window cannot block the trainer for good. What is missing is being answered, or its place is free and the gate
+    deals it before any other; only after training went back may all places be taken without it. Then all that the gate
+    lets be made ahead is here sooner or later, and the batch is taken from it as if there were no window.
 
     Example:
         ready = ReadySamples()
@@ -191,25 +275,29 @@ class ReadySamples:
         ready.take(version=3, eta=1, batch_size=2, remaining=10).batch      # ("0:a", "0:b")
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: ReorderWindow | None = None) -> None:
+        self._window = window
         self._orders_by_version: defaultdict[int, dict[str, int]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return sum(map(len, self._orders_by_version.values()))
 
+    def __contains__(self, uid: str) -> bool:
+        return any(uid in orders for orders in self._orders_by_version.values())
+
     def add(self, uid: str, *, order: int, head_version: int) -> None:
         """A sample is complete.
 
         Args:
-            order: admission number: the lower, the longer it waits.
+            order: admission number: the lower, the longer it waits. Where there is a window, its place counts instead.
             head_version: policy version of its oldest token, over all answers.
 
         Raises:
             ValueError: if it is here already: then something was counted wrongly.
         """
-        if any(uid in orders for orders in self._orders_by_version.values()):
+        if uid in self:
             raise ValueError(f"sample {uid!r} is ready twice; the second copy had to be turned away")
-        self._orders_by_version[head_version][uid] = order
+        self._orders_by_version[head_version][uid] = self._window.place_of(uid) if self._window else order
 
     def take(self, *, version: int, eta: int, batch_size: int, remaining: int) -> BatchDecision:
         """Choose the samples of the next train step, and forget them and what is stale.
@@ -238,13 +326,22 @@ class ReadySamples:
         num_fresh = sum(map(len, fresh))
         if needed == 0 or num_fresh < needed:
             return BatchDecision(batch=None, stale=stale, waiting_for=needed - num_fresh)
-        batch = tuple(_oldest_first(fresh)[:needed])
+        batch = tuple(_oldest_first(fresh, before=self._end(most_ahead=(eta + 1) * batch_size))[:needed])
+        if len(batch) < needed:
+            return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(batch))
         for orders in fresh:
             for uid in batch:
                 orders.pop(uid, None)
         return BatchDecision(batch=batch, stale=stale)
 
+    def _end(self, *, most_ahead: int) -> float:
+        """The first order that has to wait for an older one."""
+        if self._window is None or len(self) > most_ahead - self._window.size:
+            return math.inf
+        return self._window.end(self.__contains__)
 
-def _oldest_first(orders_by_uid: Iterable[Mapping[str, int]]) -> list[str]:
-    """The samples of all of these, by their order numbers."""
-    return [uid for _, uid in sorted((order, uid) for orders in orders_by_uid for uid, order in orders.items())]
+
+def _oldest_first(orders_by_uid: Iterable[Mapping[str, int]], *, before: float = math.inf) -> list[str]:
+    """The samples of all of these whose order numbers are lower, by these numbers."""
+    ordered = sorted((order, uid) for orders in orders_by_uid for uid, order in orders.items() if order < before)
+    return [uid for _, uid in ordered]

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.scheduling.staleness import BatchDecision, ReadySamples, StalenessGate, is_trainable
+from corral.scheduling.staleness import (
+    BatchDecision,
+    ReadySamples,
+    ReorderWindow,
+    StalenessGate,
+    StaleTokenError,
+    is_trainable,
+    require_trainable,
+)
 
 
 def open_gate(*, batch_size: int = 2, max_staleness: int = 0, max_concurrent: int = 99) -> StalenessGate:
@@ -166,6 +174,59 @@ def test_only_what_is_at_most_eta_versions_old_is_trainable(
     assert is_trainable(min_version, trainer_version, eta) is trainable
 
 
+def test_what_is_not_trainable_is_refused_with_its_numbers() -> None:
+    require_trainable("0:a", oldest=4, trainer_version=5, eta=1)
+    with pytest.raises(StaleTokenError, match="sample 0:a .* at version 7: .* of version 5, 2 versions ago, .* 0 to 1"):
+        require_trainable("0:a", oldest=5, trainer_version=7, eta=1)
+
+
+def test_a_gate_leaves_room_for_those_that_may_overtake() -> None:
+    gate = StalenessGate(batch_size=4, max_staleness=1, max_concurrent=99, overtaking=3)
+    assert gate.capacity == 5
+    assert gate.explain() == "open for 5: accepted 0 + running 0 < (eta 1 + version 0 + 1) x 4 - overtaking 3"
+    assert [gate.least_version(order) for order in (0, 1, 4, 5)] == [-1, 0, 0, 1]
+
+
+def window_of(size: int, settled: set[str] | None = None) -> ReorderWindow:
+    prompts = [f"p{number}" for number in range(8)]
+    return ReorderWindow(size, prompts, is_settled=(settled or set()).__contains__)
+
+
+def test_a_sample_waits_for_older_ones_that_are_further_behind_than_its_window() -> None:
+    samples = ReadySamples(window_of(2))
+    for order, uid in enumerate(["p2", "p1"]):
+        samples.add(uid, order=order, head_version=0)
+    assert samples.take(version=0, eta=3, batch_size=2, remaining=8) == BatchDecision(batch=None, waiting_for=1)
+    samples.add("p0", order=9, head_version=0)  # issued again, it has its place
+    assert samples.take(version=0, eta=3, batch_size=2, remaining=8).batch == ("p0", "p1")
+
+
+def test_what_is_settled_keeps_nobody_waiting_and_what_was_given_up_does_again() -> None:
+    settled = {"p0"}
+    samples = ReadySamples(window_of(1, settled))
+    samples.add("p1", order=1, head_version=0)
+    samples.add("p2", order=2, head_version=4)
+    assert samples.take(version=4, eta=1, batch_size=1, remaining=7) == BatchDecision(
+        batch=None, stale=("p1",), waiting_for=1
+    )
+    settled.add("p1")
+    assert samples.take(version=4, eta=1, batch_size=1, remaining=6).batch == ("p2",)
+
+
+def test_nobody_waits_for_a_sample_where_all_that_may_be_made_is_there() -> None:
+    samples = ReadySamples(window_of(1))
+    for number in (1, 2, 3):
+        samples.add(f"p{number}", order=number, head_version=0)
+    assert samples.take(version=0, eta=1, batch_size=2, remaining=8).batch is None
+    samples.add("p4", order=4, head_version=0)
+    assert samples.take(version=0, eta=1, batch_size=2, remaining=8).batch == ("p1", "p2")
+
+
+def test_a_sample_of_no_prompt_of_the_run_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'q' is no prompt of this run"):
+        ReadySamples(window_of(1)).add("q", order=0, head_version=0)
+
+
 def test_the_oldest_samples_are_trained_first() -> None:
     samples = ready(("a", 2, 1), ("c", 0, 1), ("b", 1, 1))
     decision = samples.take(version=1, eta=1, batch_size=2, remaining=10)
@@ -208,13 +269,28 @@ def test_samples_counted_wrongly_are_refused() -> None:
 
 
 def slow_decision(
-    held: dict[str, tuple[int, int]], *, version: int, eta: int, batch_size: int, remaining: int
+    held: dict[str, tuple[int, int]],
+    *,
+    version: int,
+    eta: int,
+    batch_size: int,
+    remaining: int,
+    window: int = 0,
+    settled: frozenset[int] = frozenset(),
 ) -> BatchDecision:
-    """What `take` must decide, by sorting everything; `held` is (order, head_version) by uid."""
+    """What `take` must decide, by sorting everything; `held` is (order, head_version) by uid.
+
+    Args:
+        settled: orders that are not waited for.
+    """
     oldest_first = sorted(held, key=lambda uid: (held[uid][0], uid))
     stale = tuple(uid for uid in oldest_first if held[uid][1] < version - eta)
     fresh = [uid for uid in oldest_first if version - eta <= held[uid][1] <= version]
     needed = min(batch_size, remaining)
+    if window and len(held) - len(stale) < (eta + 1) * batch_size - (window - 1) and len(fresh) >= needed:
+        here = settled | {held[uid][0] for uid in held if uid not in stale}
+        first_missing = next(order for order in range(1000) if order not in here)
+        fresh = [uid for uid in fresh if held[uid][0] < first_missing + window]
     if needed == 0 or len(fresh) < needed:
         return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(fresh))
     return BatchDecision(batch=tuple(fresh[:needed]), stale=stale)
@@ -241,6 +317,35 @@ def test_batches_are_those_that_sorting_everything_would_give(
             del held[uid]
         assert len(samples) == len(held)
         version += bool(expected.batch)
+
+
+@given(
+    st.lists(st.tuples(st.permutations(range(12)), st.integers(0, 3)), min_size=1, max_size=1),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=12, max_size=12),
+)
+def test_batches_in_a_window_are_those_that_looking_at_every_prompt_would_give(
+    arrivals: list[tuple[list[int], int]], eta: int, batch_size: int, size: int, ages: list[tuple[int, int]]
+) -> None:
+    ((order_of_arrival, num_dropped),) = arrivals
+    size = min(size, eta * batch_size + 1)
+    settled, held, version = set(range(num_dropped)), dict[str, tuple[int, int]](), 0
+    prompts = [f"p{number:02}" for number in range(12)]
+    samples = ReadySamples(ReorderWindow(size, prompts, is_settled=lambda uid: int(uid[1:]) in settled))
+    for number, (age, polls) in zip(order_of_arrival, ages, strict=True):
+        if number not in settled:
+            held[prompts[number]] = number, max(0, version - age)
+            samples.add(prompts[number], order=0, head_version=held[prompts[number]][1])
+        for _ in range(polls):
+            asked = {"version": version, "eta": eta, "batch_size": batch_size, "remaining": 12 - len(settled)}
+            expected = slow_decision(held, **asked, window=size, settled=frozenset(settled))
+            assert samples.take(**asked) == expected
+            for uid in (*expected.stale, *(expected.batch or ())):
+                del held[uid]
+            settled |= {int(uid[1:]) for uid in expected.batch or ()}
+            version += bool(expected.batch)
 
 
 @dataclass

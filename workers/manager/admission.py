@@ -125,6 +125,10 @@ class Admission:
     def running(self) -> int:
         return self._gate.running
 
+    def least_version(self, order: int) -> int:
+        """The oldest version by which a prompt that was dealt may be begun."""
+        return self._gate.least_version(order)
+
     def _is_settled(self, uid: str) -> bool:
         return self._gate.order_of(uid) is not None or uid in self._spooled or self._is_committed(uid)
 
@@ -302,7 +306,9 @@ class Admission:
 
     def consumed(self, trained: Iterable[str], dropped: Iterable[str] = ()) -> None:
         """A commit covers these samples."""
-        trained = list(trained)
+        trained, dropped = list(trained), list(dropped)
         self._gate.consume(trained)
+        for uid in dropped:
+            self._gate.drop(uid)  # where two had it, the one who finished it has a place
         for uid in (*trained, *dropped):
             self._spooled.pop(uid, None)

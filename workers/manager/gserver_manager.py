@@ -90,6 +90,7 @@ class GserverManager(Worker):
                 batch_size=self._spec.train_batch_size,
                 max_staleness=rollout.max_head_offpolicyness,
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
+                overtaking=rollout.overtaking,
             ),
             passes=self._passes(row_ids),
             is_committed=lambda uid: self._committed.ledger.consumed(uid),
@@ -217,7 +218,7 @@ class GserverManager(Worker):
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
         else:  # the step after which it is trained on, if none that was admitted later overtakes it, less eta
-            least_step = request.order // self._spec.train_batch_size - self._spec.rollout.max_head_offpolicyness
+            least_step = self._admission.least_version(request.order)
         server = self._table.route(
             request.uid,
             tokens=request.tokens,

@@ -101,8 +101,14 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import DoneError, StoppedError, SupersededError
 from corral.experiments.trial.log_witnesses import read_whole_log
-from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import (
+    DatasetSpec,
+    GserverManagerSpec,
+    MasterWorkerSpec,
+    ModelWorkerSpec,
+)
 from corral.name_resolve.lease import Lease
+from corral.scheduling.staleness import ReorderWindow
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,
     RecoveryPoint,
@@ -252,10 +258,14 @@ class MasterWorker(Worker):
             return DatasetSource(
                 self._row_uids(), buffer, gang, batch_size=spec.train_batch_size, next_order=next_order
             )
+        size, window = self._manager.rollout.reorder_window, None
+        if size is not None:
+            window = ReorderWindow(size, self._row_uids(), is_settled=ledger.consumed)
         return TrajectorySource(
             buffer,
             gang,
             epoch.lineage,
+            window,
             input_keys=epoch.graph.dataset_keys,
             batch_size=spec.train_batch_size,
             eta=spec.max_head_offpolicyness,
@@ -275,9 +285,13 @@ class MasterWorker(Worker):
         return trainer
 
     @property
+    def _manager(self) -> GserverManagerSpec:
+        return self.context.plan.all_of(GserverManagerSpec)[0]
+
+    @property
     def _dataset(self) -> DatasetSpec:
         """In the specification of those who read the rows."""
-        return self._trainer.dataset or self.context.plan.all_of(RolloutWorkerSpec)[0].dataset
+        return self._trainer.dataset or self._manager.dataset
 
     @cached_property
     def _number_by_row(self) -> dict[str, int]:
