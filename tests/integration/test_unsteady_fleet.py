@@ -31,13 +31,16 @@ VICTIMS = (
     "rollout_worker/1",
     "generation_server/2",
 )
-NUM_ACTS = 34  # a hundred over the three trials
+NUM_ACTS = 34  # a hundred over three trials
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("eta", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("eta", "policies"),
+    [(0, {"spare_answers": 1}), (1, {}), (1, {"reorder_window": 1}), (4, {"reorder_window": 6, "spare_answers": 1})],
+)
 def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
-    start_trial: Callable[..., Trial], eta: int
+    start_trial: Callable[..., Trial], eta: int, policies: dict[str, int]
 ) -> None:
     trial = start_trial(
         num_rows=200,
@@ -48,6 +51,7 @@ def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
             "groups.rollout_worker.count": 2,
             "train_batch_size": 6,
             "rollout.max_head_offpolicyness": eta,
+            **{f"rollout.{name}": value for name, value in policies.items()},
             "rollout.sampling.max_new_tokens": 24,
             "control.commit_every_steps": 4,
             "supervision.max_restarts": 100,

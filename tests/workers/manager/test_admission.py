@@ -85,6 +85,20 @@ def test_prompts_are_dealt_in_order_and_those_issued_again_first() -> None:
     assert take_all(admission) == {"0:0": 3, "0:3": 4}
 
 
+def test_a_prompt_that_one_worker_finished_and_another_gave_up_has_no_place_once_it_is_committed_as_dropped() -> None:
+    committed = set[str]()
+    gate = StalenessGate(batch_size=1, max_staleness=0, max_concurrent=9)
+    admission = Admission(gate, passes=lambda: PROMPTS, is_committed=committed.__contains__, trainer=MASTER)
+    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER])
+    admission.report(WORKER, incarnation="a", running={}, finished={})
+    assert ask(admission).uid == "0:0"
+    admission.report(OTHER, incarnation="b", running={}, finished={}, dropped=["0:0"])
+    admission.finish(WORKER, "0:0", order=0, outcome="finished")
+    committed.add("0:0")
+    admission.consumed([], ["0:0"])
+    assert ask(admission, OTHER, incarnation="b", last=None).uid == "0:1"
+
+
 def test_who_runs_least_is_served_first() -> None:
     admission = opened(WORKER, OTHER, batch_size=8)
     assert ask(admission).uid == "0:0"
