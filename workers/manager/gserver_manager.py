@@ -217,7 +217,7 @@ class GserverManager(Worker):
             self._suspect_url(request.failed_url)
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
-        else:  # the step after which it is trained on, if none that was admitted later overtakes it, less eta
+        else:  # of the step after which it is trained on, if no more overtake it than the window lets, less eta
             least_step = self._admission.least_version(request.order)
         server = self._table.route(
             request.uid,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
+from corral.scheduling.staleness import BatchDecision, ReadySamples, ReorderWindow, StaleTokenError
 from corral.workers.master.sample_source import BufferedSample, DatasetSource, SequenceBuffer, TrajectorySource
 from corral.workers.requests.messages import Rejection
 
@@ -52,7 +53,13 @@ class Holders:
 
 
 def source_of(
-    holders: Holders, *, consumed: set[str], batch_size: int = 2, eta: int = 1, epoch: int = 1
+    holders: Holders,
+    *,
+    consumed: set[str],
+    batch_size: int = 2,
+    eta: int = 1,
+    epoch: int = 1,
+    window: ReorderWindow | None = None,
 ) -> tuple[TrajectorySource, SequenceBuffer, dict[str, str]]:
     buffer = SequenceBuffer(is_consumed=consumed.__contains__)
     dropped: dict[str, str] = {}
@@ -62,6 +69,7 @@ def source_of(
         buffer,
         holders,
         lineage,
+        window,
         input_keys=KEYS,
         batch_size=batch_size,
         eta=eta,
@@ -79,6 +87,35 @@ def test_a_batch_is_the_oldest_samples_and_waits_until_it_is_whole() -> None:
     assert source.waiting_for().startswith("1 more of 2")
     holders.arrivals = [sample("0:c", order=2, version="0.0"), sample("0:a", order=0, version="0.0")]
     assert asyncio.run(source.poll(version=0, remaining=9)) == ["0:a", "0:b"]
+
+
+def test_in_a_window_an_older_prompt_is_waited_for_until_it_arrives_or_is_given_up() -> None:
+    holders, consumed = Holders(), set[str]()
+    window = ReorderWindow(1, ["0:a", "0:b", "0:c", "0:d"], is_settled=consumed.__contains__)
+    source, _, dropped = source_of(holders, consumed=consumed, window=window)
+    holders.arrivals = [sample("0:c", version="0.0"), sample("0:b", version="0.0")]
+    assert asyncio.run(source.poll(version=0, remaining=4)) is None
+    holders.arrivals = [sample("0:a", dropped="filtered: the rewards of all 2 answers are 1")]
+    assert asyncio.run(source.poll(version=0, remaining=4)) is None
+    consumed.update(dropped)
+    assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:b", "0:c"]
+
+
+def test_a_batch_with_a_token_that_is_too_old_is_refused_whoever_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = Holders()
+    source, _, _ = source_of(holders, consumed=set(), eta=1)
+    holders.arrivals = [sample("0:a", version="0.0"), sample("0:b", version="1.1")]
+    monkeypatch.setattr(ReadySamples, "take", lambda *_, **__: BatchDecision(batch=("0:b", "0:a")))
+    with pytest.raises(StaleTokenError, match="sample 0:a .* at version 2: .* of version 0"):
+        asyncio.run(source.poll(version=2, remaining=9))
+
+
+def test_filtered_groups_are_counted_by_themselves() -> None:
+    holders = Holders()
+    source, buffer, _ = source_of(holders, consumed=set())
+    holders.arrivals = [sample("0:a", dropped="filtered: the same"), sample("0:b", dropped="reward_error: boom")]
+    asyncio.run(source.poll(version=0, remaining=9))
+    assert buffer.filtered == 1
 
 
 def test_what_is_too_old_goes_back_to_be_generated_again() -> None:
