@@ -210,6 +210,8 @@ class BatchDecision:
     """Samples to drop and issue again: they are more than eta versions old and only grow older."""
     waiting_for: int = 0
     """Samples that are missing until there is a batch."""
+    behind: str = ""
+    """The older prompt that samples wait for which would make a batch."""
 
 
 class ReorderWindow:
@@ -220,7 +222,7 @@ class ReorderWindow:
 
     Example:
         window = ReorderWindow(2, ["0:a", "0:b", "0:c"], is_settled=lambda uid: False)
-        window.end(lambda uid: uid != "0:a")    # 2: 0:b may be trained before 0:a, and 0:c may not
+        window.oldest_missing(lambda uid: uid != "0:a")    # "0:a", 0: 0:b may be trained before it, and 0:c may not
     """
 
     def __init__(self, size: int, prompts: Iterable[str], *, is_settled: Callable[[str], bool]) -> None:
@@ -249,14 +251,14 @@ class ReorderWindow:
                 self._places[other] = place
         return self._places[uid]
 
-    def end(self, is_ready: Callable[[str], bool]) -> float:
-        """The first place that has to wait for an older one."""
+    def oldest_missing(self, is_ready: Callable[[str], bool]) -> tuple[str, float]:
+        """The prompt that is waited for, and its place; none, and beyond all, if what is ready is the oldest."""
         for uid, place in list(self._places.items()):
             if self._is_settled(uid):
                 del self._places[uid]
             elif not is_ready(uid):
-                return place + self.size
-        return math.inf
+                return uid, place
+        return "", math.inf
 
 
 class ReadySamples:
@@ -326,19 +328,16 @@ class ReadySamples:
         num_fresh = sum(map(len, fresh))
         if needed == 0 or num_fresh < needed:
             return BatchDecision(batch=None, stale=stale, waiting_for=needed - num_fresh)
-        batch = tuple(_oldest_first(fresh, before=self._end(most_ahead=(eta + 1) * batch_size))[:needed])
+        batch, behind = tuple(_oldest_first(fresh)[:needed]), ""
+        if self._window is not None and len(self) <= (eta + 1) * batch_size - self._window.size:
+            behind, place = self._window.oldest_missing(self.__contains__)
+            batch = tuple(_oldest_first(fresh, before=place + self._window.size)[:needed])
         if len(batch) < needed:
-            return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(batch))
+            return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(batch), behind=behind)
         for orders in fresh:
             for uid in batch:
                 orders.pop(uid, None)
         return BatchDecision(batch=batch, stale=stale)
-
-    def _end(self, *, most_ahead: int) -> float:
-        """The first order that has to wait for an older one."""
-        if self._window is None or len(self) > most_ahead - self._window.size:
-            return math.inf
-        return self._window.end(self.__contains__)
 
 
 def _oldest_first(orders_by_uid: Iterable[Mapping[str, int]], *, before: float = math.inf) -> list[str]:

@@ -275,6 +275,7 @@ class TrajectorySource:
     on_drop: Callable[[str, str], None]
     _ready: ReadySamples = field(init=False)
     _missing: int = field(init=False)
+    _behind: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self._ready = ReadySamples(self.window)
@@ -283,7 +284,7 @@ class TrajectorySource:
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
         remaining -= await self._take_in(await self.holders.fetch())
         decision = self._ready.take(version=version, eta=self.eta, batch_size=self.batch_size, remaining=remaining)
-        self._missing = decision.waiting_for
+        self._missing, self._behind = decision.waiting_for, decision.behind
         await self._give_up(decision.stale)
         for sample in self.buffer.find(decision.batch or ()):
             require_trainable(sample.uid, oldest=sample.head_version, trainer_version=version, eta=self.eta)
@@ -293,7 +294,8 @@ class TrajectorySource:
         await self._give_up(batch)  # answered anew: the same tokens would give the same loss
 
     def waiting_for(self) -> str:
-        return f"{self._missing} more of {self.batch_size} trajectories"
+        before = f", first of all prompt {self._behind}" if self._behind else ""
+        return f"{self._missing} more of {self.batch_size} trajectories{before}"
 
     def waits_for(self) -> Sequence[str]:
         return self.producers

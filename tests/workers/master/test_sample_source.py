@@ -95,6 +95,7 @@ def test_in_a_window_an_older_prompt_is_waited_for_until_it_arrives_or_is_given_
     source, _, dropped = source_of(holders, consumed=consumed, window=window)
     holders.arrivals = [sample("0:c", version="0.0"), sample("0:b", version="0.0")]
     assert asyncio.run(source.poll(version=0, remaining=4)) is None
+    assert source.waiting_for() == "2 more of 2 trajectories, first of all prompt 0:a"
     holders.arrivals = [sample("0:a", dropped="filtered: the rewards of all 2 answers are 1")]
     assert asyncio.run(source.poll(version=0, remaining=4)) is None
     consumed.update(dropped)
