@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from corral.experiments.checks.algorithm import check_admission
+from corral.experiments.checks.data import check_length
 from corral.experiments.checks.generation import (
     check_backend_settings,
     check_embedded_model,
@@ -28,6 +29,7 @@ from corral.experiments.config.rollout import (
 )
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
+from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.worker_specs import (
@@ -35,6 +37,7 @@ from corral.experiments.worker_specs import (
     DatasetSpec,
     GenerationServerSpec,
     GserverManagerSpec,
+    HeldOutSpec,
     RolloutWorkerSpec,
     WorkerSpec,
 )
@@ -90,14 +93,20 @@ class AsyncPPOExperiment(PolicyExperiment):
         return {**super().rank_settings(), "behaviour": behaviour}
 
     def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:
+        held_out = None
+        if self.evaluation is not None:
+            named = self.evaluation.datasets.items()
+            specs = {name: dataset_spec(config, kind=self.row_kind) for name, config in named}
+            held_out = HeldOutSpec(config=self.evaluation, datasets=specs)
         manager = GserverManagerSpec(
             num_generation_servers=self.num_workers("generation_server"),
             dataset=dataset,
             train_batch_size=self.train_batch_size,
             total_train_epochs=self.control.total_train_epochs,
             rollout=self.rollout,
+            held_out=held_out,
         )
-        return [*self._generation_servers(), manager, *self._rollout_workers(dataset)]
+        return [*self._generation_servers(), manager, *self._rollout_workers(dataset, held_out)]
 
     def default_scheduling(self, kind: WorkerKind) -> Scheduling:
         """A server of a large model asks for more memory than others do: for its versions."""
@@ -140,7 +149,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             for index in range(self.num_workers("generation_server"))
         ]
 
-    def _rollout_workers(self, dataset: DatasetSpec) -> list[RolloutWorkerSpec]:
+    def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
         count = self.num_workers("rollout_worker")
         return [
             RolloutWorkerSpec(
@@ -151,6 +160,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 group_size=self.ppo.group_size,
                 rollout=self.rollout,
                 experts=self.routed_experts,
+                held_out=held_out,
             )
             for index in range(count)
         ]
@@ -167,6 +177,14 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "only where answers are compared with each other are equal rewards nothing",
                 "set it to false, or ppo.advantage to group_relative or rloo",
                 path=("rollout", "drop_uniform_groups"),
+            )
+        if self.evaluation is not None:
+            yield from check_length(
+                max_prompt_tokens=self.evaluation.dataset.max_prompt_tokens,
+                max_new_tokens=self.evaluation.sampling.max_new_tokens,
+                limit=self.engine.max_total_tokens,
+                limit_name="engine.max_total_tokens",
+                path=("evaluation", "sampling", "max_new_tokens"),
             )
         if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(

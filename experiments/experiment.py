@@ -295,8 +295,8 @@ class Experiment(FrozenConfig):
         return self.meshes[model.role]
 
     def evaluate_calls(self) -> list[ModelFunctionCall]:
-        """The calls that look at held-out rows, if there are any."""
-        if self.evaluation is None or self.row_kind == "preferences":
+        """The calls that look at held-out rows, where that is not done by generation servers beside training."""
+        if self.evaluation is None or self.row_kind == "preferences" or self.generates:
             return []
         return [
             ModelFunctionCall(

@@ -166,7 +166,9 @@ def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
         )
     if (evaluation := experiment.evaluation) is not None:
         path, limits = models[experiment.roles[0]].path, experiment.length_limits()
-        yield from check_evaluation(evaluation, path, kind=experiment.row_kind, limits=limits)
+        yield from check_evaluation(
+            evaluation, path, kind=experiment.row_kind, limits=limits, on_servers=experiment.generates
+        )
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -235,6 +237,9 @@ def _with_sbatch_arguments(
 
 def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource) -> None:
     for path, field in key_paths(experiment_class):
-        if accepts(field, Path) and isinstance(text := value_at(data, path), str):
-            absolute = os.path.abspath(source.folder(path) / os.path.expanduser(text))
-            value_at(data, path[:-1])[path[-1]] = absolute
+        below = value_at(data, path) if accepts(field, dict[str, Path]) else None
+        places = [(*path, name) for name in below] if isinstance(below, dict) else [path] * accepts(field, Path)
+        for place in places:
+            if isinstance(text := value_at(data, place), str):
+                absolute = os.path.abspath(source.folder(place) / os.path.expanduser(text))
+                value_at(data, place[:-1])[place[-1]] = absolute

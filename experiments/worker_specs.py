@@ -273,7 +273,7 @@ class ModelWorkerSpec(FrozenConfig):
     generation: GenerationSpec | None = None
     """How answers are sampled, where a call of the graph generates."""
     evaluation: EvaluationConfig | None
-    """Held-out problems."""
+    """Held-out problems; generation servers answer them where there are any."""
     held_out: DatasetSpec | None = None
     """The rows of calls that evaluate on rows; None where there is no such call."""
     reward: RewardSpec = RewardSpec()
@@ -309,6 +309,14 @@ class GenerationServerSpec(FrozenConfig):
     """The least that it takes of its host's memory, in MB by what for; of the versions there, as if it wrote them."""
 
 
+class HeldOutSpec(FrozenConfig):
+    """Held-out problems that generation servers answer."""
+
+    config: EvaluationConfig
+    datasets: dict[str, DatasetSpec]
+    """By name, as `EvaluationConfig.datasets` has it."""
+
+
 class GserverManagerSpec(FrozenConfig):
     """Prompts, routing and weight updates."""
 
@@ -319,6 +327,8 @@ class GserverManagerSpec(FrozenConfig):
     train_batch_size: int = Field(ge=1)
     total_train_epochs: int = Field(ge=1)
     rollout: RolloutConfig
+    held_out: HeldOutSpec | None = None
+    """What it deals when an evaluation is asked for; None where nothing is held out."""
 
 
 class RolloutWorkerSpec(FrozenConfig):
@@ -334,6 +344,8 @@ class RolloutWorkerSpec(FrozenConfig):
     rollout: RolloutConfig
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""
+    held_out: HeldOutSpec | None = None
+    """What it answers besides, and trains nobody with; None where nothing is held out."""
 
 
 WorkerSpec = Annotated[

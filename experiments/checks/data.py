@@ -112,32 +112,40 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, model: Path, *, kind: RowKind, limits: LengthLimits
+    evaluation: EvaluationConfig, model: Path, *, kind: RowKind, limits: LengthLimits, on_servers: bool
 ) -> Iterator[ConfigProblem]:
-    """Held-out rows that are broken or too long for the model.
+    """Held-out rows that are broken or too long for the model, and answers that nobody can give.
 
     Args:
         model: directory of the one that answers.
         limits: of the rows; those of the training data, but for the prompts.
+        on_servers: whether generation servers answer, which can sample.
     """
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
-    path = ("evaluation", "dataset")
-    found = check_dataset(evaluation.dataset, path, kind=kind, limits=limits)
-    yield from found.problems
-    if found.too_long and not found.problems:
-        # An accuracy is one of all problems, or cannot be compared with that of somebody else.
+    for name, config in evaluation.datasets.items():
+        path: KeyPath = ("evaluation", "more", name) if name else ("evaluation", "dataset", "path")
+        found = check_dataset(config, path, kind=kind, limits=limits)
+        yield from found.problems
+        if found.too_long and not found.problems:
+            # An accuracy is one of all problems, or cannot be compared with that of somebody else.
+            yield ConfigProblem(
+                f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
+                "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
+                path=path,
+            )
+    if not on_servers and (evaluation.sampling.temperature > 0.0 or evaluation.answers_per_problem > 1):
         yield ConfigProblem(
-            f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
-            "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
-            path=(*path, "path"),
+            "without generation servers held-out problems are answered once, by the most likely tokens",
+            "leave out evaluation.sampling.temperature and evaluation.answers_per_problem",
+            path=("evaluation",),
         )
     if kind != "preferences":
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
-            max_new_tokens=evaluation.max_new_tokens,
+            max_new_tokens=evaluation.sampling.max_new_tokens,
             limit=context_length(model),
             limit_name=MODEL_CONTEXT,
-            path=("evaluation", "max_new_tokens"),
+            path=("evaluation", "sampling", "max_new_tokens"),
         )
 
 
@@ -154,8 +162,8 @@ def dataset_warnings(
     for name, one in datasets.items():
         for key in sorted(unread & one.model_fields_set):
             yield f"{name}.{key} has no effect: rows of this experiment are {kind}"
-    if evaluation is not None and kind == "preferences" and "max_new_tokens" in evaluation.model_fields_set:
-        yield "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences"
+    if evaluation is not None and kind == "preferences" and evaluation.model_fields_set & {"sampling", "more"}:
+        yield "evaluation.sampling and evaluation.more have no effect: nothing is answered where rows are preferences"
     if count := len(checked.too_long):
         in_all, first = count + (checked.num_rows or 0), checked.excess
         yield f"{count} of {in_all} rows of the dataset are left out, since they are too long; the first: {first}"

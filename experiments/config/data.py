@@ -1,11 +1,13 @@
 """What is learned from: one JSON object a line, with a prompt and what reward or loss want beside it."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.rollout import SamplingConfig
 from corral.scheduling.cadence import Frequency
 
 RowKind = Literal["prompts", "answers", "preferences"]
@@ -13,6 +15,8 @@ RowKind = Literal["prompts", "answers", "preferences"]
 
 HELD_OUT_ANSWERS = "held_out_answers"
 """What a call that evaluates by answering problems is implemented by."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class DatasetConfig(FrozenConfig):
@@ -37,12 +41,23 @@ class DatasetConfig(FrozenConfig):
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 
 
+class EvaluationSampling(SamplingConfig):
+    """How answers to held-out problems are sampled; nothing is learned from them."""
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest answer in tokens; where rows are preferences, nothing is answered."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Divides the logits; 0.0 takes the most likely token each time."""
+
+
 class EvaluationConfig(FrozenConfig):
-    """Held-out rows, of the same kind as those that are learned from: answered greedily by the weights under training,
-    unless they are preferences, and judged by the loss where there is one on rows."""
+    """Held-out rows, of the same kind as those that are learned from. Problems are answered by generation servers
+    beside training, or, where there are none, by the ranks that train; a loss on rows judges these, too."""
 
     dataset: DatasetConfig
     """The held-out rows."""
+    more: dict[str, Path] = {}
+    """Further files of held-out problems by name, read as `dataset` is: {aime: aime.jsonl} gives eval/aime/accuracy."""
     every_steps: int | None = Field(default=20, ge=1)
     """Train steps from one evaluation to the next; the first is before the first step, the last after the last one.
     None leaves it to `every_epochs` and `every_seconds`; of several, whichever is due first counts."""
@@ -51,9 +66,25 @@ class EvaluationConfig(FrozenConfig):
     every_seconds: float | None = Field(default=None, gt=0.0)
     """Seconds from one evaluation to the next, counted anew after a restart."""
     batch_size: int = Field(default=64, ge=1)
-    """Rows that all ranks together look at at a time."""
-    max_new_tokens: int = Field(default=64, ge=1)
-    """Longest answer in tokens; where rows are preferences, nothing is answered."""
+    """Rows that all ranks, or all generation servers, together look at at a time."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How answers are sampled."""
+    answers_per_problem: int = Field(default=1, ge=1)
+    """With more than one, accuracy is that of all answers, and eval/pass@k says how often one of k answers is right."""
+
+    @field_validator("more")
+    @classmethod
+    def _names_are_of_metrics(cls, value: dict[str, Path]) -> dict[str, Path]:
+        for name in value:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a metric; use letters, digits, . _ and -")
+        return value
+
+    @property
+    def datasets(self) -> dict[str, DatasetConfig]:
+        """All held-out rows by name, which for those of `dataset` is empty."""
+        others = {name: self.dataset.model_copy(update={"path": path}) for name, path in self.more.items()}
+        return {"": self.dataset, **others}
 
     @property
     def frequency(self) -> Frequency:

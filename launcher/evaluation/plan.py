@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import dataset_spec
@@ -94,10 +94,10 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
         raise ConfigError.of("this trial has no held-out problems (`evaluation.dataset`)", hint=hint)
     form = own.dataset if own else DatasetConfig.model_validate(plan.config["dataset"])
     sampling = plan.config.get("rollout", {}).get("sampling", {})
-    longest = own.max_new_tokens if own else int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+    longest = own.sampling.max_new_tokens if own else int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
     return EvaluationConfig(
         dataset=form if dataset is None else form.model_copy(update={"path": dataset.absolute()}),
-        max_new_tokens=max_new_tokens or longest,
+        sampling=EvaluationSampling(max_new_tokens=max_new_tokens or longest),
     )
 
 

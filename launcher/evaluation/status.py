@@ -58,7 +58,7 @@ def is_wanted(request: EvaluationRequest, status: EvaluationStatus, *, again: bo
         return False
     if status.result is None or again:
         return True
-    asked = (request.dataset_sha256, request.evaluation.max_new_tokens)
+    asked = (request.dataset_sha256, request.evaluation.sampling.max_new_tokens)
     return (status.result.dataset_sha256, status.result.max_new_tokens) != asked
 
 

@@ -195,7 +195,7 @@ class TrainingMemory:
             longest = longest_answer(self.plan) or 0
         else:
             assert spec.evaluation is not None
-            longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.max_new_tokens
+            longest = spec.evaluation.dataset.max_prompt_tokens + spec.evaluation.sampling.max_new_tokens
         return CallSizes(name=call.name, kind="generate", tokens=running * longest, sequences=running)
 
 

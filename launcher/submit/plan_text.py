@@ -105,16 +105,22 @@ def _commits(control: TrainControl) -> str:
 
 
 def _evaluation(plan: RunPlan) -> Iterator[str]:
-    """Of each call that looks at held-out problems."""
+    """Who looks at held-out rows, and when."""
     every, step = plan.master.evaluate_every, plan.master.step_plan
     worker = plan.all_of(ModelWorkerSpec)[0]
     if worker.evaluation is None:
         return
-    between = "" if every.is_never else f"{every}, "
+    file, between = display_path(worker.evaluation.dataset.path), "" if every.is_never else f"{every}, "
+    if plan.all_of(RolloutWorkerSpec):
+        more = f" and {len(worker.evaluation.more)} more" if worker.evaluation.more else ""
+        yield (
+            f"held-out   {file}{more}   answered by generation servers, {worker.evaluation.batch_size} at a time; "
+            f"before the first step, {between}after the last"
+        )
     for call in step.graph.evaluate_calls:
         share = call.n_seqs / step.mesh(call).dims.dp
         yield (
-            f"held-out   {display_path(worker.evaluation.dataset.path)}   {call.implementation}, {call.n_seqs} at a "
+            f"held-out   {file}   {call.implementation}, {call.n_seqs} at a "
             f"time, {share:.4g} per dp rank of {call.model_name}; before the first step, {between}after the last"
         )
 

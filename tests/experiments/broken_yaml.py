@@ -50,7 +50,7 @@ dataset:
 train_batch_size: 8
 evaluation:
   every_steps: 2
-  max_new_tokens: 8
+  sampling: {max_new_tokens: 8}
   dataset:
     path: heldout.jsonl
     max_prompt_tokens: 16

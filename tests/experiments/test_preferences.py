@@ -131,10 +131,10 @@ def test_an_answer_longer_than_the_model_has_positions_is_refused(tmp_path: Path
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
-    overrides = ("dataset.answer_key=a", "evaluation.max_new_tokens=8", "groups.model_worker.scheduling.gpu=0")
+    overrides = ("dataset.answer_key=a", "evaluation.sampling.max_new_tokens=8", "groups.model_worker.scheduling.gpu=0")
     assert list(load(tmp_path, REWARD_MODEL, *overrides).find_warnings()) == [
         "dataset.answer_key has no effect: rows of this experiment are preferences",
-        "evaluation.max_new_tokens has no effect: nothing is answered where rows are preferences",
+        "evaluation.sampling and evaluation.more have no effect: nothing is answered where rows are preferences",
     ]
 
 

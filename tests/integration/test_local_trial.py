@@ -1,12 +1,17 @@
 """A GRPO trial on this machine, from rl-submit to its report: five kinds of real processes, and their own Redis."""
 
+import json
 import socket
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
@@ -14,7 +19,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.trial_helpers import WORKERS, Trial
+from tests.integration.trial_helpers import WORKERS, Material, Trial
 
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
@@ -24,7 +29,12 @@ TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
     [(1, 1, "shared_memory", "off"), pytest.param(0, 3, "broadcast", "auto", marks=pytest.mark.slow)],
 )
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
-    start_trial: Callable[..., Trial], eta: int, commit_every_steps: int, transport: str, shared_prompts: str
+    start_trial: Callable[..., Trial],
+    material: Material,
+    eta: int,
+    commit_every_steps: int,
+    transport: str,
+    shared_prompts: str,
 ) -> None:
     trial = start_trial(
         num_rows=44,  # no multiple of the batch: the last one is smaller
@@ -34,6 +44,8 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
             "rollout.max_head_offpolicyness": eta,
             "control.commit_every_steps": commit_every_steps,
             "evaluation.every_steps": 5,
+            "evaluation.batch_size": 3,
+            "evaluation.more.twice": material.held_out,
             "weights.transport": transport,
             "actor.shared_prompts": shared_prompts,
         },
@@ -62,9 +74,20 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     trained = sum(line.get("train/tokens", 0.0) for line in trial.metrics())
     assert compared == trained if eta == 0 else 0 < compared < trained
     assert "found      generator and trainer agree at version 0" in trial.run("rl-status")
-    evaluated = [line["step"] for line in trial.metrics() if "eval/accuracy" in line]
-    assert evaluated == [0, 5, 10, 11]
-    assert "eval/accuracy" in trial.metrics()[0]
+    evaluated = [line for line in trial.metrics() if "eval/accuracy" in line]
+    steps = [line["step"] for line in evaluated]
+    assert (steps[0], steps[-1]) == (0, 11) and steps == sorted(set(steps)), "one at a time, and each once"
+    assert any(5 <= step < 11 for step in steps), "beside training"
+    for line in evaluated:
+        assert line["eval/problems"] == line["eval/twice/problems"] == 8 and line["eval/unjudged"] == 0
+        assert line["step"] <= line["eval/version_min"] <= line["eval/version_max"]
+    final = trial.directory.exports_path / "final"
+    for line, weights in ((evaluated[0], material.model), (evaluated[-1], final)):
+        assert line["eval/version_min"] == line["eval/version_max"] == line["step"]
+        reward, length = greedy_answers(weights, material.held_out)
+        for name in ("eval", "eval/twice"):
+            assert line[f"{name}/reward/mean"] == pytest.approx(reward)
+            assert line[f"{name}/response_length/mean"] == length
     assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
     assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
@@ -85,6 +108,21 @@ def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_t
     assert "first failure: rollout_worker/0" in shown and cause in shown
     assert cause in trial.run("rl-status") and cause in trial.run("rl-status", "--explain")
     assert len(trial.events("worker_exited", worker="rollout_worker/0")) == 1, "no restart was spent on it"
+
+
+def greedy_answers(weights: Path, problems: Path) -> tuple[float, float]:
+    """Mean reward, by `paced_rewards.digits`, and mean tokens of the answers that transformers gives by itself."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    tokenizer, ends = load_tokenizer(weights), eos_token_ids(weights)
+    rewards, lengths = [], []
+    for line in problems.read_text().splitlines():
+        prompt = torch.tensor([encode_prompt(tokenizer, json.loads(line)["prompt"])])
+        made = model.generate(prompt, do_sample=False, max_new_tokens=8, eos_token_id=list(ends), pad_token_id=0)
+        ids = made[0, prompt.shape[1] :].tolist()
+        text = tokenizer.decode(ids[:-1] if ids[-1] in ends else ids)
+        rewards.append(sum(character.isdigit() for character in text) / max(len(text), 1))
+        lengths.append(len(ids))
+    return statistics.fmean(rewards), statistics.fmean(lengths)
 
 
 def _last_update(trial: Trial) -> dict[str, Any]:

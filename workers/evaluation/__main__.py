@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -33,8 +32,9 @@ from corral.experiments.trial.evaluation import (
 )
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
+from corral.workers.data.held_out import added, means
 from corral.workers.engine.engine import DTYPES, load_model
-from corral.workers.evaluation.held_out import SUMS, HeldOutProblems, means
+from corral.workers.evaluation.held_out import HeldOutProblems
 from corral.workers.lifecycle.worker import WrongDevicesError
 from corral.workers.user_code.loading import use_kept_code
 
@@ -70,7 +70,7 @@ def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
         progress = progress.model_copy(
             update={
                 "num_done": min(end, len(problems)),
-                "sums": _added(progress.sums, sums),
+                "sums": added(progress.sums, sums),
                 "seconds": progress.seconds + time.monotonic() - started_at,
             }
         )
@@ -96,7 +96,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         num_starts=progress.num_starts,
         dataset=request.evaluation.dataset.path,
         dataset_sha256=request.dataset_sha256,
-        max_new_tokens=request.evaluation.max_new_tokens,
+        max_new_tokens=request.evaluation.sampling.max_new_tokens,
         source=request.source,
     )
 
@@ -110,16 +110,12 @@ def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
             f"{digest}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)
-    progress = EvaluationProgress(num_done=0, sums=dict.fromkeys(SUMS, 0.0), seconds=0.0, num_starts=0)
+    progress = EvaluationProgress(num_done=0, sums={}, seconds=0.0, num_starts=0)
     if path.exists():
         progress = EvaluationProgress.model_validate_json(path.read_bytes())
     progress = progress.model_copy(update={"num_starts": progress.num_starts + 1})
     atomic_write(path, progress.model_dump_json().encode())
     return progress
-
-
-def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    return {name: left[name] + right[name] for name in left}
 
 
 def _clean_up(request: EvaluationRequest) -> None:

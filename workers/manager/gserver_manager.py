@@ -2,6 +2,7 @@
 
     loop        consumes                             waits for            produces
     requests    Allocate, Schedule, Finish, Report   rollout workers      Allocation, Route
+                Evaluate, Answered                   the same, master     held-out problems, what came out of them
     weights     policy_version record                the master           updates of all servers, the gate's version
     servers     generation_servers/* records         name-resolve         the ServerTable; probes of READY servers
     workers     rollout workers' records             name-resolve         freed places of the dead
@@ -35,11 +36,15 @@ from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
+from corral.workers.manager.evaluations import HeldOutBook
 from corral.workers.manager.routing import Server, ServerState, ServerTable
 from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
     Allocate,
     Allocation,
+    Answered,
+    Evaluate,
+    Evaluation,
     Finish,
     ManagerRequest,
     Ok,
@@ -110,6 +115,8 @@ class GserverManager(Worker):
         """Has room for the servers that may take over weights at the same time, of those that generate."""
         self._turns: dict[str, _Turn] = {}
         """By name, of the rollout workers that wait for a prompt."""
+        self._held_out = self._load_held_out()
+        self._has_evaluated = asyncio.Event()
 
     def _load_row_ids(self) -> list[str]:
         try:
@@ -121,6 +128,15 @@ class GserverManager(Worker):
         spec = self._spec
         seed, shuffle = self.context.plan.seed, spec.dataset.config.shuffle
         return lambda: uids_of_passes(row_ids, seed=seed, num_epochs=spec.total_train_epochs, shuffle=shuffle)
+
+    def _load_held_out(self) -> HeldOutBook:
+        if (held_out := self._spec.held_out) is None:
+            return HeldOutBook({}, most_out=0)
+        try:
+            row_ids = {name: list(load_planned_rows(dataset)) for name, dataset in held_out.datasets.items()}
+        except ValueError as error:
+            raise BadConfigurationError(str(error)) from error
+        return HeldOutBook(row_ids, most_out=held_out.config.batch_size)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -135,7 +151,7 @@ class GserverManager(Worker):
                 ManagerRequest,
                 self._answer,
                 address=context.address,
-                roles={"rollout_worker"},
+                roles={"rollout_worker", "master_worker"},
                 purpose="manager",
             ) as server,
         ):
@@ -182,10 +198,40 @@ class GserverManager(Worker):
                 )
                 self._let_in()
                 return Ok()
+            case Answered(problem=problem):
+                self._table.finished(problem.uid)
+                self._held_out.answered(problem, sums=request.sums, versions=request.versions)
+                self._let_in()
+                return Ok()
+            case Evaluate():
+                return await self._evaluate(request)
+
+    async def _evaluate(self, request: Evaluate) -> Evaluation:
+        if self._held_out.begin(request):
+            self._has_evaluated.clear()
+            self._let_in()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_TURN_S):
+                await self._has_evaluated.wait()
+        return self._held_out.reply()
+
+    def _deal_held_out(self) -> None:
+        """To those who wait, once a server has the version that is evaluated, or a later one."""
+        for worker in list(self._turns):
+            version = self._held_out.version
+            if (
+                version is None
+                or self._version is None
+                or not self._table.serving(self._version, least_step=version.step)
+            ):
+                return
+            self._admission.leave(worker)
+            self._turns.pop(worker).end(Allocation(held_out=self._held_out.deal(worker)))
 
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
         worker = request.worker
+        self._held_out.has(worker, request.held_out)
         answer = self._admission.ask(worker, incarnation=request.incarnation, last=request.last)
         if answer is not None:
             return answer
@@ -203,6 +249,9 @@ class GserverManager(Worker):
 
     def _let_in(self) -> None:
         """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
+        self._deal_held_out()
+        if self._held_out.is_done:
+            self._has_evaluated.set()
         for worker, allocation in self._admission.deal():
             self._turns.pop(worker).end(allocation)
         waiting_for = self._admission.waiting_for()
@@ -316,6 +365,7 @@ class GserverManager(Worker):
         if server.version is None:
             logger.info("%s joins at version %s", server.name, version)
         server.ready(published.policy_version)
+        self._let_in()
 
     async def _note_refusal(self, server: Server, published: PublishedWeights, reason: str) -> None:
         """A server that finds the same directory damaged again is not sent there any more, and the trainer hears of it.
@@ -373,6 +423,7 @@ class GserverManager(Worker):
         alive = {f"rollout_worker/{name.rpartition('/')[2]}" for name in records}
         for worker in self._admission.look(alive, now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
+            self._held_out.lose(worker)
         self._let_in()
 
     async def _watch_commits(self) -> None:

@@ -133,6 +133,7 @@ from corral.workers.master.disk import Disk
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.sample_source import DatasetSource, SampleSource, SequenceBuffer, TrajectorySource
+from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.master.weights import PublishedVersions
@@ -220,12 +221,16 @@ class MasterWorker(Worker):
             commits = Commits(epoch, gang, weights, ledger)
             buffer = SequenceBuffer(is_consumed=ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
+            on_servers = None
+            if self._spec.source == "trajectories" and self._trainer.evaluation is not None:
+                on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set)
             return await TrainerEpoch(
                 epoch=epoch,
                 source=self._source(epoch, buffer, gang, ledger),
                 gang=gang,
                 calls=calls,
                 held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
+                on_servers=on_servers,
                 weights=weights,
                 commits=commits,
             ).run()

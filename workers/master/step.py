@@ -7,6 +7,7 @@
          ▲      │ loss not finite                                                                            │
          ├── samples go back, nothing is written; too often in a row: NotFiniteError                         │
          └──────────────── evaluate (when due) ◄─────────────────────────────────────────────────────────────┘
+                              by generation servers: only begun, and waited for before the first step and after the last
 
 What is where is known by the source and its buffer, who computes by the gang and its calls (`StepRunner` runs them in
 their order), what is durable by commits and weights; here they are asked in turn.
@@ -21,7 +22,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -35,6 +36,7 @@ from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.sample_source import SampleSource
+from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
@@ -62,6 +64,8 @@ class TrainerEpoch:
     gang: TrainerGang
     calls: MeshCalls
     held_out: HeldOut
+    on_servers: ServerEvaluations | None = None
+    """What generation servers evaluate; None where nothing is held out, or there are none."""
     weights: PublishedVersions
     commits: Commits
 
@@ -76,7 +80,9 @@ class TrainerEpoch:
         """Since the last step's line: seconds, and updates that changed nothing, by metric."""
         now, control = self._moment(), epoch.spec.control
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
-        begin = replace(now, step=now.step - 1, passes=now.passes if self._step else BEFORE_THE_RUN)
+        # Beside training one may have been lost that was due before: an epoch begins with another one.
+        step = now.step - 1 if self.on_servers is None else BEFORE_THE_RUN
+        begin = replace(now, step=step, passes=now.passes if self._step else BEFORE_THE_RUN)
         self._evaluations = Cadence(epoch.spec.evaluate_every, last=begin)
         self._commits_due = Cadence(control.commit_frequency, last=now)
         self._exports = Cadence(control.save_frequency, last=now)
@@ -95,7 +101,7 @@ class TrainerEpoch:
             NotFiniteError: the same, because the present weights or samples give no finite loss.
             CommitFailedError: the same, because what is trained cannot be written.
         """
-        async with self._watch, self.commits:
+        async with self._watch, self.commits, self.on_servers or nullcontext():
             await self._begin()
             while not self._is_complete():
                 await self._evaluate_if_due()
@@ -103,7 +109,8 @@ class TrainerEpoch:
                 if batch is None:
                     return await self._stop()
                 await self._train(batch)
-            await self._evaluate_if_due(last=True)
+            if not await self._evaluate_last():
+                return await self._stop()
             await self._commit_all()
             await self.weights.export("final", self.version)
             await self.epoch.disk.run(self.epoch.writer.done)
@@ -125,14 +132,9 @@ class TrainerEpoch:
 
     async def _next_batch(self) -> list[str] | None:
         """The uids of the next batch; None if the trial is asked to stop, or the last prompts were dropped."""
-        source, news = self.source, self.gang.news
+        source = self.source
         while True:
-            news.clear()  # before all looks: what happens after one of them ends the wait below
-            self._watch.check()
-            self.commits.check()
-            self.gang.check_alive()
-            await self._publish_again_if_damaged()
-            if self._watch.stop_requested:
+            if await self._is_to_stop():
                 return None
             batch = await source.poll(version=self._step, remaining=self._remaining())
             if batch is not None or self._is_complete():
@@ -140,11 +142,25 @@ class TrainerEpoch:
             producers = source.waits_for()
             self.epoch.context.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=producers)
             started = time.monotonic()
-            # Woken by an arrival, a worker's death, or the log watch; of what servers refuse it has to ask.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), _LOOK_INTERVAL_S)
+            await self._wait_for_news()
             for kind in {worker.partition("/")[0] for worker in producers} or {"dataset"}:
                 self._waits[f"time/wait_s/{kind}"] += time.monotonic() - started
+
+    async def _is_to_stop(self) -> bool:
+        """Whether somebody asks for it; what else has happened and ends this epoch is raised."""
+        self.gang.news.clear()  # before all looks: what happens after one of them ends the next wait for news
+        self._watch.check()
+        self.commits.check()
+        self.gang.check_alive()
+        if self.on_servers is not None:
+            self.on_servers.check()
+        await self._publish_again_if_damaged()
+        return self._watch.stop_requested
+
+    async def _wait_for_news(self) -> None:
+        """Of an arrival, a worker's death, the log watch, an evaluation; of what servers refuse it has to ask."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.gang.news.wait(), _LOOK_INTERVAL_S)
 
     async def _publish_again_if_damaged(self) -> None:
         """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
@@ -258,17 +274,46 @@ class TrainerEpoch:
         self.commits.lines.add_metrics(self._step, stats)
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 
-    async def _evaluate_if_due(self, *, last: bool = False) -> None:
+    async def _evaluate_if_due(self) -> None:
+        if self._evaluations.is_due(self._moment()):
+            await self._evaluate()
+            if not self._step:  # what training begins with is known by the initial weights alone
+                await self._wait_for_servers()
+
+    async def _evaluate_last(self) -> bool:
+        """After the last step; whether all is evaluated, and no stop was asked for before."""
+        if not await self._wait_for_servers():
+            return False
+        if self._evaluations.last.step != self._step:
+            await self._evaluate()
+        return await self._wait_for_servers()
+
+    async def _evaluate(self) -> None:
+        """By generation servers, where that is only begun, unless they are at one; and by the ranks."""
         epoch, now = self.epoch, self._moment()
-        is_due = self._evaluations.is_due(now) or (last and self._evaluations.last.step != now.step)
-        if not is_due or not epoch.graph.evaluate_calls:
-            return
-        with epoch.during("evaluate", self.gang.workers):
-            for call in epoch.graph.evaluate_calls:
-                values = await self.held_out.evaluate(call, version=self._step)
-                stats = {f"eval/{key}": value for key, value in values.items()}
-                await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
+        if self.on_servers is not None:
+            if self.on_servers.is_running:
+                return
+            self.on_servers.begin(self.version)
+        if epoch.graph.evaluate_calls:
+            with epoch.during("evaluate", self.gang.workers):
+                for call in epoch.graph.evaluate_calls:
+                    values = await self.held_out.evaluate(call, version=self._step)
+                    stats = {f"eval/{key}": value for key, value in values.items()}
+                    await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
         self._evaluations.note(now)
+
+    async def _wait_for_servers(self) -> bool:
+        """Until no evaluation is on its way; False where the trial is to stop before."""
+        presence, servers = self.epoch.context.presence, self.epoch.context.workers("rollout_worker")
+        while self.on_servers is not None and self.on_servers.is_running:
+            if await self._is_to_stop():
+                return False
+            presence.enter("evaluate", waiting_for=self.on_servers.progress, waits_for=servers)
+            await self._wait_for_news()
+        if self.on_servers is not None:
+            self.on_servers.check()
+        return True
 
     # A commit
 

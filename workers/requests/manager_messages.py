@@ -1,9 +1,13 @@
-"""What rollout workers and the generation-server manager say to each other.
+"""What rollout workers, and the master, say to the generation-server manager, and it to them.
 
     Allocate --> Allocation     a prompt, as soon as it may start. Its admission number is its birth order.
     Schedule --> Route          which server makes the next chunk?
     Finish   --> Ok             it is in the spool, or to be issued again: its slot is free
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
+
+    Evaluate --> Evaluation     the master: how far is the evaluation of this version? The first question begins it.
+    Allocate --> Allocation     a held-out problem of it
+    Answered --> Ok             what came out of one
 
 Every request names what it is about by uid and can be repeated without harm, because the manager may have restarted in
 between.
@@ -30,6 +34,23 @@ Outcome = Literal["finished", "dropped", "again"]
 """In the spool with answers; in the spool as given up; nowhere, and to be issued again."""
 
 
+class HeldOutProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A held-out problem of one evaluation."""
+
+    epoch: int
+    """The trainer epoch that has asked for it."""
+    version: str
+    """That is evaluated, of the form 1.20: no older weights than these may answer."""
+    dataset: str
+    """As `EvaluationConfig.datasets` names it."""
+    row_id: str
+
+    @property
+    def uid(self) -> str:
+        """What servers are asked for under; no prompt has one like it, since prompts begin with a whole number."""
+        return f"{self.version}:{self.epoch}:{self.dataset}:{self.row_id}"
+
+
 class Allocate(MessageBody, frozen=True, tag="allocate"):
     """-> Allocation, when a prompt may start, or what that waits for has become something else; or after a while."""
 
@@ -39,6 +60,8 @@ class Allocate(MessageBody, frozen=True, tag="allocate"):
     """Admission number of the prompt that this process was given last."""
     knows: WaitingFor | Literal[""] = ""
     """What it was told that prompts wait for."""
+    held_out: list[HeldOutProblem] = []
+    """All held-out problems that it is answering."""
 
 
 class Schedule(MessageBody, frozen=True, tag="schedule"):
@@ -78,7 +101,25 @@ class Report(MessageBody, frozen=True, tag="report"):
     """In the spool as given up."""
 
 
-ManagerRequest = Allocate | Schedule | Finish | Report
+class Answered(MessageBody, frozen=True, tag="answered"):
+    """-> Ok"""
+
+    problem: HeldOutProblem
+    sums: dict[str, float] = {}
+    """As `sums_of` makes them; none where it was not answered."""
+    versions: list[str] = []
+    """That made tokens of the answers."""
+
+
+class Evaluate(MessageBody, frozen=True, tag="evaluate"):
+    """-> Evaluation, when it is complete, or after a while."""
+
+    epoch: int
+    """The trainer's."""
+    version: str
+
+
+ManagerRequest = Allocate | Schedule | Finish | Report | Answered | Evaluate
 
 
 class Allocation(MessageBody, frozen=True, tag="allocation"):
@@ -92,6 +133,8 @@ class Allocation(MessageBody, frozen=True, tag="allocation"):
     """Why not, for `rl-status`."""
     waits_for: list[str] = []
     """The workers that open the gate."""
+    held_out: HeldOutProblem | None = None
+    """A held-out problem in place of a prompt."""
     must_report: bool = False
     """The manager does not know what this process of the worker has: it must report first."""
 
@@ -107,8 +150,25 @@ class Route(MessageBody, frozen=True, tag="route"):
     """The workers that one could come from."""
 
 
+class Evaluation(MessageBody, frozen=True, tag="evaluation"):
+    """What is known of an evaluation; what another master asks for may have taken its place."""
+
+    epoch: int
+    version: str
+    num_problems: int
+    num_done: int
+    sums: dict[str, dict[str, float]]
+    """Over the problems that are done, by name of the data set."""
+    versions: list[str]
+    """That made tokens of the answers."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done == self.num_problems
+
+
 class Ok(MessageBody, frozen=True, tag="ok"):
     """Noted."""
 
 
-ManagerReply = Allocation | Route | Ok
+ManagerReply = Allocation | Route | Evaluation | Ok

@@ -89,7 +89,7 @@ class GroupMaker:
             GenerationFailedError, StreamError: the prompt is to be issued again.
         """
         try:
-            made = await self._make(uid, row, order=order)
+            made = await self.attempt(uid, row, order=order)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
@@ -113,7 +113,8 @@ class GroupMaker:
             "if it is your own, and rl-submit --resume it"
         )
 
-    async def _make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+        """As `make`, but nothing follows from how many prompts fail in a row."""
         num_answers = self.group_size + self.config.spare_answers
         # One after the other for all tries: what made an agent fail may be the answers, so the next try has others.
         seeds_by_call = (

@@ -7,6 +7,7 @@ manager ──a prompt──► agent ⇄ generation servers ─► reward ─�
 
 loop         consumes              waits for                unblocked by            produces
 prompts      Allocation            the manager              its gate                running groups
+(held out)   one problem           generation servers       the reward              what came out, for the manager
 (a group)    one prompt            generation servers       the reward              a record, or the prompt back
 verdicts     rejected records      the sender               model workers           the prompt back
 receivers    receivers' records    name-resolve             model workers           connections of the sender
@@ -42,7 +43,9 @@ from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
     Allocation,
+    Answered,
     Finish,
+    HeldOutProblem,
     ManagerReply,
     ManagerRequest,
     Outcome,
@@ -53,6 +56,7 @@ from corral.workers.requests.manager_messages import (
 from corral.workers.rollout.agent_run import blocking_interrupted
 from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
+from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
@@ -79,6 +83,8 @@ class RolloutWorker(Worker):
         self._spec = context.specification(RolloutWorkerSpec)
         self._running: dict[str, int] = {}
         """Order by uid."""
+        self._answering: dict[str, HeldOutProblem] = {}
+        """By uid."""
         self._refusal = Allocation()
         """Why there was no other prompt when the manager spoke last."""
         self._verdicts: asyncio.Queue[str] = asyncio.Queue()
@@ -143,11 +149,15 @@ class RolloutWorker(Worker):
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
         )
+        if spec.held_out is not None:
+            self._held_out = HeldOutProblems(spec.held_out.config, self._held_out_rows, self._groups)
 
     def _load_data(self) -> None:
         spec = self._spec
         try:
             self._rows = load_planned_rows(spec.dataset)
+            held_out = {} if spec.held_out is None else spec.held_out.datasets
+            self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
         self._tokenizer = load_tokenizer(spec.tokenizer)
@@ -160,7 +170,8 @@ class RolloutWorker(Worker):
         last: int | None = None
         while not self.context.stopping.is_set():
             knows = self._refusal.waiting_for
-            request = Allocate(worker=worker, incarnation=incarnation, last=last, knows=knows)
+            answering = list(self._answering.values())
+            request = Allocate(worker=worker, incarnation=incarnation, last=last, knows=knows, held_out=answering)
             try:
                 allocation = await self._ask_manager(request, slow_after_s=_LONGEST_TURN_S)
             except StreamTimeoutError as error:
@@ -169,6 +180,10 @@ class RolloutWorker(Worker):
             assert isinstance(allocation, Allocation)
             if allocation.must_report:
                 await self._report()
+            elif (problem := allocation.held_out) is not None:
+                self._answering[problem.uid] = problem
+                tasks.create_task(self._answer(problem))
+                self._show()
             elif allocation.order is None:
                 self._refusal = allocation
                 self._show()
@@ -214,6 +229,18 @@ class RolloutWorker(Worker):
         )
         await self._finish(uid, header, dict(sample.data))
 
+    async def _answer(self, problem: HeldOutProblem) -> None:
+        """One held-out problem, until the manager has heard what came out of it: till then it is said to be here."""
+        try:
+            answered = await self._held_out.answer(problem)
+        except (GenerationFailedError, StreamError) as error:
+            logger.warning("held-out problem %s is given back: %s", problem.uid, error)
+            answered = Answered(problem=problem)
+        self.context.presence.beat()
+        await self._tell_manager(answered)
+        del self._answering[problem.uid]
+        self._show()
+
     async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
         await self._sender.put(header, tensors)
         self.context.presence.beat()
@@ -228,7 +255,9 @@ class RolloutWorker(Worker):
     async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         failed = setback.url if setback and not setback.is_busy else ""
         busy = setback.url if setback and setback.is_busy else ""
-        order = self._running[uid]
+        order = self._running.get(uid, 0)
+        if not oldest_version and (problem := self._answering.get(uid)) is not None:
+            oldest_version = problem.version  # as if a token of it were there: older weights would be no news of it
         route = await self._ask_manager(
             Schedule(
                 uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, failed_url=failed, busy_url=busy
@@ -269,7 +298,7 @@ class RolloutWorker(Worker):
 
     # Helpers
 
-    async def _tell_manager(self, news: Finish | Report) -> None:
+    async def _tell_manager(self, news: Finish | Report | Answered) -> None:
         """Until it has heard it, however long it is away."""
         while True:
             try:
@@ -297,14 +326,14 @@ class RolloutWorker(Worker):
 
     def _show(self) -> None:
         """What it does, or why there is no prompt for it."""
-        if self._running:
+        if self._running or self._answering:
             self._show_wait("", ())
         else:
             self._show_wait(self._refusal.reason, self._refusal.waits_for)
 
     def _show_wait(self, waiting_for: str, waits_for: Sequence[str]) -> None:
         phase, works_with = "generate", self._servers
-        if not self._running:
+        if not self._running and not self._answering:
             phase = "wait for the trainer" if self._refusal.waiting_for == "prompts" else "wait for admission"
             works_with = ()
         self.context.presence.enter(phase, waiting_for=waiting_for, waits_for=waits_for, works_with=works_with)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import EXACT_MATCH
 from corral.experiments.plan import RunPlan
@@ -78,7 +78,9 @@ def _plan(path: Path, model: Path, problems: Path, reward: str, plan: dict[str, 
         tokenizer=model,
         takes_samples=True,
         dataset=None,
-        evaluation=EvaluationConfig(dataset=DatasetConfig(path=problems), max_new_tokens=4),
+        evaluation=EvaluationConfig(
+            dataset=DatasetConfig(path=problems), sampling=EvaluationSampling(max_new_tokens=4)
+        ),
         reward=RewardSpec(function=reward, timeout_s=120.0),
         total_steps=3,
     )

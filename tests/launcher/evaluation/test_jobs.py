@@ -95,8 +95,8 @@ def test_other_problems_are_read_in_the_form_of_the_trials_own(tmp_path: Path, m
     plan = read_plan(make_evaluable_trial(tmp_path, model))
     other = write_problems(tmp_path / "other.jsonl", count=2)
     config = make_evaluation_config(plan, other, max_new_tokens=None)
-    assert (config.dataset.path, config.max_new_tokens) == (other, 4)
-    assert make_evaluation_config(plan, other, max_new_tokens=9).max_new_tokens == 9
+    assert (config.dataset.path, config.sampling.max_new_tokens) == (other, 4)
+    assert make_evaluation_config(plan, other, max_new_tokens=9).sampling.max_new_tokens == 9
 
 
 def test_problems_without_answers_are_refused_before_anything_is_written(tmp_path: Path, model: Path) -> None:

@@ -329,7 +329,7 @@ def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
         "evaluation.every_steps=2",
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
-        "evaluation.max_new_tokens=8",
+        "evaluation.sampling.max_new_tokens=8",
     )
     starts = _run_with_deaths(lambda gang: run_master(plan, trial, gang, monkeypatch))
     assert starts > 10
@@ -354,7 +354,7 @@ def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
         "evaluation.every_steps=null",
         "evaluation.every_epochs=3",
         "evaluation.batch_size=6",
-        "evaluation.max_new_tokens=8",
+        "evaluation.sampling.max_new_tokens=8",
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
     )

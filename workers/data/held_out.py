@@ -1,0 +1,64 @@
+"""What comes out of held-out problems: sums over their answers, which can be added up in any order, and their means.
+
+answers to a problem ──sums_of──► sums ──added to those of other problems──► means ──► eval/accuracy, ...
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+_CORRECT_FROM = 1.0  # rewards of correct answers reach it; what lies below is partial credit
+_PASS = "pass@"
+
+
+def sums_of(rewards: Sequence[float], lengths: Sequence[int], *, asked: int = 1) -> dict[str, float]:
+    """The sums of one problem.
+
+    Args:
+        rewards: of the answers to it; none if they could not be judged.
+        lengths: their tokens.
+        asked: answers that were asked for.
+    """
+    correct = sum(reward >= _CORRECT_FROM for reward in rewards)
+    sums = {
+        "problems": 1.0,
+        "judged_problems": float(bool(rewards)),
+        "judged": float(len(rewards)),
+        "unjudged": 0.0 if rewards else float(asked),
+        "correct": float(correct),
+        "reward": math.fsum(rewards),
+        "tokens": float(sum(lengths)),
+    }
+    k = 2
+    while k <= asked:
+        sums[f"{_PASS}{k}"] = pass_at(k, num=len(rewards), correct=correct)
+        k *= 2
+    return sums
+
+
+def pass_at(k: int, *, num: int, correct: int) -> float:
+    """How probable it is that one of `k` answers is right, without bias, from `num` answers to one problem.
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, section 2.1. Of fewer than `k` answers all are taken.
+    """
+    drawn = min(k, num)
+    return 1.0 - math.comb(num - correct, drawn) / math.comb(num, drawn)
+
+
+def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    """The sums of both."""
+    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
+
+
+def means(sums: Mapping[str, float]) -> dict[str, float]:
+    """`accuracy` (share of judged answers with full reward), `reward/mean`, `response_length/mean`, `pass@k`, all of
+    answers that were judged, and missing where none was; beside them `problems` and `unjudged`, which are counted.
+    """
+    values = {name: sums.get(name, 0.0) for name in ("problems", "unjudged")}
+    if judged := sums.get("judged"):
+        values |= {
+            "accuracy": sums["correct"] / judged,
+            "reward/mean": sums["reward"] / judged,
+            "response_length/mean": sums["tokens"] / judged,
+        }
+        values |= {name: total / sums["judged_problems"] for name, total in sums.items() if name.startswith(_PASS)}
+    return values

@@ -1,0 +1,119 @@
+"""HeldOutBook: which held-out problems of an evaluation are answered, and by whom; what has come out so far.
+
+                  deal                  answered
+       open ───────────────► out ───────────────────► counted
+        ▲                     │
+        └── given back, its worker is gone or another process, or does not say that it has it
+
+One evaluation at a time, that of the newest trainer epoch that has asked for one. A rollout worker says with each
+request for work which problems it has, so nobody has to remember for it: a manager that has just started learns it, and
+what was dealt in an answer that got lost is dealt again.
+
+Guarantee: each problem counts once, since the first answers to it take it out of the book, and what comes later, of
+whoever had it before or of another evaluation, is not in it. Pure.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.data.held_out import added
+from corral.workers.requests.manager_messages import Evaluate, Evaluation, HeldOutProblem
+
+
+@dataclass(slots=True)
+class HeldOutBook:
+    """Of all held-out problems of a trial.
+
+    Example:
+        book = HeldOutBook({"": ["a", "b"]}, most_out=64)
+        book.begin(Evaluate(epoch=1, version="1.20"))
+        problem = book.deal("rollout_worker/0")
+        book.answered(problem, sums={"correct": 1.0}, versions=["1.20"])
+        book.reply().num_done       # 1
+    """
+
+    row_ids: Mapping[str, Sequence[str]]
+    """By name of the data set."""
+    most_out: int
+    """At a time: what an evaluation may take of servers that answer for training, too."""
+    asked: Evaluate | None = None
+    _open: dict[HeldOutProblem, None] = field(default_factory=dict)
+    _out: dict[HeldOutProblem, str] = field(default_factory=dict)
+    """The worker that has it."""
+    _sums: dict[str, dict[str, float]] = field(default_factory=dict)
+    _versions: set[str] = field(default_factory=set)
+
+    @property
+    def num_problems(self) -> int:
+        return sum(map(len, self.row_ids.values()))
+
+    @property
+    def is_done(self) -> bool:
+        return not self._open and not self._out
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """Which a server must have reached to answer; None where nothing is to be dealt now."""
+        is_wanted = self.asked is not None and self._open and len(self._out) < self.most_out
+        return PolicyVersion.parse(self.asked.version) if self.asked and is_wanted else None
+
+    def begin(self, asked: Evaluate) -> bool:
+        """Whether that is another evaluation than before; that of an earlier trainer epoch takes the place of none."""
+        if asked == self.asked or (self.asked is not None and asked.epoch < self.asked.epoch):
+            return False
+        self.asked = asked
+        self._open = {
+            HeldOutProblem(asked.epoch, asked.version, dataset, row_id): None
+            for dataset, row_ids in self.row_ids.items()
+            for row_id in row_ids
+        }
+        self._out, self._sums, self._versions = {}, {name: {} for name in self.row_ids}, set()
+        return True
+
+    def has(self, worker: str, problems: Collection[HeldOutProblem]) -> None:
+        """A rollout worker says what it is answering: all that it has."""
+        self.lose(worker, but=problems)
+        for problem in problems:
+            if problem in self._open:
+                del self._open[problem]
+                self._out[problem] = worker
+
+    def deal(self, worker: str) -> HeldOutProblem | None:
+        """The next problem, for a worker that asks for work; None if there is none to deal now."""
+        if self.version is None:
+            return None
+        problem = next(iter(self._open))
+        del self._open[problem]
+        self._out[problem] = worker
+        return problem
+
+    def answered(self, problem: HeldOutProblem, *, sums: Mapping[str, float], versions: Collection[str]) -> None:
+        """What came out of a problem, unless that is known already; without sums it is given back."""
+        is_here = problem in self._open or self._out.pop(problem, None) is not None
+        if not is_here:
+            return
+        if not sums:
+            self._open[problem] = None
+            return
+        self._open.pop(problem, None)
+        self._sums[problem.dataset] = added(self._sums[problem.dataset], sums)
+        self._versions.update(versions)
+
+    def lose(self, worker: str, *, but: Collection[HeldOutProblem] = ()) -> None:
+        """A worker has nothing any more, but for these."""
+        for problem in [one for one, other in self._out.items() if other == worker and one not in but]:
+            del self._out[problem]
+            self._open[problem] = None
+
+    def reply(self) -> Evaluation:
+        """How far it is; what counts is complete once all problems are done."""
+        assert self.asked is not None, "nothing was asked for"
+        return Evaluation(
+            epoch=self.asked.epoch,
+            version=self.asked.version,
+            num_problems=self.num_problems,
+            num_done=self.num_problems - len(self._open) - len(self._out),
+            sums=self._sums,
+            versions=sorted(self._versions),
+        )

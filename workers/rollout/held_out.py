@@ -1,0 +1,57 @@
+"""HeldOutProblems: what nobody is trained on, answered by the trial's agent as prompts are, with a sampling of its own.
+
+    problem ──row──► agent ⇄ generation servers, judge ──► sums over the answers, the versions that made them
+                       └── failed on every try: unjudged, and left out of the means
+
+The seeds of an answer follow from its row alone, so that two versions are compared on the same random numbers.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from corral.experiments.config.data import EvaluationConfig
+from corral.workers.data.held_out import sums_of
+from corral.workers.data.prompts import RowsById
+from corral.workers.requests.manager_messages import Answered, HeldOutProblem
+from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
+
+logger = logging.getLogger(__name__)
+
+
+class HeldOutProblems:
+    """All held-out problems of a trial, in a rollout worker."""
+
+    def __init__(self, config: EvaluationConfig, rows: Mapping[str, RowsById], prompts: GroupMaker) -> None:
+        """
+        Args:
+            rows: by name of the data set.
+            prompts: makes the groups that are trained on.
+        """
+        self._rows = rows
+        self._orders = {name: {row_id: order for order, row_id in enumerate(rows[name])} for name in rows}
+        self._num_answers = config.answers_per_problem
+        self._groups = replace(
+            prompts,
+            client=replace(prompts.client, sampling=config.sampling, experts=None),
+            config=prompts.config.model_copy(update={"sampling": config.sampling, "spare_answers": 0}),
+            group_size=config.answers_per_problem,
+            max_prompt_tokens=config.dataset.max_prompt_tokens,
+        )
+
+    async def answer(self, problem: HeldOutProblem) -> Answered:
+        """What comes out of one of them.
+
+        Raises:
+            RewardHostError, GenerationFailedError, StreamError: as `GroupMaker.make`.
+        """
+        row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
+        try:
+            group, _ = await self._groups.attempt(problem.uid, row, order=order)
+        except PromptFailedError as error:
+            logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
+            return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
+        lengths = [len(answer.output_ids) for answer in group.answers]
+        versions = {span.version for answer in group.answers for span in answer.spans}
+        sums = sums_of(group.rewards, lengths, asked=self._num_answers)
+        return Answered(problem=problem, sums=sums, versions=sorted(versions))
