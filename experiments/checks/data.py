@@ -124,8 +124,8 @@ def check_evaluation(
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
     for name, config in evaluation.datasets.items():
         path: KeyPath = ("evaluation", "more", name) if name else ("evaluation", "dataset", "path")
-        found = check_dataset(config, path, kind=kind, limits=limits)
-        yield from found.problems
+        found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits)
+        yield from (replace(problem, path=path) for problem in found.problems)
         if found.too_long and not found.problems:
             # An accuracy is one of all problems, or cannot be compared with that of somebody else.
             yield ConfigProblem(

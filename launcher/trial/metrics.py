@@ -1,4 +1,6 @@
-"""The end of metrics.jsonl, where the master writes one line of numbers for each train step."""
+"""The end of metrics.jsonl, where the master writes one line of numbers for each train step, and for each evaluation,
+which may come after the lines of later steps.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ _PACE_STEPS = 20  # long enough to even out evaluations and commits, short enoug
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """What whole lines hold of each step, in order; of one that was trained twice, after a failure, the last values."""
     by_step: dict[int, dict[str, Any]] = {}
-    for line in _parse(path.read_bytes()) if path.exists() else ():
+    lines = _parse(path.read_bytes()) if path.exists() else []
+    for line in sorted(lines, key=lambda line: "train/tokens" in line):  # so that `time` is that of the train step
         by_step[line["step"]] = newest_of([by_step.get(line["step"], {}), line])
     return [by_step[step] for step in sorted(by_step)]
 
@@ -29,9 +32,9 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def newest_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The newest value of every number in these lines; {} before the first step."""
+    """The value of every number in the line of the latest step that has it; {} before the first step."""
     newest: dict[str, Any] = {}
-    for line in lines:  # evaluations come every few steps, and stay worth showing in between
+    for line in sorted(lines, key=lambda line: int(line.get("step", -1))):  # evaluations come every few steps, and stay worth showing in between
         newest.update({name: value for name, value in line.items() if value is not None})
     return newest
 

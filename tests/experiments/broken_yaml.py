@@ -390,7 +390,7 @@ CONTRADICTION_CASES = (
     ),
     BrokenCase(
         name="too-long-evaluation",
-        edit=("  max_new_tokens: 8\n  dataset", "  max_new_tokens: 64\n  dataset"),
+        edit=("{max_new_tokens: 8}\n  dataset", "{max_new_tokens: 64}\n  dataset"),
         words=("16 prompt tokens + 64 new tokens = 80", "max_position_embeddings = 64", "lower max_new_tokens"),
         line=22,
     ),

@@ -217,16 +217,15 @@ class GserverManager(Worker):
 
     def _deal_held_out(self) -> None:
         """To those who wait, once a server has the version that is evaluated, or a later one."""
-        for worker in list(self._turns):
-            version = self._held_out.version
-            if (
-                version is None
-                or self._version is None
-                or not self._table.serving(self._version, least_step=version.step)
-            ):
-                return
-            self._admission.leave(worker)
-            self._turns.pop(worker).end(Allocation(held_out=self._held_out.deal(worker)))
+        wanted, version = self._held_out.version, self._version
+        if wanted is None or version is None or version.step < wanted.step:  # its record is not seen yet
+            return
+        if self._table.serving(version, least_step=wanted.step):
+            for worker in list(self._turns):
+                if (problem := self._held_out.deal(worker)) is None:
+                    return
+                self._admission.leave(worker)
+                self._turns.pop(worker).end(Allocation(held_out=problem))
 
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""

@@ -74,3 +74,11 @@ def test_metrics_are_read_past_torn_and_foreign_lines(tmp_path: Path) -> None:
     assert newest_of(last_lines(path)) == {"step": 2, "eval/accuracy": 0.5, "ppo/reward/mean": 0.25}
     assert headline(newest_of(last_lines(path))) == "accuracy 0.5  reward 0.25"
     assert newest_of(last_lines(tmp_path / "none")) == {}
+
+
+def test_an_evaluation_that_ended_after_later_steps_belongs_to_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trained = [{"step": step, "time": 10.0 * step, "train/tokens": 5.0} for step in (1, 2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*trained, {"step": 1, "time": 99.0, "eval/x": 0.5}]))
+    assert read_metrics(path) == [{**trained[0], "eval/x": 0.5}, trained[1]]
+    assert newest_of(last_lines(path)) == {**trained[1], "eval/x": 0.5}

@@ -111,8 +111,8 @@ def test_asynchronous_ppo_with_a_reference_fits_one_screen(folder: Path) -> None
         "of the weights in /dev/shm",
         "staleness  eta 1: no token is trained on that is older by more versions",
         "commits    after every step, 2 are kept; weights that stay: at the end",
-        "held-out   FOLDER/heldout.jsonl   held_out_answers, 64 at a time, 32 per dp rank of actor/0; before the first "
-        "step, every 2 steps, after the last",
+        "held-out   FOLDER/heldout.jsonl   answered by generation servers, 64 at a time; before the first step, "
+        "every 2 steps, after the last",
     ]
     assert [line.split()[:2] for line in groups[1:]] == [
         ["master_worker", "1"],
@@ -198,14 +198,13 @@ def test_the_graph_is_a_mermaid_chart_with_numbers_for_names(folder: Path) -> No
         '  n1["actor_inf<br/>actor/0 inference<br/>d2 on 0-1"]',
         '  n2["ref_inf<br/>ref/0 inference<br/>d1 on 2"]',
         '  n3["actor_train<br/>actor/0 train_step<br/>d2 on 0-1<br/>3 goes of 3"]',
-        '  n4["evaluate<br/>actor/0 evaluate<br/>d2 on 0-1"]',
-        '  n5(["generation servers"])',
+        '  n4(["generation servers"])',
         '  n0 -->|"input_ids, prompt_mask"| n1',
         '  n0 -->|"input_ids, prompt_mask"| n2',
         '  n0 -->|"input_ids, prompt_mask"| n3',
         '  n0 -->|"old_logprobs, versions, rewards, seq_no_eos_mask"| n3',
         '  n1 -->|"proximal_logprobs"| n3',
         '  n2 -->|"ref_logprobs"| n3',
-        '  n3 -.->|"weights"| n5',
+        '  n3 -.->|"weights"| n4',
         '  n3 -.->|"0.25 of the weights"| n2',
     ]
