@@ -34,7 +34,8 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
 def newest_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The value of every number in the line of the latest step that has it; {} before the first step."""
     newest: dict[str, Any] = {}
-    for line in sorted(lines, key=lambda line: int(line.get("step", -1))):  # evaluations come every few steps, and stay worth showing in between
+    # Evaluations come every few steps, and stay worth showing in between.
+    for line in sorted(lines, key=lambda line: int(line.get("step", -1))):
         newest.update({name: value for name, value in line.items() if value is not None})
     return newest
 
