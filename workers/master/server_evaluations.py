@@ -100,7 +100,7 @@ class ServerEvaluations(AsyncClosing):
 def stats_of(evaluation: Evaluation) -> dict[str, float]:
     """As they are in metrics.jsonl."""
     steps = [PolicyVersion.parse(version).step for version in evaluation.versions]
-    stats = {"eval/version_min": float(min(steps)), "eval/version_max": float(max(steps))} if steps else {}
+    stats = {"version_min": float(min(steps)), "version_max": float(max(steps))} if steps else {}
     for name, sums in evaluation.sums.items():
-        stats |= {"/".join(filter(None, ("eval", name, key))): value for key, value in means(sums).items()}
-    return stats
+        stats |= {f"{name}/{key}" if name else key: value for key, value in means(sums).items()}
+    return {f"eval/{key}": value for key, value in stats.items()}

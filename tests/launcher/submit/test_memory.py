@@ -201,3 +201,12 @@ def test_workers_without_a_gpu_are_left_out_and_unknown_models_named(tmp_path: P
     assert [use.peak for use in uses] == [None, None]
     text = render_memory(uses, gpu_memory_mb=None)
     assert "not known: config.json of actor/0" in text and "not known: config.json of server" in text
+
+
+def test_an_evaluation_by_generation_servers_takes_nothing_of_the_ranks_that_train(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    overrides = (f"evaluation.dataset.path={held_out}", "evaluation.sampling.max_new_tokens=32000")
+    plan = plan_of(DENSE, *overrides)
+    assert check_on_shape(plan, ClusterShape.parse("8x8x80G")).warnings == ()
+    assert [use.peak for use in gpu_uses(plan)] == [use.peak for use in gpu_uses(plan_of(DENSE))]
