@@ -9,13 +9,13 @@ A request is complete, so that the job does not depend on what happens to the tr
 """
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.data import EvaluationConfig
-from corral.experiments.worker_specs import RewardSpec
+from corral.experiments.config.data import EvaluationConfig, EvaluationSampling
+from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.worker_specs import GenerationServerSpec
 
 
 class EvaluationRequest(FrozenConfig):
@@ -30,13 +30,15 @@ class EvaluationRequest(FrozenConfig):
     are_weights_ours: bool
     """Whether the directory was made for this evaluation, and is removed after it."""
     evaluation: EvaluationConfig
-    """Problems, and the longest answer; how often has no meaning here."""
+    """Problems, and how they are answered; how often has no meaning here."""
     dataset_sha256: str
     """Digest of the problems; a file that changed in between would make results that cannot be compared."""
-    reward: RewardSpec
-    """Who judges."""
-    dtype: Literal["float32", "bfloat16"]
-    """Type of the weights in memory."""
+    server: GenerationServerSpec
+    """What answers: as the trial's own servers, or, where it has none, the embedded engine."""
+    rollout: RolloutConfig
+    """Agent and reward; its sampling has no meaning here."""
+    seed: int
+    """The trial's."""
     batch_size: int = Field(default=256, ge=1)
     """Problems between two writes of the progress file: what an interruption may cost."""
     result: Path
@@ -56,6 +58,8 @@ class EvaluationResult(FrozenConfig):
     """Share of judged answers with full reward."""
     mean_reward: float
     """Mean over all judged answers."""
+    pass_at: dict[int, float] = {}
+    """How probable it is that one of so many answers to a problem is correct."""
     mean_response_tokens: float
     """Mean length of an answer."""
     num_prompts: int
@@ -70,8 +74,9 @@ class EvaluationResult(FrozenConfig):
     """The problems."""
     dataset_sha256: str
     """Their digest."""
-    max_new_tokens: int
-    """Longest answer that was allowed."""
+    sampling: EvaluationSampling
+    """How answers were sampled."""
+    answers_per_problem: int = 1
     source: str
     """Where the weights came from, as a name in the trial directory."""
 

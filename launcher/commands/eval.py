@@ -81,11 +81,12 @@ def evaluate(
         requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
         resources = EvaluationResources(
             plan.trial.trial,
-            plan.scheduling["model_worker"].scheduling,
+            (plan.scheduling.get("generation_server") or plan.scheduling["model_worker"]).scheduling,
             launch=plan.launch,
             cluster=plan.cluster,
             minutes=minutes,
             partition=partition,
+            server_gpus=requests[0].server.tensor_parallel_size,
         )
         before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
         wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]

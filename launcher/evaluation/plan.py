@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
-from corral.experiments.config.rollout import EXACT_MATCH
+from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.plan import RunPlan
@@ -21,11 +21,12 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write, lin
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 
 _EXPORT = re.compile(r"step-(\d+)", re.ASCII)
 _DEFAULT_MAX_NEW_TOKENS = 256
+_CACHE_TOKENS = 65536  # of the embedded engine, at 64 answers at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +95,12 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
         raise ConfigError.of("this trial has no held-out problems (`evaluation.dataset`)", hint=hint)
     form = own.dataset if own else DatasetConfig.model_validate(plan.config["dataset"])
     sampling = plan.config.get("rollout", {}).get("sampling", {})
-    longest = own.sampling.max_new_tokens if own else int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+    longest = max_new_tokens or int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+    as_trained = own.sampling if own else EvaluationSampling(max_new_tokens=longest)
     return EvaluationConfig(
         dataset=form if dataset is None else form.model_copy(update={"path": dataset.absolute()}),
-        sampling=EvaluationSampling(max_new_tokens=max_new_tokens or longest),
+        sampling=as_trained.model_copy(update={"max_new_tokens": max_new_tokens or as_trained.max_new_tokens}),
+        answers_per_problem=own.answers_per_problem if own else 1,
     )
 
 
@@ -112,16 +115,24 @@ def make_requests(
     spec = _model_worker(plan)
     kind: RowKind = "answers" if spec.reward.function == EXACT_MATCH else "prompts"
     digest = dataset_spec(evaluation.dataset, kind=kind).sha256
+    server, rollout = _how_to_answer(plan, evaluation)
+    held = {
+        weights.step: folder / "weights" / f"step-{weights.step:08d}" if weights.may_vanish else weights.directory
+        for weights in chosen
+    }
     return [
         EvaluationRequest(
             step=weights.step,
-            weights=folder / "weights" / f"step-{weights.step:08d}" if weights.may_vanish else weights.directory,
+            weights=held[weights.step],
             source=directory.relative(weights.directory),
             are_weights_ours=weights.may_vanish,
             evaluation=evaluation,
             dataset_sha256=digest,
-            reward=spec.reward,
-            dtype="bfloat16" if spec.roles[0].model.dtype == "bfloat16" else "float32",
+            server=server.model_copy(
+                update={"initial_weights": held[weights.step], "initial_version": f"0.{weights.step}"}
+            ),
+            rollout=rollout,
+            seed=plan.seed,
             result=result_path(folder, weights.step),
             code=directory.code_path if plan.code else None,
             code_digests=plan.code,
@@ -155,6 +166,25 @@ def evaluation_folder(directory: TrialDirectory, dataset: Path | None) -> Path:
     if dataset is None:
         return directory.evaluations_path
     return directory.evaluations_path / f"on-{re.sub(r'[^A-Za-z0-9._-]', '_', dataset.stem)}"
+
+
+def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[GenerationServerSpec, RolloutConfig]:
+    """As the trial's own servers and rollout workers do; where it has none, the embedded engine, and one answer."""
+    if servers := plan.all_of(GenerationServerSpec):
+        return servers[0].model_copy(update={"records_experts": False}), plan.all_of(RolloutWorkerSpec)[0].rollout
+    spec = _model_worker(plan)
+    role, reward = spec.roles[0], spec.reward
+    engine = EngineConfig(
+        dtype="bfloat16" if role.model.dtype == "bfloat16" else "float32",
+        max_total_tokens=max(_CACHE_TOKENS, evaluation.dataset.max_prompt_tokens + evaluation.sampling.max_new_tokens),
+    )
+    rollout = RolloutConfig(
+        reward=reward.function,
+        reward_timeout_s=reward.timeout_s,
+        reward_retries=reward.retries,
+        reward_processes=reward.processes,
+    )
+    return GenerationServerSpec(index=0, initial_weights=role.model.path, engine=engine), rollout
 
 
 def _model_worker(plan: RunPlan) -> ModelWorkerSpec:

@@ -58,8 +58,12 @@ def is_wanted(request: EvaluationRequest, status: EvaluationStatus, *, again: bo
         return False
     if status.result is None or again:
         return True
-    asked = (request.dataset_sha256, request.evaluation.sampling.max_new_tokens)
-    return (status.result.dataset_sha256, status.result.max_new_tokens) != asked
+    asked, done = request.evaluation, status.result
+    return (done.dataset_sha256, done.sampling, done.answers_per_problem) != (
+        request.dataset_sha256,
+        asked.sampling,
+        asked.answers_per_problem,
+    )
 
 
 def jobs_folder(folder: Path) -> Path:

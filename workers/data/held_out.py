@@ -44,6 +44,11 @@ def pass_at(k: int, *, num: int, correct: int) -> float:
     return 1.0 - math.comb(num - correct, drawn) / math.comb(num, drawn)
 
 
+def pass_at_k(values: Mapping[str, float]) -> dict[int, float]:
+    """The `pass@k` among means, by k."""
+    return {int(name.removeprefix(_PASS)): value for name, value in values.items() if name.startswith(_PASS)}
+
+
 def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
     """The sums of both."""
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}

@@ -1,15 +1,17 @@
-"""One evaluation, as a job of its own: a version of a trial's weights answers held-out problems.
+"""One evaluation, as a job of its own: a server of the trial's kind answers held-out problems by a version's weights.
 
     python -m corral.workers.evaluation {trial}/eval/step-00000012.request.json --gpus 1
 
-request --read--> weights + problems --a batch at a time--> sums --write--> progress ... --> result, then clean up
+request --read--> server <--HTTP-- agent, reward --batch by batch--> sums --write--> progress ... --> result, clean up
 
-Greedy answers depend on nothing but weights and problems, so an interrupted evaluation goes on at the batch in which it
-was interrupted and ends with the same result. SIGTERM and SIGUSR2 are left to the process that started this one: it
-knows whether SLURM will start the job again. When that process dies, this one does.
+Greedy answers, and sampled ones of the embedded engine, depend on nothing but weights and problems, so an interrupted
+evaluation goes on at the batch in which it was interrupted. SIGTERM and SIGUSR2 are left to the process that started
+this one: it knows whether SLURM will start the job again. When that process dies, this one does.
 """
 
 import argparse
+import asyncio
+import functools
 import logging
 import os
 import shutil
@@ -17,11 +19,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.inputs.dataset_file import dataset_spec
+from corral.experiments.inputs.tokens import load_tokenizer
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,
@@ -32,51 +34,62 @@ from corral.experiments.trial.evaluation import (
 )
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
-from corral.workers.data.held_out import added, means
-from corral.workers.engine.engine import DTYPES, load_model
-from corral.workers.evaluation.held_out import HeldOutProblems
-from corral.workers.lifecycle.worker import WrongDevicesError
+from corral.workers.data.held_out import added, means, pass_at_k
+from corral.workers.data.prompts import load_held_out_rows
+from corral.workers.evaluation.serving import served_problems
+from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
+from corral.workers.requests.manager_messages import HeldOutProblem
+from corral.workers.rollout.held_out import checked_prompts
 from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)
 
 
-def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
+async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
     """Does what is asked for, from where an earlier start of the job got to.
 
     Guarantee: what was to be answered on a GPU is never answered on a CPU.
 
     Args:
-        gpus: those that the job was given, 0 or 1; where nobody counts GPUs, a node shows more.
+        gpus: those that the job was given; where nobody counts GPUs, a node shows more.
 
     Raises:
-        WrongDevicesError: if it sees none of them.
-        ValueError: if the problems are not those that were asked for, or the model cannot answer them.
+        WrongDevicesError: if it sees fewer of them.
+        ValueError: if the problems are not those that were asked for.
+        BadConfigurationError, BackendLostError: if the server cannot be started, or has died.
     """
     if request.code is not None:
         use_kept_code(request.code, request.code_digests)
-    if gpus > torch.cuda.device_count():
-        visible = torch.cuda.device_count()
-        raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
     progress = _read_progress(request)
-    problems = HeldOutProblems(request.evaluation, request.weights, reward=request.reward)
-    device = "cuda" if gpus else "cpu"
-    model, _ = load_model(request.weights, dtype=DTYPES[request.dtype], device=device)
-    logger.info("evaluating step %d on %s, problem %d of %d", request.step, device, progress.num_done, len(problems))
-    while progress.num_done < len(problems):
-        started_at = time.monotonic()
-        end = progress.num_done + request.batch_size
-        sums = problems.put_to(model, slice(progress.num_done, end), batch_size=request.batch_size)
-        progress = progress.model_copy(
-            update={
-                "num_done": min(end, len(problems)),
-                "sums": added(progress.sums, sums),
-                "seconds": progress.seconds + time.monotonic() - started_at,
-            }
-        )
-        atomic_write(progress_path(request.result), progress.model_dump_json().encode())
-        logger.info("%d of %d problems: %s", progress.num_done, len(problems), means(progress.sums))
+    rows = load_held_out_rows(request.evaluation.dataset)
+    checked_prompts(rows.values(), load_tokenizer(request.weights), request.evaluation.dataset)
+    async with served_problems(request, rows, gpus=gpus) as (problems, ended):
+        logger.info("evaluating step %d, problem %d of %d", request.step, progress.num_done, len(rows))
+        while progress.num_done < len(rows):
+            started_at = time.monotonic()
+            part = list(rows)[progress.num_done : progress.num_done + request.batch_size]
+            answering = asyncio.gather(*(problems.answer(_problem(request, row_id)) for row_id in part))
+            either: list[asyncio.Future[Any]] = [answering, ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                answering.cancel()
+                ended.result()
+                raise BadConfigurationError("the server has ended by itself; its log says why")
+            sums = functools.reduce(added, (answered.sums for answered in answering.result()), progress.sums)
+            progress = progress.model_copy(
+                update={
+                    "num_done": progress.num_done + len(part),
+                    "sums": sums,
+                    "seconds": progress.seconds + time.monotonic() - started_at,
+                }
+            )
+            atomic_write(progress_path(request.result), progress.model_dump_json().encode())
+            logger.info("%d of %d problems: %s", progress.num_done, len(rows), means(sums))
     return _result(request, progress)
+
+
+def _problem(request: EvaluationRequest, row_id: str) -> HeldOutProblem:
+    return HeldOutProblem(0, request.server.initial_version, "", row_id)
 
 
 def _result(request: EvaluationRequest, progress: EvaluationProgress) -> EvaluationResult:
@@ -90,13 +103,15 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         accuracy=values["accuracy"],
         mean_reward=values["reward/mean"],
         mean_response_tokens=values["response_length/mean"],
+        pass_at=pass_at_k(values),
         num_prompts=progress.num_done,
         num_unjudged=int(values["unjudged"]),
         seconds=round(progress.seconds, 3),
         num_starts=progress.num_starts,
         dataset=request.evaluation.dataset.path,
         dataset_sha256=request.dataset_sha256,
-        max_new_tokens=request.evaluation.sampling.max_new_tokens,
+        sampling=request.evaluation.sampling,
+        answers_per_problem=request.evaluation.answers_per_problem,
         source=request.source,
     )
 
@@ -140,10 +155,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         request = EvaluationRequest.model_validate_json(arguments.request.read_bytes())
         if read_result(request.result) is None:
-            atomic_write(
-                request.result, evaluate(request, gpus=arguments.gpus).model_dump_json(indent=1).encode() + b"\n"
-            )
-    except (ValueError, WrongDevicesError) as error:
+            result = asyncio.run(evaluate(request, gpus=arguments.gpus))
+            atomic_write(request.result, result.model_dump_json(indent=1).encode() + b"\n")
+    except (ValueError, BadConfigurationError, WrongDevicesError) as error:
         logger.error("%s", error)
         return WorkerExit.WRONG_DEVICES if isinstance(error, WrongDevicesError) else WorkerExit.BAD_CONFIGURATION
     _clean_up(request)

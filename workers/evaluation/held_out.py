@@ -14,12 +14,13 @@ from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
 from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
+from corral.workers.rollout.held_out import checked_prompts
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,7 @@ class HeldOutProblems:
     ) -> None:
         self._rows = list(load_held_out_rows(config.dataset).values())[share]
         tokenizer = load_tokenizer(model)
-        self._prompts = [encode_prompt(tokenizer, row.prompt) for row in self._rows]
-        for row, prompt in zip(self._rows, self._prompts, strict=True):
-            if len(prompt) > config.dataset.max_prompt_tokens:
-                raise ValueError(
-                    f"the prompt in line {row.line} of {config.dataset.path} has {len(prompt)} tokens, more than "
-                    f"max_prompt_tokens {config.dataset.max_prompt_tokens}; shorten it"
-                )
+        self._prompts = checked_prompts(self._rows, tokenizer, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
         self._judge = RewardJudge(reward, tokenizer, stop_token_ids=self._stop_token_ids)
         self._max_new_tokens = config.sampling.max_new_tokens

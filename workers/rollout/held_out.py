@@ -7,10 +7,13 @@ The seeds of an answer follow from its row alone, so that two versions are compa
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.held_out import sums_of
 from corral.workers.data.prompts import RowsById
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
@@ -19,8 +22,25 @@ from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 logger = logging.getLogger(__name__)
 
 
+def checked_prompts(rows: Iterable[DatasetRow], tokenizer: Any, config: DatasetConfig) -> list[list[int]]:
+    """The tokens of the problems of a file.
+
+    Raises:
+        ValueError: if one is longer than the limit of its dataset.
+    """
+    prompts = []
+    for row in rows:
+        prompts.append(encode_prompt(tokenizer, row.prompt))
+        if len(prompts[-1]) > config.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt in line {row.line} of {config.path} has {len(prompts[-1])} tokens, more than "
+                f"max_prompt_tokens {config.max_prompt_tokens}; shorten it"
+            )
+    return prompts
+
+
 class HeldOutProblems:
-    """All held-out problems of a trial, in a rollout worker."""
+    """Held-out problems that a server answers."""
 
     def __init__(self, config: EvaluationConfig, rows: Mapping[str, RowsById], prompts: GroupMaker) -> None:
         """

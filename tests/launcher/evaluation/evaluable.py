@@ -84,5 +84,6 @@ def _plan(path: Path, model: Path, problems: Path, reward: str, plan: dict[str, 
         reward=RewardSpec(function=reward, timeout_s=120.0),
         total_steps=3,
     )
-    workers = [spec if worker.kind == "model_worker" else worker for worker in made.workers]
+    others = ("model_worker", "generation_server")  # so that the embedded engine answers
+    workers = [spec, *(worker for worker in made.workers if worker.kind not in others)]
     return made.model_copy(update={"workers": workers})
