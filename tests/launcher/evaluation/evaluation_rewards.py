@@ -17,6 +17,11 @@ def crash(problem: Mapping[str, Any], answer: str) -> float:
     return 0.0
 
 
+def digits(problem: Mapping[str, Any], answer: str) -> float:
+    """The share of digits, of which untrained models earn some."""
+    return sum(character.isdigit() for character in answer) / max(len(answer), 1)
+
+
 def gated(problem: Mapping[str, Any], answer: str) -> float:
     """Judges as many problems as the number in a file allows; with one more, all wait until it allows more."""
     gate = Path(os.environ["CORRAL_TEST_GATE"])

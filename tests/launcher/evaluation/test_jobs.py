@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
+from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.evaluation import progress_path, read_result, result_path
+from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.trial.directory import TrialDirectory, link_files
+from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, read_result, result_path
 from corral.launcher.evaluation import status
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation.plan import (
@@ -142,6 +144,33 @@ def test_an_evaluation_agrees_with_what_the_trial_found_itself(tmp_path: Path) -
         assert last.mean_response_tokens == pytest.approx(found[2]["eval/response_length/mean"])
     finally:
         trial.close()
+
+
+@pytest.mark.slow  # SGLang takes its time to start
+def test_a_job_starts_a_server_of_the_trials_own_kind(tmp_path: Path, model: Path) -> None:
+    reward = "tests.launcher.evaluation.evaluation_rewards:digits"
+    directory = make_evaluable_trial(tmp_path, model, commits=(1,), reward=reward)
+    embedded = EvaluationRequest.model_validate_json(request_in_batches(directory, batch_size=8).read_bytes())
+    sglang = SglangConfig(python=sglang_python(SglangConfig()), probe_timeout_s=600.0)
+    server = embedded.server.model_copy(update={"backend": "sglang", "sglang": sglang})
+    evaluation = embedded.evaluation.model_copy(update={"answers_per_problem": 2})
+    results = []
+    for step, update in ((1, {}), (2, {"server": server}), (3, {"evaluation": evaluation})):
+        asked = embedded.model_copy(update={"result": result_path(directory.evaluations_path, step), **update})
+        request = tmp_path / f"{step}.json"
+        request.write_text(asked.model_dump_json())
+        command = [sys.executable, "-m", "corral.workers.evaluation", str(request)]
+        environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
+        if not asked.weights.exists():  # the job before has removed them
+            link_files(model, asked.weights)
+        subprocess.run(command, env=environment, check=True, timeout=600)
+        result = read_result(asked.result)
+        assert result is not None and (result.num_prompts, result.num_unjudged) == (NUM_PROBLEMS, 0)
+        results.append(result)
+    by_embedded, by_sglang, of_two = results
+    assert 0.0 < by_embedded.mean_reward == pytest.approx(by_sglang.mean_reward)
+    assert of_two.mean_reward == pytest.approx(by_embedded.mean_reward), "greedy answers are one answer"
+    assert of_two.pass_at == {2: of_two.accuracy}
 
 
 def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:
