@@ -61,6 +61,7 @@ def evaluate(
             make_evaluation_config,
             make_requests,
             read_plan,
+            scheduling_of,
         )
         from corral.launcher.evaluation.status import EvaluationReader, is_wanted
         from corral.launcher.trial.find import default_fileroot, find_trial
@@ -81,12 +82,11 @@ def evaluate(
         requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
         resources = EvaluationResources(
             plan.trial.trial,
-            (plan.scheduling.get("generation_server") or plan.scheduling["model_worker"]).scheduling,
+            scheduling_of(plan),
             launch=plan.launch,
             cluster=plan.cluster,
             minutes=minutes,
             partition=partition,
-            server_gpus=requests[0].server.tensor_parallel_size,
         )
         before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
         wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]

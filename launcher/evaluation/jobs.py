@@ -64,12 +64,11 @@ class EvaluationCommand:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResources:
-    """What one evaluation job asks SLURM for: as much as one generation server gets, or, where there is none, one
-    training rank; where the trial runs."""
+    """What one evaluation job asks SLURM for, where the trial runs."""
 
     trial: str
     scheduling: Scheduling
-    """What a server, or a training rank, asks for, its container included."""
+    """See `scheduling_of`; its container included."""
     _: KW_ONLY
     launch: LaunchConfig
     cluster: ClusterConfig
@@ -77,12 +76,10 @@ class EvaluationResources:
     minutes: int
     partition: str | None = None
     """Another one than the trial's."""
-    server_gpus: int = 1
-    """The most that its server shares its layers among."""
 
     @property
     def gpus(self) -> int:
-        return min(self.scheduling.gpu, self.server_gpus)
+        return self.scheduling.gpu
 
     @property
     def slurm(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
+from corral.scheduling.scheduling import Scheduling
 
 _EXPORT = re.compile(r"step-(\d+)", re.ASCII)
 _DEFAULT_MAX_NEW_TOKENS = 256
@@ -185,6 +186,14 @@ def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[Generat
         reward_processes=reward.processes,
     )
     return GenerationServerSpec(index=0, initial_weights=role.model.path, engine=engine), rollout
+
+
+def scheduling_of(plan: RunPlan) -> Scheduling:
+    """What a job gets: as much as a generation server, or, where there is none, a training rank, on one GPU."""
+    if (group := plan.scheduling.get("generation_server")) is not None:
+        return group.scheduling
+    rank = plan.scheduling["model_worker"].scheduling
+    return rank.model_copy(update={"gpu": min(rank.gpu, 1)})
 
 
 def _model_worker(plan: RunPlan) -> ModelWorkerSpec:

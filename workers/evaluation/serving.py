@@ -15,7 +15,8 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.data.prompts import RowsById
-from corral.workers.generation.backend import GenerationBackend, ServerAccess
+from corral.workers.generation.backend import ServerAccess
+from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import WrongDevicesError
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker
@@ -39,6 +40,12 @@ async def served_problems(
         WrongDevicesError: if the server sees fewer GPUs than it was given.
         BadConfigurationError, BackendLostError: if it cannot be started.
     """
+
+    def check_gpus(visible: int) -> int:
+        if gpus > visible:
+            raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
+        return gpus
+
     rollout, tokenizer = request.rollout, load_tokenizer(request.weights)
     ends = eos_token_ids(request.weights)
     async with AsyncExitStack() as stack:
@@ -50,7 +57,16 @@ async def served_problems(
         judge = RewardJudge(RewardSpec.of(rollout), tokenizer, stop_token_ids=ends)
         stack.callback(judge.close)
         judge.start()
-        backend = await stack.enter_async_context(_serving(request, access, gpus=gpus))
+        backend = make_backend(
+            request.server,
+            access,
+            session=await stack.enter_async_context(open_session(trust.client())),
+            seed=request.seed,
+            log_path=request.result.with_suffix(".sglang.log"),
+            start_timeout_s=_START_TIMEOUT_S,
+            check_gpus=check_gpus,
+        )
+        stack.push_async_callback(backend.stop)
         url = await backend.start()
         ended = asyncio.ensure_future(backend.wait_ended())
         stack.callback(ended.cancel)
@@ -79,38 +95,3 @@ async def served_problems(
             max_prompt_tokens=request.evaluation.dataset.max_prompt_tokens,
         )
         yield HeldOutProblems(request.evaluation, {"": rows}, groups), ended
-
-
-@asynccontextmanager
-async def _serving(request: EvaluationRequest, access: ServerAccess, *, gpus: int) -> AsyncIterator[GenerationBackend]:
-    """The server that the plan describes, which is ended afterwards."""
-    backend: GenerationBackend
-    if request.server.backend == "sglang":
-        from corral.workers.generation.sglang import SglangBackend
-
-        async with open_session(access.trust.client()) as session:
-            backend = SglangBackend(
-                spec=request.server,
-                access=access,
-                session=session,
-                log_path=request.result.with_suffix(".sglang.log"),
-                seed=request.seed,
-                start_timeout_s=_START_TIMEOUT_S,
-            )
-            try:
-                yield backend
-            finally:
-                await backend.stop()
-        return
-    import torch  # which takes seconds
-
-    from corral.workers.generation.embedded import EmbeddedBackend
-
-    if gpus > torch.cuda.device_count():
-        visible = torch.cuda.device_count()
-        raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
-    backend = EmbeddedBackend(spec=request.server, access=access, device="cuda" if gpus else "cpu", seed=request.seed)
-    try:
-        yield backend
-    finally:
-        await backend.stop()

@@ -11,7 +11,9 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import aiohttp
 
@@ -53,12 +55,29 @@ class GenerationServer(Worker):
         async with open_session(trust.client()) as session:
             with closing(staging):
                 updates = WeightUpdates(staging, mode=self._spec.weights.update_mode)
-                backend = make_backend(self._spec, self.context, session=session)
+                backend = self._make_backend(session)
                 control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
                 try:
                     await self._keep_serving(backend, updates, await control.start())
                 finally:
                     await control.stop()
+
+    def _make_backend(self, session: aiohttp.ClientSession) -> GenerationBackend:
+        context, secrets, index = self.context, self.context.secrets, self._spec.index
+        return make_backend(
+            self._spec,
+            ServerAccess(
+                address=context.address,
+                api_key=secrets.http_api_key,
+                admin_key=secrets.http_admin_key,
+                trust=context.trust,
+            ),
+            session=session,
+            seed=context.plan.seed * 1009 + index,
+            log_path=context.trial.worker_log(context.attempt, "sglang", index),
+            start_timeout_s=context.plan.supervision.setup_timeout_s,
+            check_gpus=context.check_gpus,
+        )
 
     async def _keep_serving(self, backend: GenerationBackend, updates: WeightUpdates, control: str) -> None:
         """Start the backend again and again, as far as the budget goes."""
@@ -121,27 +140,30 @@ class GenerationServer(Worker):
 
 
 def make_backend(
-    spec: GenerationServerSpec, context: WorkerContext, *, session: aiohttp.ClientSession
+    spec: GenerationServerSpec,
+    access: ServerAccess,
+    *,
+    session: aiohttp.ClientSession,
+    seed: int,
+    log_path: Path,
+    start_timeout_s: float,
+    check_gpus: Callable[[int], int],
 ) -> GenerationBackend:
     """
     Args:
         session: in which a server in another process is told to take over weights.
+        log_path: of a server in another process.
+        check_gpus: given how many are visible, how many a server of this process has to use.
     """
-    secrets, seed = context.secrets, context.plan.seed * 1009 + spec.index
-    access = ServerAccess(
-        address=context.address, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=context.trust
-    )
     if spec.backend == "sglang":
         from corral.workers.generation.sglang import SglangBackend
 
-        log_path = context.trial.worker_log(context.attempt, "sglang", spec.index)
-        timeout_s = context.plan.supervision.setup_timeout_s
         return SglangBackend(
-            spec=spec, access=access, session=session, log_path=log_path, seed=seed, start_timeout_s=timeout_s
+            spec=spec, access=access, session=session, log_path=log_path, seed=seed, start_timeout_s=start_timeout_s
         )
     import torch  # which takes seconds
 
     from corral.workers.generation.embedded import EmbeddedBackend
 
-    device = "cuda" if context.check_gpus(torch.cuda.device_count()) else "cpu"
+    device = "cuda" if check_gpus(torch.cuda.device_count()) else "cpu"
     return EmbeddedBackend(spec=spec, access=access, device=device, seed=seed)

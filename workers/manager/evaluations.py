@@ -10,15 +10,20 @@ request for work which problems it has, so nobody has to remember for it: a mana
 what was dealt in an answer that got lost is dealt again.
 
 Guarantee: each problem counts once, since the first answers to it take it out of the book, and what comes later, of
-whoever had it before or of another evaluation, is not in it. Pure.
+whoever had it before or of another evaluation, is not in it. Pure, but for `Evaluations`, by which the master waits.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from corral.experiments.worker_specs import HeldOutSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.held_out import added
-from corral.workers.requests.manager_messages import Evaluate, Evaluation, HeldOutProblem
+from corral.workers.data.prompts import load_planned_rows
+from corral.workers.manager.routing import ServerTable
+from corral.workers.requests.manager_messages import Answered, Evaluate, Evaluation, HeldOutProblem
 
 
 @dataclass(slots=True)
@@ -117,3 +122,48 @@ class HeldOutBook:
             sums=self._sums,
             versions=sorted(self._versions),
         )
+
+
+class Evaluations:
+    """The book, which servers may answer, and the master that waits for what comes out.
+
+    Raises:
+        ValueError: if a file has changed since the trial was submitted.
+    """
+
+    def __init__(self, spec: HeldOutSpec | None) -> None:
+        datasets = {} if spec is None else spec.datasets
+        row_ids = {name: list(load_planned_rows(dataset)) for name, dataset in datasets.items()}
+        self.book = HeldOutBook(row_ids, most_out=0 if spec is None else spec.config.batch_size)
+        self._has_ended = asyncio.Event()
+
+    async def evaluate(self, asked: Evaluate, *, on_begin: Callable[[], None], longest_s: float) -> Evaluation:
+        """How far it is, once it is complete, or after so long."""
+        if self.book.begin(asked):
+            self._has_ended.clear()
+            on_begin()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._has_ended.wait()
+        return self.book.reply()
+
+    def answered(self, answered: Answered) -> None:
+        """What came out of a problem."""
+        self.book.answered(answered.problem, sums=answered.sums, versions=answered.versions)
+        if self.book.is_done:
+            self._has_ended.set()
+
+    def deal(
+        self, workers: Iterable[str], version: PolicyVersion, table: ServerTable
+    ) -> Iterator[tuple[str, HeldOutProblem]]:
+        """To those who wait, once a server has the version that is evaluated, or a later one.
+
+        Args:
+            version: the trainer's, as the manager has seen it, which may be behind what is asked for.
+        """
+        wanted = self.book.version
+        if wanted is None or version.step < wanted.step or not table.serving(version, least_step=wanted.step):
+            return
+        for worker in list(workers):
+            if (problem := self.book.deal(worker)) is not None:
+                yield worker, problem

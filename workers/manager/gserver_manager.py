@@ -36,7 +36,7 @@ from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
-from corral.workers.manager.evaluations import HeldOutBook
+from corral.workers.manager.evaluations import Evaluations
 from corral.workers.manager.routing import Server, ServerState, ServerTable
 from corral.workers.manager.weight_tree import Start, plan_updates
 from corral.workers.requests.manager_messages import (
@@ -44,7 +44,6 @@ from corral.workers.requests.manager_messages import (
     Allocation,
     Answered,
     Evaluate,
-    Evaluation,
     Finish,
     ManagerRequest,
     Ok,
@@ -115,11 +114,10 @@ class GserverManager(Worker):
         """Has room for the servers that may take over weights at the same time, of those that generate."""
         self._turns: dict[str, _Turn] = {}
         """By name, of the rollout workers that wait for a prompt."""
-        self._held_out = self._load_held_out()
-        self._has_evaluated = asyncio.Event()
 
     def _load_row_ids(self) -> list[str]:
         try:
+            self._evaluations = Evaluations(self._spec.held_out)
             return load_row_ids(self._spec.dataset)
         except (OSError, ValueError) as error:
             raise BadConfigurationError(str(error)) from error
@@ -128,15 +126,6 @@ class GserverManager(Worker):
         spec = self._spec
         seed, shuffle = self.context.plan.seed, spec.dataset.config.shuffle
         return lambda: uids_of_passes(row_ids, seed=seed, num_epochs=spec.total_train_epochs, shuffle=shuffle)
-
-    def _load_held_out(self) -> HeldOutBook:
-        if (held_out := self._spec.held_out) is None:
-            return HeldOutBook({}, most_out=0)
-        try:
-            row_ids = {name: list(load_planned_rows(dataset)) for name, dataset in held_out.datasets.items()}
-        except ValueError as error:
-            raise BadConfigurationError(str(error)) from error
-        return HeldOutBook(row_ids, most_out=held_out.config.batch_size)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -200,37 +189,16 @@ class GserverManager(Worker):
                 return Ok()
             case Answered(problem=problem):
                 self._table.finished(problem.uid)
-                self._held_out.answered(problem, sums=request.sums, versions=request.versions)
+                self._evaluations.answered(request)
                 self._let_in()
                 return Ok()
             case Evaluate():
-                return await self._evaluate(request)
-
-    async def _evaluate(self, request: Evaluate) -> Evaluation:
-        if self._held_out.begin(request):
-            self._has_evaluated.clear()
-            self._let_in()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_TURN_S):
-                await self._has_evaluated.wait()
-        return self._held_out.reply()
-
-    def _deal_held_out(self) -> None:
-        """To those who wait, once a server has the version that is evaluated, or a later one."""
-        wanted, version = self._held_out.version, self._version
-        if wanted is None or version is None or version.step < wanted.step:  # its record is not seen yet
-            return
-        if self._table.serving(version, least_step=wanted.step):
-            for worker in list(self._turns):
-                if (problem := self._held_out.deal(worker)) is None:
-                    return
-                self._admission.leave(worker)
-                self._turns.pop(worker).end(Allocation(held_out=problem))
+                return await self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=_LONGEST_TURN_S)
 
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
         worker = request.worker
-        self._held_out.has(worker, request.held_out)
+        self._evaluations.book.has(worker, request.held_out)
         answer = self._admission.ask(worker, incarnation=request.incarnation, last=request.last)
         if answer is not None:
             return answer
@@ -248,9 +216,10 @@ class GserverManager(Worker):
 
     def _let_in(self) -> None:
         """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
-        self._deal_held_out()
-        if self._held_out.is_done:
-            self._has_evaluated.set()
+        if self._version is not None and self._turns:
+            for worker, problem in self._evaluations.deal(self._turns, self._version, self._table):
+                self._admission.leave(worker)
+                self._turns.pop(worker).end(Allocation(held_out=problem))
         for worker, allocation in self._admission.deal():
             self._turns.pop(worker).end(allocation)
         waiting_for = self._admission.waiting_for()
@@ -422,7 +391,7 @@ class GserverManager(Worker):
         alive = {f"rollout_worker/{name.rpartition('/')[2]}" for name in records}
         for worker in self._admission.look(alive, now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
-            self._held_out.lose(worker)
+            self._evaluations.book.lose(worker)
         self._let_in()
 
     async def _watch_commits(self) -> None:

@@ -70,6 +70,9 @@ A whole asynchronous step:
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py;
             epoch.py: what the ranks have loaded, held against the plan
 
+Held-out problems are dealt, answered and judged as prompts are (1 to 4), and what comes out goes to the manager in
+place of 5. The master asks it for that beside 6 to 10 (server_evaluations.py).
+
 1 to 5 and 11 go on all the time; the master goes through 6 to 10 batch by batch, and within a batch calls on ranks
 apart from each other run at the same time, 8 and 9 of one role beside 7 of another. Epochs follow each other:
 

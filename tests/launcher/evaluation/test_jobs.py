@@ -205,7 +205,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: P
 def test_an_evaluation_that_sees_no_gpu_of_those_it_was_given_answers_nothing(tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(tmp_path, model, commits=(1,))
     request = request_in_batches(directory, batch_size=4)
-    launch, cluster, scheduling = LaunchConfig(), ClusterConfig(), Scheduling(cpu=1, mem=1, gpu=4)
+    launch, cluster, scheduling = LaunchConfig(), ClusterConfig(), Scheduling(cpu=1, mem=1, gpu=1)
     asked = EvaluationResources("t", scheduling, launch=launch, cluster=cluster, minutes=7)
     command = evaluation_command(request, asked, directory)
     environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
