@@ -17,7 +17,6 @@ from functools import cached_property
 
 from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
 from corral.launcher.slurm.parse import keeps_accounts
 from corral.launcher.slurm.verdict import (
@@ -136,6 +135,9 @@ class SlurmQueue:
 
     def _exceeded_by(self, jobs: Sequence[Mapping[str, str]]) -> str:
         """What the first of some jobs exceeds together with the others."""
+        # Not at the top: rl-status is to start fast, and few jobs wait for a limit.
+        from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
+
         accounts, partitions = read_accounts(self._client, user_name()), self._client.partitions()
 
         def charge(values: Mapping[str, str]) -> Charge:

@@ -34,7 +34,6 @@ from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.clusters import queue_here
 from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.layout.layout import Layout
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs, own_jobs_of
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
@@ -263,6 +262,9 @@ def _stop_request(directory: TrialDirectory) -> StopRequest | None:
 
 def _read_extra_jobs(directory: TrialDirectory, jobs: TrialJobs) -> tuple[ExtraJob, ...]:
     """The allocations beside the head, with the workers that the layout has there."""
+    # Not at the top: it takes the schema of SLURM's options, and only trials with jobs have a layout.
+    from corral.launcher.layout.layout import Layout
+
     try:
         layout = Layout.from_json(directory.layout_path.read_bytes())
         name_by_worker = {worker: layout.allocations[step.allocation].name for worker, step in layout.steps.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -53,14 +54,14 @@ class Finding:
 Event = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JournalView:
     """The journal, seen from one attempt."""
 
     events: Sequence[Event]
     attempt: int
 
-    @property
+    @cached_property
     def of_attempt(self) -> list[Event]:
         """Events of the attempt; those without a number belong to the last one."""
         return [event for event in self.events if event.get("attempt", self.attempt) == self.attempt]

@@ -4,11 +4,14 @@ which may come after the lines of later steps.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeGuard
+
+import msgspec
 
 from corral.experiments.trial.directory import read_tail
 
@@ -61,15 +64,16 @@ def pace_of(lines: Sequence[Mapping[str, Any]]) -> Pace | None:
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:
-    lines = []
-    for text in data.split(b"\n"):
-        try:
-            line = json.loads(text)  # which knows NaN, as a step that went wrong may have written
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    lines = (_decoded(text) for text in data.split(b"\n") if text)
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+def _decoded(text: bytes) -> Any:
+    # The first is ten times as fast; the second knows NaN, which a step that went wrong may have written.
+    for decode in (msgspec.json.decode, json.loads):
+        with suppress(ValueError):
+            return decode(text)
+    return None
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
