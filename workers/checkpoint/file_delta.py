@@ -7,7 +7,8 @@
 
 One optimizer step changes few of the weights that are kept in bfloat16, and most of those to a neighbouring number: the
 difference of the two as integers is then 1 or -1. What a delta gives is the new file bit for bit, whatever the bits
-mean; that it was given is for its digest to show. Every frame is of at most `PIECE_BYTES` of the file, and no more than
+mean. That it was given, and not something else by a delta that is damaged, is what the new file's digest shows: nothing
+here is a second checksum. Every frame is of at most `PIECE_BYTES` of the file, and no more than
 some of these are held at a time.
 """
 
@@ -28,11 +29,10 @@ Numbers: TypeAlias = npt.NDArray[Any]
 DELTA_SUFFIX: Final = ".delta"
 """Of the name of a delta, after that of its file."""
 
-_MAGIC: Final = b"corral delta 2\n"
+_MAGIC: Final = b"corral delta 3\n"
 _HEADER_LENGTH: Final = struct.Struct("<I")
 _FRAME: Final = struct.Struct("<II")  # bytes of the file that it covers, bytes of it
 _COUNTS: Final = struct.Struct("<II")  # elements that change, bytes of their gaps
-_CHECKSUM: Final = struct.Struct("<I")  # at the beginning of each frame
 _RAW: Final = -15  # zlib's word for: without its own header and checksum
 _MAX_HEADER_BYTES: Final = 2**16
 _UNSIGNED: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -64,7 +64,7 @@ class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
-    """What leads from `base` to `new`, pieces of the same number of bytes.
+    """What leads from `base` to `new`, pieces of the same number of bytes; empty if they are equal.
 
     Args:
         itemsize: bytes of an element: 1, 2 or 4. Any is right for any content; that of the content gives the least.
@@ -79,7 +79,7 @@ def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
     old, present = _elements(base, itemsize), _elements(new, itemsize)
     places = np.flatnonzero(old != present)
     if not places.size:
-        return _CHECKSUM.pack(_checksum(b"", new.nbytes))
+        return b""
     gaps = _gap_bytes(np.diff(places, prepend=-1) - 1)
     differences = _small_if_near_zero(present[places] - old[places])
     small = np.minimum(differences, _LARGE).astype(np.uint8).tobytes()
@@ -88,38 +88,28 @@ def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
     compressor = zlib.compressobj(1, wbits=_RAW, strategy=zlib.Z_HUFFMAN_ONLY)
     parts = [compressor.compress(_COUNTS.pack(places.size, len(gaps)) + gaps)]
     parts += [compressor.flush(zlib.Z_SYNC_FLUSH), compressor.compress(small + large)]  # with a code of its own
-    compressed = b"".join([*parts, compressor.flush()])
-    return _CHECKSUM.pack(_checksum(compressed, new.nbytes)) + compressed
+    return b"".join([*parts, compressor.flush()])
 
 
 def apply_piece(piece: memoryview, frame: bytes | memoryview, *, itemsize: int) -> None:
     """Turn `piece`, the base, into the `new` of which `encode_piece(base, new)` is `frame`.
 
     Raises:
-        DeltaError: saying what is wrong with the frame.
+        DeltaError: if the frame is damaged such that nothing can be made of it.
     """
-    compressed = memoryview(frame)[_CHECKSUM.size :]
-    if bytes(frame[: _CHECKSUM.size]) != _CHECKSUM.pack(_checksum(compressed, piece.nbytes)):
-        raise DeltaError(f"a frame of {len(frame)} bytes is damaged: its checksum is another one")
-    if not compressed:
+    if not frame:
         return
     elements = _elements(piece, itemsize)
-    max_bytes = _COUNTS.size + elements.size * (3 + _LARGE_DTYPE.itemsize)
-    payload = _decompress(compressed, max_bytes=max_bytes)
-    if len(payload) < _COUNTS.size:
-        raise DeltaError(f"a frame of {len(payload)} bytes says nothing")
-    count, num_gap_bytes = _COUNTS.unpack_from(payload)
-    end_of_gaps = _COUNTS.size + num_gap_bytes
-    places = _places(np.frombuffer(payload[_COUNTS.size : end_of_gaps], np.uint8))
-    differences = np.frombuffer(payload[end_of_gaps : end_of_gaps + count], np.uint8).astype(_LARGE_DTYPE)
-    large = payload[end_of_gaps + count :]
-    is_large = differences == _LARGE
-    if not places.size == differences.size == count or len(large) != is_large.sum() * _LARGE_DTYPE.itemsize:
-        raise DeltaError(f"a frame that says {count} changes has {len(payload)} bytes, not as many as they need")
-    differences[is_large] = np.frombuffer(large, _LARGE_DTYPE)
-    if count and places[-1] >= elements.size:
-        raise DeltaError(f"a frame changes element {places[-1]} of a piece that has {elements.size}")
-    elements[places] += _undone(differences.astype(elements.dtype))
+    try:
+        payload = zlib.decompress(frame, wbits=_RAW)
+        count, num_gap_bytes = _COUNTS.unpack_from(payload)
+        end_of_gaps = _COUNTS.size + num_gap_bytes
+        places = _places(np.frombuffer(payload[_COUNTS.size : end_of_gaps], np.uint8))
+        differences = np.frombuffer(payload[end_of_gaps : end_of_gaps + count], np.uint8).astype(_LARGE_DTYPE)
+        differences[differences == _LARGE] = np.frombuffer(payload[end_of_gaps + count :], _LARGE_DTYPE)
+        elements[places] += _undone(differences.astype(elements.dtype))
+    except (zlib.error, struct.error, ValueError, IndexError) as error:
+        raise DeltaError(f"a frame of {len(frame)} bytes is damaged ({error})") from error
 
 
 def _elements(piece: memoryview, itemsize: int) -> Numbers:
@@ -154,23 +144,6 @@ def _places(gap_bytes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     places: npt.NDArray[np.int64] = np.cumsum(gap_bytes, dtype=np.int64)[gap_bytes != _LARGE]
     places += np.arange(places.size)
     return places
-
-
-def _checksum(compressed: bytes | memoryview, num_bytes: int) -> int:
-    """CRC-32, which finds any few bytes that are wrong; of how much the frame covers, too. Deflate's own is Adler-32,
-    which steps up and down that cancel out go past."""
-    return zlib.crc32(compressed, num_bytes)
-
-
-def _decompress(frame: memoryview, *, max_bytes: int) -> bytes:
-    decompressor = zlib.decompressobj(wbits=_RAW)
-    try:
-        payload = decompressor.decompress(frame, max_bytes + 1)  # one more, so that it sees the end, too
-    except zlib.error as error:
-        raise DeltaError(f"a frame is damaged ({error})") from error
-    if not decompressor.eof or decompressor.unused_data:
-        raise DeltaError(f"a frame of {len(frame)} bytes is not one compressed piece, or one of more than {max_bytes}")
-    return payload
 
 
 # --- a file -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from corral.workers.checkpoint.durable_file import FileEntry
@@ -56,21 +56,28 @@ def test_a_piece_is_what_it_was_bit_for_bit(of: tuple[int, bytes, bytes]) -> Non
     piece = bytearray(base)
     apply_piece(memoryview(piece), frame, itemsize=itemsize)
     assert piece == new
-    assert (len(frame) == 4) == (base == new)
+    assert (not frame) == (base == new)
 
 
 @settings(max_examples=150, deadline=None)
 @given(pieces(), st.data())
-def test_a_frame_that_is_torn_or_has_another_byte_is_refused(of: tuple[int, bytes, bytes], data: st.DataObject) -> None:
+def test_a_frame_that_is_torn_or_has_another_byte_is_refused_or_gives_something_else(
+    of: tuple[int, bytes, bytes], data: st.DataObject
+) -> None:
     itemsize, base, new = of
     frame = bytearray(encode_piece(memoryview(base), memoryview(new), itemsize=itemsize))
+    assume(frame)
     where = data.draw(st.integers(0, len(frame) - 1))
     if data.draw(st.booleans()):
         frame = frame[:where]
     else:
         frame[where] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(DeltaError, match="checksum"):
-        apply_piece(memoryview(bytearray(base)), frame, itemsize=itemsize)
+    piece = bytearray(base)
+    try:
+        apply_piece(memoryview(piece), frame, itemsize=itemsize)
+    except DeltaError as error:
+        assert "damaged" in str(error)
+    assert len(piece) == len(base)  # whose digest shows what it is
 
 
 def test_pieces_that_are_not_alike_are_refused() -> None:
@@ -189,7 +196,7 @@ def test_a_base_that_cannot_be_read_costs_the_delta_and_not_the_file() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_torn_or_garbled_delta_never_gives_another_file(data: st.DataObject) -> None:
+def test_a_torn_or_garbled_delta_never_gives_another_file_of_that_digest(data: st.DataObject) -> None:
     base, new = changed_bfloat16(2_000, share=0.03)
     delta = bytearray(encode(base, new, piece_bytes=1_000))
     where = data.draw(st.integers(0, len(delta) - 1))
@@ -207,16 +214,16 @@ def test_a_torn_or_garbled_delta_never_gives_another_file(data: st.DataObject) -
     except DeltaError as error:
         assert str(error)
         return
-    assert kind == "garbled" and (built == new or header != read_header(io.BytesIO(encode(base, new))))
+    assert kind == "garbled" and (built == new or entry(built) != header.result)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"", "expected b'corral delta"),
-        (b"corral delta 2\n\xff\xff\xff\xff", "header of at most"),
-        (b"corral delta 2\n\x02\x00\x00\x00[]", "expected a delta's header"),
-        (b"corral delta 2\n\x02\x00", "ends 2 bytes too early"),
+        (b"corral delta 3\n\xff\xff\xff\xff", "header of at most"),
+        (b"corral delta 3\n\x02\x00\x00\x00[]", "expected a delta's header"),
+        (b"corral delta 3\n\x02\x00", "ends 2 bytes too early"),
     ],
 )
 def test_what_is_no_delta_is_refused(content: bytes, says: str) -> None:
