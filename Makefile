@@ -86,7 +86,7 @@ typecheck: setup
 	@MYPY="$(BIN)/mypy" sh tests/typecheck.sh
 
 docs: setup  ## write docs/configuration.md from the schema
-	$(BIN)/python -m corral.experiments.documentation --write docs/configuration.md
+	$(BIN)/python -m tests.configuration_reference --write docs/configuration.md
 
 bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/generation_throughput.py

@@ -67,7 +67,6 @@ RANKS: dict[str, list[set[str]]] = {
         {"policy", "row_experiment", "specs"},
         {"plan", "async_ppo", "dpo", "ppo", "reward_model", "sft"},
         {"registry"},
-        {"documentation"},
     ],
 }
 LARGEST_ROOM = 0.2

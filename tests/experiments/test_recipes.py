@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import quantized_makers
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.documentation import configuration_reference
 from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.recipes.run_all import (
@@ -25,6 +24,7 @@ from corral.experiments.recipes.run_all import (
 )
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
+from tests.configuration_reference import configuration_reference
 from tests.experiments.broken_yaml import rows, write_inputs
 
 _RECIPES = all_recipes()
@@ -126,5 +126,5 @@ def test_the_table_of_makers_is_of_trials_that_came_to_their_end(tmp_path: Path)
 
 
 def test_configuration_reference_is_up_to_date() -> None:
-    hint = "run: python -m corral.experiments.documentation --write docs/configuration.md"
+    hint = "run: python -m tests.configuration_reference --write docs/configuration.md"
     assert _REFERENCE.read_text(encoding="utf-8") == configuration_reference(), hint

@@ -1,6 +1,6 @@
 """Configuration classes -> docs/configuration.md, the reference of every key.
 
-python -m corral.experiments.documentation --write docs/configuration.md
+python -m tests.configuration_reference --write docs/configuration.md
 """
 
 import argparse
@@ -21,7 +21,7 @@ from corral.scheduling.scheduling import Scheduling, default_scheduling
 _INTRODUCTION = f"""\
 # Configuration reference
 
-<!-- Generated: python -m corral.experiments.documentation --write docs/configuration.md -->
+<!-- Generated: python -m tests.configuration_reference --write docs/configuration.md -->
 
 An experiment is one YAML file. Its `experiment` key chooses the kind: {", ".join(f"`{name}`" for name in EXPERIMENTS)},
 or a class of [your own](customize.md#an-experiment-of-your-own) by its import path.
