@@ -15,8 +15,6 @@ from corral.experiments.inputs.tokens import load_tokenizer
 from corral.workers.engine.requests import FinishReason, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 
-_NOT_WHOLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of a character whose last bytes are still to come
-
 
 class DecodeText(Protocol):
     """Token ids -> text; any thread may call it."""
@@ -41,10 +39,7 @@ def text_decoder(directory: Path) -> DecodeText:
 def answer_text(
     output_ids: Sequence[int], reason: FinishReason | None, sampling: SamplingParams, decode: DecodeText
 ) -> str:
-    """The text of an answer that ended for `reason`, or (None) of one that runs.
-
-    Of one that runs, a character that is not whole yet is held back. A stop string is not: what a stream has shown may
-    begin with less than its last text, by the beginning of that string.
+    """The text of an answer that ended for `reason`.
 
     Example:
         answer_text([17, 4, 2], StopFinish(2), SamplingParams(), decode)        # decode([17, 4])
@@ -56,4 +51,4 @@ def answer_text(
     if isinstance(matched, str):
         before, found, _ = text.partition(matched)
         return before + found if sampling.no_stop_trim else before
-    return text.rstrip(_NOT_WHOLE) if reason is None else text
+    return text

@@ -8,10 +8,9 @@
 Rows 0..B-1 are always the running requests, so attention reads contiguous slices without gathering. When a request
 leaves, other rows `move` into the gap. The rectangle grows in powers of two and is bounded by `max_total_tokens`.
 
-PromptAttention writes the whole prompts into the cache and attends among themselves: prompts are padded on the right,
-so the causal mask alone keeps every real token from seeing padding. TokenAttention writes one position per row and
-attends to the row's own past; a mask hides what lies beyond a row's length, in spans of neighbours of like length, so
-that few are read past their own end:
+ContextAttention writes what follows the positions that a row shares with another one, and attends to those and among
+itself. TokenAttention writes one position per row and attends to the row's own past; a mask hides what lies beyond a
+row's length, in spans of neighbours of like length, so that few are read past their own end:
 
     row      0  1  2  3  4  5  6  7
     length   9  9  8  9  2  3  2  3    -->  rows 0..3 up to position 9, rows 4..7 up to 3: 48 positions instead of 72
@@ -26,10 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from corral.workers.engine.sampling import to_device
 
 _SMALLEST_CAPACITY = 64  # below this, growing costs more copies than it saves memory
 
@@ -67,13 +69,18 @@ class KVCache:
         """Key and value of one position, in one layer."""
         return 2 * self._num_kv_heads * self._head_dim * self._keys[0].element_size()
 
-    def reserve(self, *, num_rows: int, length: int, longest_reserved: int) -> None:
-        """Make room for `num_rows` rows of `length` positions, knowing that none will pass `longest_reserved`."""
+    def reserve(self, *, num_rows: int, length: int, longest_reserved: int) -> bool:
+        """Make room for `num_rows` rows of `length` positions, knowing that none will pass `longest_reserved`.
+
+        Returns:
+            Whether the rectangle has become another one: it may have fewer rows than before, or shorter ones.
+        """
         if num_rows <= self.num_rows and length <= self.capacity:
-            return
+            return False
         capacity = min(power_of_two_at_least(max(length, _SMALLEST_CAPACITY)), max(longest_reserved, length))
         affordable_rows = max(self._max_total_tokens // capacity, num_rows)
         self._replace(min(power_of_two_at_least(num_rows), self._max_rows, affordable_rows), capacity)
+        return True
 
     def release(self) -> None:
         """Give the memory back; only while no row is in use."""
@@ -91,10 +98,11 @@ class KVCache:
         new[:kept_rows, :, :kept_length] = old[:kept_rows, :, :kept_length]
         return new
 
-    def write_prompts(self, layer: int, *, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Fill positions 0..T-1 of `rows` [N] int64 from keys and values [N, num_kv_heads, T, head_dim]."""
-        self._keys[layer][rows, :, : keys.shape[2]] = keys
-        self._values[layer][rows, :, : keys.shape[2]] = values
+    def write(self, layer: int, *, row: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Fill positions of a row from `start` on; keys and values [1, num_kv_heads, T, head_dim]."""
+        stop = start + keys.shape[2]
+        self._keys[layer][row, :, start:stop] = keys[0]
+        self._values[layer][row, :, start:stop] = values[0]
 
     def token_slots(self, positions: Tensor) -> Tensor:
         """[B, num_kv_heads] flat slots of position `positions[b]` in row b, the same for every layer."""
@@ -115,6 +123,23 @@ class KVCache:
         """Zero a row that may hold NaN, which would outlast its request: see `_resized`."""
         for cache in (*self._keys, *self._values):
             cache[row].zero_()
+
+    def copy(self, copies: Sequence[tuple[int, int]], *, length: int) -> None:
+        """Copy the first `length` positions of (source, target) rows, all as if at once."""
+        if not copies:
+            return
+        sources, targets = to_device(copies, self.device).unbind(1)
+        for cache in (*self._keys, *self._values):
+            cache[targets, :, :length] = cache[sources, :, :length]
+
+    def content(self, row: int, *, length: int) -> list[Tensor]:
+        """A copy of the first `length` positions of a row, for `fill`."""
+        return [cache[row, :, :length].clone() for cache in (*self._keys, *self._values)]
+
+    def fill(self, row: int, content: Sequence[Tensor]) -> None:
+        """Write what `content` gave into another row."""
+        for cache, kept in zip((*self._keys, *self._values), content, strict=True):
+            cache[row, :, : kept.shape[1]] = kept
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` over row `target`."""
@@ -202,31 +227,57 @@ def call_cost(cache: KVCache) -> int | None:
     return -(-_CALL_BYTES // cache.position_bytes) if cache.device.type == "cpu" else None
 
 
+class Reach(NamedTuple):
+    """What is computed of a row: positions start..stop-1, those before being in the cache."""
+
+    row: int
+    start: int
+    stop: int
+
+
+_QUERY_BLOCK = 512  # tokens whose mask over all positions exists at once
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptAttention:
-    """Causal attention inside N right-padded prompts of width T; keys and values go to cache rows."""
+class ContextAttention:
+    """Causal attention of tokens that follow what their rows hold, of one row after the other; their keys and values
+    go to the cache."""
 
     cache: KVCache
-    num_prompts: int
-    rows: Tensor
-    """[R] int64 cache rows, R >= N."""
-    prompt_of_row: Tensor
-    """[R] int64, which of the N prompts each row gets."""
+    reaches: Sequence[Reach]
     softmax_scale: float
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        num_tokens = queries.shape[0]
-        queries, keys, values = (self._by_prompt(tensor) for tensor in (queries, keys, values))
-        source = self.prompt_of_row
-        self.cache.write_prompts(layer, rows=self.rows, keys=keys[source], values=values[source])
-        output = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-        )
-        return output.transpose(1, 2).reshape(num_tokens, -1)
+        sizes = [reach.stop - reach.start for reach in self.reaches]
+        # [T, heads, D] -> of each row [1, heads, T, D]
+        by_row = [
+            [part.transpose(0, 1).unsqueeze(0) for part in torch.split(tensor, sizes)]
+            for tensor in (queries, keys, values)
+        ]
+        outputs = [self._attend(layer, *parts) for parts in zip(self.reaches, *by_row, strict=True)]
+        return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1).reshape(queries.shape[0], -1)
 
-    def _by_prompt(self, tensor: Tensor) -> Tensor:
-        """[N * T, heads, D] -> [N, heads, T, D]"""
-        return tensor.view(self.num_prompts, -1, *tensor.shape[1:]).transpose(1, 2)
+    def _attend(self, layer: int, reach: Reach, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        row, start, stop = reach
+        self.cache.write(layer, row=row, start=start, keys=keys, values=values)
+        if start == 0:
+            return self._attention(queries, keys, values, is_causal=True)
+        blocks = []
+        for first in range(start, stop, _QUERY_BLOCK):
+            end = min(first + _QUERY_BLOCK, stop)
+            seen_keys, seen_values = self.cache.read(layer, start=row, stop=row + 1, length=end)
+            positions = torch.arange(end, device=queries.device)
+            mask = positions <= positions[first:].unsqueeze(-1) if end - first > 1 else None
+            block = queries[:, :, first - start : end - start]
+            blocks.append(self._attention(block, seen_keys, seen_values, mask=mask))
+        return torch.cat(blocks, dim=2)
+
+    def _attention(
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=self.softmax_scale, enable_gqa=True
+        )
 
 
 class TokenAttention:

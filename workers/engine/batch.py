@@ -1,6 +1,6 @@
 """Continuous batching of one causal language model, one decode step at a time.
 
-    add() --> BatchScheduler --admit--> prefill (rectangle of new prompts) --+
+    add() --> BatchScheduler --admit--> prefill (what no row has of it) -----+
                                                                              +--> sample ==> read --> RequestOutput
                                 every running row, one token per step -------+      |
                                           ^---------- DecodeRows (on the device) <--+
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from corral.workers.engine.attention import KVCache, RowSpans, TokenAttention, c
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.device_rows import DecodeRows, UnreadTokens
 from corral.workers.engine.prefill import Prefill
+from corral.workers.engine.prefixes import SharedPrefixes
 from corral.workers.engine.requests import (
     AbortFinish,
     ActiveRequest,
@@ -89,6 +90,7 @@ class ContinuousBatch:
             least_likeness=self._spans.least_likeness,
         )
         self._prefill = Prefill(decoder, self._cache)
+        self._prefixes = SharedPrefixes(self._cache)
         self._rows = DecodeRows(max_rows=max_running_requests, device=decoder.device)
         self._read_lag = int(decoder.device.type != "cpu") if read_lag is None else read_lag
         self._unread: deque[UnreadTokens] = deque()
@@ -185,13 +187,9 @@ class ContinuousBatch:
             ended = self._admit()
             return ended + self._decode()
 
-    def outputs_so_far(self, request_ids: Container[str]) -> list[RequestOutput]:
-        """What those of these requests have that are running."""
-        return [
-            active.output(None, version=self.version)
-            for active in self._scheduler.running
-            if active.request.request_id in request_ids
-        ]
+    def news(self) -> list[RequestOutput]:
+        """What streamed requests that run have to give."""
+        return [active.output(None, version=self.version) for active in self._scheduler.running if active.has_news]
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[RequestOutput]:
         """Run requests to their end, in this thread; outputs in the order of the requests."""
@@ -249,7 +247,14 @@ class ContinuousBatch:
             return False
         with torch.inference_mode():
             self._cache.release()
+        self._prefixes.forget()
         return True
+
+    def forget_prefixes(self) -> None:
+        """Other weights compute from now on: what the cache holds is of no use to requests that come."""
+        self._prefixes.forget()
+        for active in self._scheduler.running:
+            active.is_shareable = False
 
     def _admit(self) -> list[RequestOutput]:
         first_row = self.num_running
@@ -257,15 +262,18 @@ class ContinuousBatch:
         if not admitted:
             return []
         self._sampling = None
-        self._cache.reserve(
-            num_rows=self.num_running,
-            length=max(request.num_tokens for request in self._scheduler.running) + 1,
-            longest_reserved=self._scheduler.longest_reserved,
-        )
+        self._reserve(max(request.num_tokens for request in self._scheduler.running) + 1)
         self._rows.join(admitted, first_row=first_row)
-        logits = self._prefill.run(admitted, first_row=first_row)
+        shared = self._prefixes.share(admitted, running=self._scheduler.running[:first_row])
+        logits = self._prefill.run(admitted, first_row=first_row, shared=shared)
         self._sample(admitted, logits, self._sampling_batch(admitted), first_row=first_row)
         return self._read(but=self._read_lag)
+
+    def _reserve(self, length: int) -> None:
+        if self._cache.reserve(
+            num_rows=self.num_running, length=length, longest_reserved=self._scheduler.longest_reserved
+        ):
+            self._prefixes.resized()
 
     def _decode(self) -> list[RequestOutput]:
         running = self._scheduler.running
@@ -273,8 +281,7 @@ class ContinuousBatch:
             return self._read()
         # The newest token of a row is sampled but not in the cache yet; its position is the number of tokens before it.
         lengths = [active.newest_position + 1 for active in running]
-        longest_reserved = self._scheduler.longest_reserved
-        self._cache.reserve(num_rows=len(running), length=max(lengths), longest_reserved=longest_reserved)
+        self._reserve(max(lengths))
         chosen: list[Tensor] | None = [] if any(active.experts is not None for active in running) else None
         logits = self._next_logits(lengths, chosen)
         if chosen is not None:
@@ -331,6 +338,7 @@ class ContinuousBatch:
         reasons: dict[int, FinishReason] = {}
         for active, token_id, logprob, original_logprob in unread.read():
             if not math.isfinite(logprob):
+                active.is_shareable = False
                 reasons[id(active)] = AbortFinish("the model's logits are not finite")
                 continue
             self.tokens_generated += 1
@@ -356,10 +364,13 @@ class ContinuousBatch:
             active = self._scheduler.running[row]
             active.has_ended = True
             outputs.append(active.output(reason, version=version))
-            for source, target in self._scheduler.remove(row):
+            moves = self._scheduler.remove(row)
+            content = self._cache.content(row, length=active.num_tokens - 1) if moves and active.is_shareable else None
+            for source, target in moves:
                 length = self._scheduler.running[target].newest_position
                 self._cache.move(source=source, target=target, length=length)
                 self._rows.move(source=source, target=target)
+            self._prefixes.keep(active, content, row=self.num_running)
             self._sampling = None
         outputs.reverse()
         return outputs

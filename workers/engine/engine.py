@@ -133,6 +133,7 @@ class GenerationEngine(ContinuousBatch):
         before = StagedModel(self.model_directory, self._model, copy.copy(self._decoder), self.checksums)
         self._model, self.checksums = staged.model, staged.checksums
         self._decoder.adopt(staged.decoder)
+        self.forget_prefixes()
         self.model_directory = staged.directory
         self.version = version
         return before

@@ -2,23 +2,24 @@
 
     body --plan--> request per prompt --submit--> EngineLoop --futures--> all answers as one JSON
                                                                  |
-                                    stream: true                 +--listener--> latest output of each
+                                    stream: true                 +--listener--> outputs in their order
                                                                                   |
-                    "data: {answer so far}" ... "data: {answer}" "data: [DONE]" <-+   server-sent events
+              "data: {first tokens}" ... "data: {last tokens}" "data: [DONE]" <---+   server-sent events
 
-A chunk holds the whole answer so far, as SGLang's do: a client that reads slowly gets fewer and larger ones, and none
-of them is kept for it. A client that goes away has its requests aborted.
+An event holds the tokens since the one before, as those of SGLang do that is started with
+`--incremental-streaming-output`, so what is sent grows with the answer and not with its square. A client that goes away
+has its requests aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from corral.workers.engine.answer_text import answer_text
@@ -62,6 +63,7 @@ class GenerateEndpoint:
                 input_logprobs_from=start,
                 wants_original_logprobs=body.return_original_logprob,
                 experts_from=body.routed_experts_start_len if body.return_routed_experts else None,
+                is_streamed=body.stream,
             )
             self._loop.engine.check(request)
             if start is not None and start >= len(prompt):
@@ -83,7 +85,13 @@ class GenerateEndpoint:
 
     async def _whole(self, body: GenerateBody, plan: list[GenerationRequest]) -> web.Response:
         outputs = await self._outputs(plan, listener=None)
-        replies = [self._reply(output, body, asked) for asked, output in zip(plan, outputs, strict=True)]
+        decode = self._loop.engine.decode
+        replies = []
+        for asked, output in zip(plan, outputs, strict=True):
+            text = None
+            if decode is not None:
+                text = answer_text(output.output_ids, output.finish_reason, asked.sampling, decode)
+            replies.append(generate_reply(output, body, text=text))
         return web.json_response(replies[0] if body.is_single else replies)
 
     async def _outputs(self, plan: list[GenerationRequest], *, listener: OutputListener | None) -> list[RequestOutput]:
@@ -96,47 +104,30 @@ class GenerateEndpoint:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         place = {asked.request_id: index for index, asked in enumerate(plan)}
-        event_loop, is_awake = asyncio.get_running_loop(), asyncio.Event()
-        latest: dict[str, RequestOutput] = {}  # one output of each request, what the engine thread last said of it
+        event_loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | None]()
 
         def note(output: RequestOutput) -> None:
-            latest[output.request_id] = output
-            is_awake.set()
+            event_loop.call_soon_threadsafe(news.put_nowait, output)
 
-        whole = asyncio.ensure_future(
-            self._outputs(plan, listener=lambda output: event_loop.call_soon_threadsafe(note, output))
-        )
-        whole.add_done_callback(lambda _: is_awake.set())  # an engine that has ended ends its requests
+        whole = asyncio.ensure_future(self._outputs(plan, listener=note))
+        # None ends it: the last note of a request comes before its future is done, and an engine that has ended ends
+        # its requests.
+        whole.add_done_callback(lambda _: news.put_nowait(None))
         try:
-            is_ended = False
-            while not is_ended:
-                # Asked first: the last note of a request comes before its future is done, so this round takes it.
-                is_ended = whole.done()
-                if not is_ended:
-                    await is_awake.wait()
-                    is_awake.clear()
-                taken = list(latest.values())
-                latest.clear()
-                for output in taken:
-                    index = place[output.request_id]
-                    reply = self._reply(output, body, plan[index])
-                    await response.write(_event(reply if body.is_single else {**reply, "index": index}))
+            while (output := await news.get()) is not None:
+                reply = generate_reply(output, body, text=None)
+                await response.write(_event(reply if body.is_single else {**reply, "index": place[output.request_id]}))
             await whole
         except (ValueError, EngineStoppedError) as error:
             # The status is sent already. SGLang says it in the stream, too.
             self._abort(plan)
-            await response.write(_event(error_body(str(error))))
+            code = 400 if isinstance(error, ValueError) else 503
+            await response.write(_event(error_body(str(error), code=code)))
         finally:
             whole.cancel()
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
-
-    def _reply(self, output: RequestOutput, body: GenerateBody, asked: GenerationRequest) -> dict[str, Any]:
-        text, decode = None, self._loop.engine.decode
-        if decode is not None:
-            text = answer_text(output.output_ids, output.finish_reason, asked.sampling, decode)
-        return generate_reply(output, body, text=text)
 
     def _abort(self, plan: list[GenerationRequest]) -> None:
         self._loop.abort(asked.request_id for asked in plan)
@@ -144,4 +135,4 @@ class GenerateEndpoint:
 
 def _event(content: dict[str, Any]) -> bytes:
     """One server-sent event, https://html.spec.whatwg.org/multipage/server-sent-events.html."""
-    return f"data: {json.dumps(content)}\n\n".encode()
+    return b"data: %b\n\n" % msgspec.json.encode(content)

@@ -90,8 +90,8 @@ class EngineLoop:
         """Queue a request; the future carries its output, or ValueError if its id is in flight or it does not fit.
 
         Args:
-            listener: gets what the request has after every step, and its output at last, before the future is done;
-                called in the engine's thread, so it must neither wait nor raise.
+            listener: gets every output of the request, if it is streamed, the last one before the future is done, which
+                carries that one; called in the engine's thread, so it must neither wait nor raise.
         """
         future: Future[RequestOutput] = Future()
         self._post(lambda: self._accept(request, future, listener), future)
@@ -174,7 +174,8 @@ class EngineLoop:
                 self._run_commands(wait=not self.engine.has_work)
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
-                    self._tell_listeners()
+                    for news in self.engine.news() if self._listeners else ():
+                        self._listeners[news.request_id](news)
             self._deliver(self.engine.abort(None))
         except BaseException as error:
             logger.exception("the generation engine failed; requests in flight are lost")
@@ -217,11 +218,6 @@ class EngineLoop:
         self._futures[request.request_id] = future
         if listener is not None:
             self._listeners[request.request_id] = listener
-
-    def _tell_listeners(self) -> None:
-        if self._listeners:
-            for output in self.engine.outputs_so_far(self._listeners):
-                self._listeners[output.request_id](output)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

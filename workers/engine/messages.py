@@ -82,7 +82,7 @@ class GenerateBody(BaseModel):
     routed_experts_start_len: int = Field(default=0, ge=0)
     """First token of prompt and answer whose experts are returned."""
     stream: bool = False
-    """Whether the reply is a stream of server-sent events, each with the whole answer so far."""
+    """Whether the reply is a stream of server-sent events, each with the tokens since the one before."""
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
@@ -137,9 +137,9 @@ def _problem(entry: ErrorDetails) -> str:
     return f"{where}: {entry['msg']}, got {reprlib.repr(entry['input'])}" if where else entry["msg"]
 
 
-def error_body(message: str) -> dict[str, Any]:
-    """What a client gets in place of an answer."""
-    return {"error": {"message": message}}
+def error_body(message: str, *, code: int | None = None) -> dict[str, Any]:
+    """What a client gets in place of an answer; code: the status, where a stream has begun with another."""
+    return {"error": {"message": message} if code is None else {"message": message, "code": code}}
 
 
 def _triples(logprobs: Sequence[float | None], token_ids: Sequence[int]) -> list[list[float | int | None]]:
@@ -157,7 +157,7 @@ def generate_reply(output: RequestOutput, body: GenerateBody, *, text: str | Non
         "id": output.request_id,
         "finish_reason": msgspec.to_builtins(output.finish_reason),
         "prompt_tokens": len(output.prompt),
-        "completion_tokens": len(output.output_ids),
+        "completion_tokens": output.start + len(output.output_ids),
         "cached_tokens": output.cached_tokens,
         "weight_version": output.weight_version,
         "weight_versions": [span._asdict() for span in output.weight_versions],

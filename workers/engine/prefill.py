@@ -1,19 +1,19 @@
-"""Prompts of newly admitted requests -> cache rows and the logits of their next token.
+"""Contexts of newly admitted requests -> cache rows and the logits of their next token.
 
-    admitted -> identical contexts together -> rectangles of similar length (<= PROMPT_TOKENS) -> logits [N, V]
+    admitted -> identical contexts together -> what their rows lack, PROMPT_TOKENS at a time -> logits [N, V]
 
 A group samples n answers to one prompt: it is computed once, and its keys and values go to n rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from corral.scheduling.memory.server import PROMPT_TOKENS
-from corral.workers.engine.attention import KVCache, PromptAttention
+from corral.workers.engine.attention import ContextAttention, KVCache, Reach
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest
 from corral.workers.engine.sampling import to_device
@@ -22,87 +22,96 @@ _INPUT_LOGPROB_BLOCK = 1024  # positions whose logits [block, V] exist at once
 
 
 class Prefill:
-    """Computes whole contexts into the cache."""
+    """Computes contexts into the cache."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
 
-    def run(self, admitted: Sequence[ActiveRequest], *, first_row: int) -> Tensor:
-        """Logits [len(admitted), V] float32 of each request's next token; the cache rows are `first_row` and on."""
-        offsets_by_context: dict[tuple[int, ...], list[int]] = {}
+    def run(self, admitted: Sequence[ActiveRequest], *, first_row: int, shared: Sequence[int]) -> Tensor:
+        """Logits [len(admitted), V] float32 of each request's next token; the cache rows are `first_row` and on.
+
+        Args:
+            shared: how many positions the row of each has already.
+        """
+        offsets_by_context: dict[object, list[int]] = {}
         for offset, active in enumerate(admitted):
-            offsets_by_context.setdefault(active.tokens, []).append(offset)
-        logits = torch.empty((len(admitted), self._decoder.vocab_size), device=self._decoder.device)
-        for contexts in _rectangles(offsets_by_context):
-            self._run_rectangle(contexts, offsets_by_context, admitted, logits, first_row=first_row)
-        return logits
-
-    def _run_rectangle(
-        self,
-        contexts: Sequence[tuple[int, ...]],
-        offsets_by_context: dict[tuple[int, ...], list[int]],
-        admitted: Sequence[ActiveRequest],
-        logits: Tensor,
-        *,
-        first_row: int,
-    ) -> None:
-        device = self._decoder.device
-        width = max(len(context) for context in contexts)
-        offsets = to_device([o for context in contexts for o in offsets_by_context[context]], device)
-        sources = [index for index, context in enumerate(contexts) for _ in offsets_by_context[context]]
-        source_index = to_device(sources, device)
-        padded = [[*context, *[0] * (width - len(context))] for context in contexts]
-        self._decoder.reserve_positions(width)
-        attend = PromptAttention(
-            cache=self._cache,
-            num_prompts=len(contexts),
-            rows=offsets + first_row,
-            prompt_of_row=source_index,
-            softmax_scale=self._decoder.softmax_scale,
+            asked = active.request.input_logprobs_from, active.request.experts_from, active.num_retractions
+            offsets_by_context.setdefault((active.tokens, asked), []).append(offset)
+        groups = list(offsets_by_context.values())
+        reaches = [Reach(first_row + first, shared[first], admitted[first].num_tokens) for first, *_ in groups]
+        logits = torch.cat([self._compute(portion, admitted, first_row) for portion in _portions(reaches)])
+        copies = [(first, offset) for first, *others in groups for offset in others]
+        for first, offset in copies:
+            _note_copy(admitted[first], admitted[offset])
+        self._cache.copy(
+            [(first_row + first, first_row + offset) for first, offset in copies],
+            length=max(reach.stop for reach in reaches),
         )
-        asked = any(admitted[o].experts is not None for context in contexts for o in offsets_by_context[context])
-        chosen: list[Tensor] | None = [] if asked else None
-        hidden = self._decoder.hidden_states(
-            to_device(padded, device).view(-1),
-            torch.arange(width, device=device).repeat(len(contexts)),
-            attend,
-            chosen=chosen,
-        ).view(len(contexts), width, -1)
-        last = to_device([len(context) - 1 for context in contexts], device)
-        last_logits = self._decoder.logits(hidden[torch.arange(len(contexts), device=device), last])
-        logits[offsets] = last_logits[source_index]
-        rows = None if chosen is None else self._decoder.expert_rows(chosen)
-        for index, context in enumerate(contexts):
-            for copy, offset in enumerate(offsets_by_context[context]):
-                self._note(admitted[offset], hidden[index], is_copy=copy > 0)
-                if rows is not None:
-                    first = index * width
-                    admitted[offset].note_experts(rows[first : first + len(context)], start=0)
+        index_by_offset = {offset: index for index, offsets in enumerate(groups) for offset in offsets}
+        return logits[to_device([index_by_offset[offset] for offset in range(len(admitted))], logits.device)]
 
-    def _note(self, active: ActiveRequest, hidden: Tensor, *, is_copy: bool) -> None:
-        """Record what only the first prefill of a request tells. hidden: [width, hidden]."""
-        prompt = active.request.prompt
-        if is_copy and not active.output_ids:
-            active.cached_tokens = len(prompt)
-        start = active.request.input_logprobs_from
-        if start is None or active.input_logprobs is not None:
+    def _compute(self, reaches: Sequence[Reach], admitted: Sequence[ActiveRequest], first_row: int) -> Tensor:
+        """[len(reaches), V] float32 of what comes after each."""
+        device, decoder = self._decoder.device, self._decoder
+        requests = [admitted[reach.row - first_row] for reach in reaches]
+        tokens = [
+            token for active, reach in zip(requests, reaches, strict=True) for token in active.tokens[reach.start :]
+        ]
+        positions = [position for reach in reaches for position in range(reach.start, reach.stop)]
+        decoder.reserve_positions(max(reach.stop for reach in reaches))
+        chosen: list[Tensor] | None = [] if any(active.experts is not None for active in requests) else None
+        hidden = decoder.hidden_states(
+            to_device(tokens, device),
+            to_device(positions, device),
+            ContextAttention(cache=self._cache, reaches=reaches, softmax_scale=decoder.softmax_scale),
+            chosen=chosen,
+        )
+        rows = None if chosen is None else decoder.expert_rows(chosen)
+        ends, begin = list[int](), 0
+        for active, reach in zip(requests, reaches, strict=True):
+            end = begin + reach.stop - reach.start
+            if not active.output_ids:
+                active.cached_tokens = min(reach.start, len(active.request.prompt))
+            self._note_logprobs(active, hidden[begin:end], start=reach.start)
+            if rows is not None:
+                active.note_experts(rows[begin:end], start=reach.start)
+            ends.append(end - 1)
+            begin = end
+        return decoder.logits(hidden[to_device(ends, device)])
+
+    def _note_logprobs(self, active: ActiveRequest, hidden: Tensor, *, start: int) -> None:
+        """Record those of the prompt, which only the first prefill of a request tells. hidden: of `start` and on."""
+        prompt, asked = active.request.prompt, active.request.input_logprobs_from
+        if asked is None or active.input_logprobs is not None:
             return
-        values: list[float | None] = [None] if start < len(prompt) else []
-        for begin in range(start, len(prompt) - 1, _INPUT_LOGPROB_BLOCK):
+        values: list[float | None] = [None] if asked < len(prompt) else []
+        for begin in range(asked, len(prompt) - 1, _INPUT_LOGPROB_BLOCK):
             end = min(begin + _INPUT_LOGPROB_BLOCK, len(prompt) - 1)
-            logprobs = torch.log_softmax(self._decoder.logits(hidden[begin:end]), dim=-1)
+            logprobs = torch.log_softmax(self._decoder.logits(hidden[begin - start : end - start]), dim=-1)
             targets = to_device(prompt[begin + 1 : end + 1], hidden.device).unsqueeze(-1)
             values.extend(logprobs.gather(-1, targets).squeeze(-1).tolist())
         active.input_logprobs = tuple(values)
 
 
-def _rectangles(contexts: dict[tuple[int, ...], list[int]]) -> list[list[tuple[int, ...]]]:
-    """Contexts sorted by length, cut where padding them to the longest would pass the limit."""
-    rectangles: list[list[tuple[int, ...]]] = []
-    for context in sorted(contexts, key=len):
-        if rectangles and (len(rectangles[-1]) + 1) * len(context) <= PROMPT_TOKENS:
-            rectangles[-1].append(context)
-        else:
-            rectangles.append([context])
-    return rectangles
+def _note_copy(computed: ActiveRequest, copy: ActiveRequest) -> None:
+    """Both have asked for the same."""
+    copy.input_logprobs = copy.input_logprobs or computed.input_logprobs
+    if not copy.output_ids:
+        copy.cached_tokens = len(copy.request.prompt)
+    if computed.experts is not None and copy.request.experts_from is not None:
+        first = copy.request.experts_from
+        copy.note_experts(computed.experts.between(first, computed.num_tokens), start=first)
+
+
+def _portions(reaches: Sequence[Reach]) -> Iterator[list[Reach]]:
+    """In their order, cut where they would pass the limit."""
+    portion, num_tokens = list[Reach](), 0
+    for reach in reaches:
+        size = reach.stop - reach.start
+        if portion and num_tokens + size > PROMPT_TOKENS:
+            yield portion
+            portion, num_tokens = [], 0
+        portion.append(reach)
+        num_tokens += size
+    yield portion

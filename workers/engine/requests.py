@@ -88,14 +88,18 @@ class GenerationRequest:
     """Whether those of the answer are wanted at temperature 1, too."""
     experts_from: int | None = None
     """First token of prompt and answer whose experts are wanted; None wants none."""
+    is_streamed: bool = False
+    """Whether its tokens are given while it runs, each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request, or what a running one has so far."""
+    """What a request has made, of one that is streamed since its last output."""
 
     request_id: str
     prompt: tuple[int, ...]
+    start: int
+    """Output tokens that came before."""
     output_ids: tuple[int, ...]
     output_logprobs: tuple[float, ...]
     """One per output token, under softmax(logits / temperature) of the weights of its span, see sampling.py."""
@@ -108,9 +112,10 @@ class RequestOutput:
     weight_version: str
     """The version at the end of the request, or now."""
     weight_versions: tuple[VersionSpan, ...]
+    """Of all output tokens, those that came before too."""
     num_retractions: int
     cached_tokens: int
-    """Prompt tokens that were not computed because another request of the same batch had the same prompt."""
+    """Prompt tokens that were not computed, since another request had begun with them."""
     experts: ExpertRows | None = None
     """Of the tokens from `experts_from` to the one before the last; None where they were not asked for, or nothing was
     computed."""
@@ -136,6 +141,14 @@ class ChosenExperts:
             self._pieces.append(new)
             self._end += len(new)
 
+    def know(self, first: int, end: int) -> bool:
+        """Whether it has the rows of the tokens from `first` to the one before `end`."""
+        return self._first <= first and end <= self._end
+
+    def between(self, first: int, end: int) -> ExpertRows:
+        """The rows of tokens that it knows."""
+        return np.concatenate(self._pieces)[first - self._first : end - self._first]
+
     def before(self, end: int) -> ExpertRows | None:
         """The rows of the tokens before `end`; None if nothing was read yet."""
         return np.concatenate(self._pieces)[: max(0, end - self._first)] if self._pieces else None
@@ -160,6 +173,10 @@ class ActiveRequest:
     cached_tokens: int = 0
     experts: ChosenExperts | None = None
     """None where nobody asks."""
+    num_given: int = 0
+    """Output tokens that an output has brought already."""
+    is_shareable: bool = False
+    """Whether its keys and values are what the present weights make of its tokens."""
     num_unread: int = 0
     """Tokens that were sampled on the device, and are not known here yet."""
     has_ended: bool = False
@@ -188,6 +205,12 @@ class ActiveRequest:
         """Whether one more token can be of use, as far as is known."""
         return len(self.output_ids) + self.num_unread < self.request.sampling.max_new_tokens
 
+    @property
+    def has_news(self) -> bool:
+        """Whether it has as many tokens to give as its stream brings at a time; the first comes at once."""
+        num_new, interval = len(self.output_ids) - self.num_given, self.request.sampling.stream_interval
+        return num_new >= (interval if self.num_given else 1) and self.request.is_streamed
+
     def append(self, token_id: int, logprob: float, *, version: str) -> FinishReason | None:
         """Record one token; returns the reason if it ends the request."""
         self.output_ids.append(token_id)
@@ -209,14 +232,16 @@ class ActiveRequest:
             self.experts.note(rows, start=start)
 
     def output(self, reason: FinishReason | None, *, version: str) -> RequestOutput:
-        """What it has, ended by `reason` or (None) running."""
+        """What it has since its last output, ended by `reason` or (None) running."""
+        start, self.num_given = self.num_given, len(self.output_ids)
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
-            output_ids=tuple(self.output_ids),
-            output_logprobs=tuple(self.output_logprobs),
-            original_logprobs=tuple(self.original_logprobs),
-            input_logprobs=self.input_logprobs or (),
+            start=start,
+            output_ids=tuple(self.output_ids[start:]),
+            output_logprobs=tuple(self.output_logprobs[start:]),
+            original_logprobs=tuple(self.original_logprobs[start:]),
+            input_logprobs=(self.input_logprobs or ()) if start == 0 else (),
             finish_reason=reason,
             weight_version=version,
             weight_versions=self._spans(),

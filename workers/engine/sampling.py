@@ -161,6 +161,8 @@ class SamplingParams(BaseModel):
     """Whether the answer's text leaves them out."""
     no_stop_trim: bool = False
     """Whether the answer's text keeps what has stopped it."""
+    stream_interval: int = Field(default=1, ge=1)
+    """Tokens that a stream brings at a time; the first comes by itself."""
 
     @model_validator(mode="before")
     @classmethod

@@ -213,12 +213,6 @@ def test_where_there_is_a_tokenizer_answers_have_their_text(
             text_of(whole[:end]),
             text_of(whole[: end + 1]),
         ]
-        body = {"input_ids": [7, 31, 15, 8], "sampling_params": greedy, "stream": True}
-        _, events = served.client.call("POST", "/generate", json.dumps(body).encode())
-        *chunks, _, _ = events.split(b"\n\n")  # data: [DONE], and nothing behind it
-        streamed = [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
-        assert [chunk["text"] for chunk in streamed] == [text_of(chunk["output_ids"]) for chunk in streamed]
-        assert streamed[-1]["text"] == text_of(whole)
 
 
 def test_a_tokenizer_that_cannot_be_used_costs_answers_their_text_only(
@@ -403,32 +397,35 @@ def stream(client: Client, **body: Any) -> list[str]:
     return [event.removeprefix("data: ") for event in events]
 
 
-def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(client: Client) -> None:
-    # So many tokens that the engine cannot have made all of them before it is listened to.
-    body = {"input_ids": [7, 9], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True, "sampling_seed": 3}}
+def test_a_stream_brings_each_token_once_and_as_many_at_a_time_as_are_asked_for(client: Client) -> None:
+    sampling = {"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 3, "stream_interval": 30}
+    body = {"input_ids": [7, 9], "sampling_params": sampling}
     *events, done = stream(client, **body, return_logprob=True)
     assert done == "[DONE]"
-    chunks = [json.loads(event) for event in events]
+    pieces = [json.loads(event) for event in events]
     whole = client.generate(**body, return_logprob=True)
-    lengths = [len(chunk["output_ids"]) for chunk in chunks]
-    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and lengths[-1] == 1000
-    for chunk, length in zip(chunks, lengths, strict=True):
-        meta = chunk["meta_info"]
-        assert chunk["output_ids"] == whole["output_ids"][:length]
-        assert meta["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"][:length]
-        assert (meta["id"], meta["completion_tokens"]) == (chunks[0]["meta_info"]["id"], length)
+    assert len(pieces[0]["output_ids"]) <= 2 and [len(piece["output_ids"]) for piece in pieces[1:-1]] == [30] * 3
+    assert [token for piece in pieces for token in piece["output_ids"]] == whole["output_ids"]
+    triples = [triple for piece in pieces for triple in piece["meta_info"]["output_token_logprobs"]]
+    assert triples == whole["meta_info"]["output_token_logprobs"]
+    length = 0
+    for piece in pieces:
+        meta, length = piece["meta_info"], length + len(piece["output_ids"])
+        assert (meta["id"], meta["completion_tokens"]) == (pieces[0]["meta_info"]["id"], length)
         assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": length}]
-    reasons = [chunk["meta_info"]["finish_reason"] for chunk in chunks]
-    assert reasons == [None] * (len(chunks) - 1) + [{"type": "length", "length": 1000}]
+    reasons = [piece["meta_info"]["finish_reason"] for piece in pieces]
+    assert reasons == [None] * (len(pieces) - 1) + [{"type": "length", "length": 100}]
 
 
-def test_a_stream_of_several_answers_says_whose_each_chunk_is(client: Client) -> None:
+def test_a_stream_of_several_answers_says_whose_each_event_is(client: Client) -> None:
     listed = [{"max_new_tokens": 5 * count, "ignore_eos": True, "sampling_seed": count} for count in (1, 6)]
     body = {"input_ids": [[7], [8]], "sampling_params": listed}
     *events, _ = stream(client, **body)
-    last = {(chunk := json.loads(event))["index"]: chunk for event in events}
-    whole = client.generate(**body)
-    assert [last[index]["output_ids"] for index in range(2)] == [answer["output_ids"] for answer in whole]
+    streamed: list[list[int]] = [[], []]
+    for event in events:
+        piece = json.loads(event)
+        streamed[piece["index"]] += piece["output_ids"]
+    assert streamed == [answer["output_ids"] for answer in client.generate(**body)]
 
 
 @pytest.mark.parametrize("streamed", [b"true", b"false"])

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -43,7 +44,8 @@ def versions(output: RequestOutput) -> list[str]:
 def start_running(loop: EngineLoop, name: str) -> Future[RequestOutput]:
     """A long request that has made a token."""
     has_begun = threading.Event()
-    future = loop.submit(request(name, max_new_tokens=4000), listener=lambda output: has_begun.set())
+    asked = replace(request(name, max_new_tokens=4000), is_streamed=True)
+    future = loop.submit(asked, listener=lambda output: has_begun.set())
     assert has_begun.wait(DEADLINE_S)
     return future
 
