@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/update_gap.py [--staging-s 8] [--versions 3] [--sglang] [--eta 1]
 
 A real manager with three real servers of the embedded engine, all in this process; 24 groups of four answers of 256
-tokens are always under way, asked for as rollout workers ask, in chunks of 32. Versions are published one after the
+tokens are always under way, asked for as rollout workers ask. Versions are published one after the
 other, and each takes so many seconds to be staged on every host. The trainer waits for samples: each group is of its
 next batch.
 
@@ -63,7 +63,7 @@ from tests.workers.worker_context import worker_context  # noqa: E402
 
 NUM_SERVERS, NUM_GROUPS, BATCH, ANSWERS = 3, 24, 24, 4
 PROMPT = list(range(5, 37))
-NEW_TOKENS, CHUNK = 256, 32
+NEW_TOKENS = 256
 SETTLE_S, PHASE_S, DEADLINE_S = 4.0, 8.0, 300.0
 
 
@@ -135,8 +135,8 @@ class Trial:
                 route,
                 sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
                 stop_token_ids=[],
-                new_tokens_per_chunk=CHUNK,
-                request_timeout_s=DEADLINE_S,
+                first_token_timeout_s=DEADLINE_S,
+                token_timeout_s=DEADLINE_S,
             )
             for turn in itertools.count():
                 order = self.step * BATCH + number

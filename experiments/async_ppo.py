@@ -105,6 +105,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             total_train_epochs=self.control.total_train_epochs,
             rollout=self.rollout,
             held_out=held_out,
+            weights=self.weights,
         )
         return [*self._generation_servers(), manager, *self._rollout_workers(dataset, held_out)]
 

@@ -329,6 +329,7 @@ class GserverManagerSpec(FrozenConfig):
     rollout: RolloutConfig
     held_out: HeldOutSpec | None = None
     """What it deals when an evaluation is asked for; None where nothing is held out."""
+    weights: WeightsConfig = WeightsConfig()
 
 
 class RolloutWorkerSpec(FrozenConfig):

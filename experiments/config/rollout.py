@@ -77,8 +77,6 @@ class RolloutConfig(GenerationConfig):
     """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled. Long answers become rarer in training than the policy makes them."""  # noqa: E501
     drop_uniform_groups: bool = False
     """Whether a prompt all of whose answers have the same reward is dropped, and counted as `filtered`: relative to each other they teach nothing."""  # noqa: E501
-    new_tokens_per_chunk: int = Field(default=256, ge=1)
-    """Tokens asked for in one request; the most that a lost generation server costs an answer."""
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
     """How the manager spreads requests over generation servers."""
     max_updating_share: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -88,8 +86,10 @@ class RolloutConfig(GenerationConfig):
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
     """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines
     of their own."""
-    request_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Deadline of one request to a generation server or of one weight update."""
+    first_token_timeout_s: float = Field(default=300.0, gt=0.0)
+    """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
+    token_timeout_s: float = Field(default=300.0, gt=0.0)
+    """So is one that brings no more tokens of an answer for so long; longer than it stands still to read weights."""
 
     @property
     def overtaking(self) -> int:
@@ -107,6 +107,7 @@ SGLANG_FLAGS_SET_HERE = frozenset(
         "enable-http-worker-reuseport",
         "enable-return-routed-experts",
         "host",
+        "incremental-streaming-output",
         "max-running-requests",
         "max-total-tokens",
         "model",
@@ -231,6 +232,9 @@ class WeightsConfig(FrozenConfig):
     """Where on each host all but `disk` keep at most two versions at a time, the present one and the next, in a folder of the trial's own; a version that does not fit is read as with `disk`."""  # noqa: E501
     update_mode: UpdateMode = "retract"
     """What happens to answers under way: `retract`: the new weights read them again and go on; `abort`: they come back as they are, and are asked for again, from any server; `in_place`: they go on with the keys and values of the old weights, with the embedded engine only."""  # noqa: E501
+
+    update_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Deadline for a host to have a version, and again for a server to read it there."""
 
     @property
     def place(self) -> Literal["host", "hosts", "shared"]:

@@ -63,7 +63,6 @@ def test_a_gang_that_loses_one_rank_starts_again_as_a_whole(start_trial: Callabl
             "weights.update_mode": "abort",  # what comes back is asked for again, perhaps from the other server
             "rollout.sampling.max_new_tokens": 48,
             # So the trainer waits for answers more than for rewards, and updates find some under way.
-            "rollout.new_tokens_per_chunk": 4,
             "rollout.max_concurrent_rollouts": 2,
         },
     )

@@ -57,7 +57,7 @@ def test_a_trial_goes_on_past_loads_that_fail_and_every_token_is_that_of_its_tag
             "supervision.setup_timeout_s": START_S,
             "sglang.python": unruly_sglang(tmp_path),
             "rollout.agent": "recording_agents:single_turn",
-            "rollout.request_timeout_s": 15,
+            "weights.update_timeout_s": 15,
             "rollout.sampling.max_new_tokens": 32,
         },
         environment={"CORRAL_TEST_LOADS": str(loads), "CORRAL_TEST_ANSWERS": str(answers)},

@@ -63,7 +63,6 @@ def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
         overrides={
             "allocation": allocation,
             "actor.path": tmp_path / "mixture",
-            "rollout.new_tokens_per_chunk": 2,  # an answer has several chunks
             "evaluation.every_steps": 1000,
         },
     )

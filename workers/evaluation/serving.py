@@ -81,8 +81,8 @@ async def served_problems(
             route,
             sampling=request.evaluation.sampling,
             stop_token_ids=ends,
-            new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-            request_timeout_s=rollout.request_timeout_s,
+            first_token_timeout_s=rollout.first_token_timeout_s,
+            token_timeout_s=rollout.token_timeout_s,
         )
         groups = GroupMaker(
             load_callable(rollout.agent),

@@ -54,6 +54,7 @@ def sglang_command(
         "skip-tokenizer-init": True,  # token ids in, token ids out
         "skip-server-warmup": True,  # it would ask without a key; the first request warms up as well
         "enable-metrics": True,
+        "incremental-streaming-output": True,  # each token once, and not with all before it
         "log-level-http": "warning",  # else a line for every request
         "sleep-on-idle": True,  # an idle scheduler would otherwise keep a core busy
     }

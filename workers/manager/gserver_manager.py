@@ -148,7 +148,7 @@ class GserverManager(Worker):
                 session,
                 api_key=context.secrets.http_api_key.reveal(),
                 admin_key=context.secrets.http_admin_key.reveal(),
-                update_timeout_s=self._spec.rollout.request_timeout_s,
+                update_timeout_s=self._spec.weights.update_timeout_s,
             )
             with (
                 context.lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,

@@ -1,59 +1,82 @@
 """GenerationClient: token ids in, token ids with logprobs and versions out, whatever happens to the servers.
 
-    sample_group ──► route (manager) ──► POST /generate with every unfinished answer ──► chunks ──► PartialAnswer
-                        ▲  ▲                      │
-                        │  └── busy (503), pause ─┤   the server is well; it is asked again, or another that has room
-                        └──── lost, failed ───────┤   the manager is told; another server continues
-                                                  └─ refused (400): the request is at fault, on any server
+    sample_group ──► one server for the group (manager) ──► a stream for each answer ──► events ──► PartialAnswer
+                        ▲  ▲                                  │
+                        │  └── busy (503), pause, abort ──────┤   the server is well; another one is asked, or it again
+                        └──── lost, silent, failed ───────────┤   the manager is told; another server continues
+                                                              └─ refused (400): the request is at fault, on any server
 
-The answers keep their tokens through all of it.
+Each answer goes on by itself, and keeps its tokens through all of it: what is asked for anew is the rest, behind the
+prompt and the tokens so far.
+
+    asked ──first_token_timeout_s──► first tokens ──token_timeout_s──► more ──token_timeout_s──► ... ──► its end
+
+A server that says nothing for so long is lost. Nothing is while none is ready: an answer waits for it with what it has.
 """
 
 import asyncio
+import itertools
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
+from corral.workers.rollout.partial_rollout import MalformedEventError, PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts
+from corral.workers.rollout.stream_events import stream_events
 
 logger = logging.getLogger(__name__)
 
-_RETRY_PAUSE_S = 0.1
-_BUSY_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try, the longer the more were in vain
 _REFUSALS = (400, 413, 422)  # every server would say the same of this request
 _BUSY = (429, 503)
+_JSON = {"Content-Type": "application/json"}
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # deadlines are those of the phases
+_STREAM_INTERVAL = 32  # tokens of an event: what a lost server costs an answer, and few enough events to cost nothing
 
 
 @dataclass(frozen=True)
 class Setback:
-    """Why the last chunk of a group did not come."""
+    """Why a stream has ended before its answer."""
 
     url: str
     is_busy: bool
-    """Whether the server only had no room: it is well."""
+    """Whether the server is well: it only had no room, or has given the answer up."""
     lost: str = ""
     """How the connection to it ended, if it did."""
 
 
 RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
-"""(uid, tokens that may come, oldest version of those that have come or "", what happened to the last chunk) -> a
+"""(uid, tokens that may come, oldest version of those that have come or "", what has just happened to an answer) -> a
 server's URL, or None while none is ready."""
-
-
-class GenerationFailedError(RuntimeError):
-    """A group could not be generated before its deadline; the prompt is issued again later."""
 
 
 class RequestRefusedError(RuntimeError):
     """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
+
+
+class _Place:
+    """The server that a group was sent to, once."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+
+@dataclass(slots=True)
+class _Group:
+    """One prompt and its answers, which share a server: its cache has what they share."""
+
+    uid: str
+    prompt_ids: Sequence[int]
+    answers: Sequence[PartialAnswer]
+    place: _Place | None = None
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +88,8 @@ class GenerationClient:
     _: KW_ONLY
     sampling: SamplingConfig
     stop_token_ids: Sequence[int]
-    new_tokens_per_chunk: int
-    request_timeout_s: float
+    first_token_timeout_s: float
+    token_timeout_s: float
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
 
@@ -76,96 +99,117 @@ class GenerationClient:
         """Sample one answer to a prompt for each of `seeds`; the same ones, by whichever servers, for the same weights.
 
         Args:
-            enough: once so many have ended, they are returned, and the others are asked for no further; None: all.
+            enough: how many answers to wait for: those that are finished first. The others are given up, and their
+                servers hear of it. None waits for all.
+
+        Returns:
+            Finished answers, in the order of their seeds.
 
         Raises:
-            RequestRefusedError: if a server finds fault with the request.
-            GenerationFailedError: if no server took it further for `request_timeout_s`; one that has no room for it
-                answers, and that time does not count.
+            RequestRefusedError: if a server finds fault with a request.
         """
-        max_new_tokens = self.sampling.max_new_tokens
         answers = [
             PartialAnswer(
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=self.sampling.max_new_tokens,
                 sampling_seed=seed,
                 experts=None if self.experts is None else AnswerExperts(self.experts, prompt_ids),
             )
             for seed in seeds
         ]
-        setback: Setback | None = None
-        last_tried = "none"
-        num_busy = 0
-        last_progress = time.monotonic()
-        enough = len(answers) if enough is None else enough
-        while len(unfinished := [answer for answer in answers if not answer.finished]) > len(answers) - enough:
-            if time.monotonic() - last_progress > self.request_timeout_s:
-                raise GenerationFailedError(
-                    f"no generation server took prompt {uid} further for {self.request_timeout_s:.0f} s "
-                    f"(last tried: {last_tried})"
-                )
-            versions = {span.version for answer in answers for span in answer.spans}
-            oldest = min(versions, key=PolicyVersion.parse, default="")
-            url = await self.route(uid, self.new_tokens_per_chunk * len(unfinished), oldest, setback)
-            setback = None  # told once: told again, it would bench a server that has come back in the meantime
-            if url is None:
-                await asyncio.sleep(_RETRY_PAUSE_S)
-                continue
-            last_tried = url
-            before = sum(len(answer.output_ids) for answer in unfinished)
-            setback = await self._one_chunk(url, prompt_ids, unfinished)
-            if setback is not None and setback.is_busy:
-                last_progress = time.monotonic()
-                await asyncio.sleep(_BUSY_PAUSES_S[min(num_busy, len(_BUSY_PAUSES_S) - 1)])
-                num_busy += 1
-                continue
-            num_busy = 0
-            if setback is not None:
-                await asyncio.sleep(_RETRY_PAUSE_S)
-                if setback.lost:
-                    # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
-                    logger.warning("%s/generate failed: %s", setback.url, setback.lost)
-            if sum(len(answer.output_ids) for answer in unfinished) > before or all(a.finished for a in unfinished):
-                last_progress = time.monotonic()
-        return [answer for answer in answers if answer.finished][:enough]
-
-    async def _one_chunk(self, url: str, prompt_ids: Sequence[int], answers: list[PartialAnswer]) -> Setback | None:
-        """Ask one server for the next tokens of `answers`; None if they came."""
-        shared: dict[str, Any] = {
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "top_k": self.sampling.top_k,
-            "stop_token_ids": list(self.stop_token_ids),
-        }
-        body: dict[str, Any] = {
-            "input_ids": [[*prompt_ids, *answer.output_ids] for answer in answers],
-            "sampling_params": [
-                {
-                    **shared,
-                    "max_new_tokens": min(self.new_tokens_per_chunk, answer.remaining),  # lengths differ after an abort
-                    "sampling_seed": answer.sampling_seed,
-                }
-                for answer in answers
-            ],
-            "return_logprob": True,
-        }
-        # One number for all of them; those that know more leave out what they know.
-        experts_from = min((answer.experts.num_rows for answer in answers if answer.experts is not None), default=0)
-        if self.experts is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+        group = _Group(uid, prompt_ids, answers)
+        tasks = [asyncio.create_task(self._finish(group, index)) for index in range(len(answers))]
         try:
-            async with self.session.post(
-                f"{url}/generate", json=body, timeout=aiohttp.ClientTimeout(total=self.request_timeout_s)
-            ) as response:
+            finished = [await done for done in itertools.islice(asyncio.as_completed(tasks), enough)]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [answers[index] for index in sorted(finished)]
+
+    async def _finish(self, group: _Group, index: int) -> int:
+        """Make one answer, however many requests that takes; its index."""
+        answer, num_futile = group.answers[index], 0
+        place = await self._place(group, None, None)
+        while True:
+            num_before = len(answer.output_ids)
+            setback = await self._stream(place.url, group, answer)
+            if answer.finished:
+                return index
+            num_futile = 0 if len(answer.output_ids) > num_before else num_futile + 1
+            await _pause(num_futile)
+            if setback.lost:
+                # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
+                logger.warning("%s/generate failed: %s", setback.url, setback.lost)
+            place = await self._place(group, place, setback)
+
+    async def _place(self, group: _Group, left: _Place | None, setback: Setback | None) -> _Place:
+        """Where to go on from the place that an answer leaves: where another of its group has gone from there, or where
+        the manager says. It hears once of what happened to several of them: told again, it would bench a server that
+        has come back in the meantime."""
+        async with group.moving:
+            if group.place is not None and group.place is not left:
+                return group.place
+            versions = {span.version for answer in group.answers for span in answer.spans}
+            oldest = min(versions, key=PolicyVersion.parse, default="")
+            tokens = sum(answer.remaining for answer in group.answers if not answer.finished)
+            num_futile = 0
+            while (url := await self.route(group.uid, tokens, oldest, setback)) is None:
+                setback = None
+                await _pause(num_futile)
+                num_futile += 1
+            group.place = _Place(url)
+            return group.place
+
+    async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> Setback:
+        """Take in the rest of an answer as one server makes it; what to make of it if that is not all."""
+        loop, silence_s, has_ended = asyncio.get_running_loop(), self.first_token_timeout_s, False
+        answer.begin()
+        try:
+            async with (
+                asyncio.timeout(silence_s) as deadline,
+                self.session.post(
+                    f"{url}/generate", data=self._body(group, answer), headers=_JSON, timeout=_NO_TIMEOUT
+                ) as response,
+            ):
                 if response.status != 200:
-                    return _judge_refusal(url, response.status, (await response.text())[:500])
-                chunks = await response.json()
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                    return _judge(url, response.status, (await response.text())[:500])
+                async for event in stream_events(response.content):
+                    if event.error is not None:
+                        return _judge(url, event.error.code, event.error.message)
+                    reason = answer.extend(event)
+                    if reason is not None and reason.status_code is not None:
+                        return _judge(url, reason.status_code, reason.message)
+                    has_ended, silence_s = reason is not None, self.token_timeout_s
+                    deadline.reschedule(loop.time() + silence_s)
+        except TimeoutError:
+            return Setback(url, is_busy=False, lost=f"it said nothing for {silence_s:g} s")
+        except (aiohttp.ClientError, OSError, MalformedEventError, msgspec.MsgspecError) as error:
             return Setback(url, is_busy=False, lost=str(error) or type(error).__name__)
-        took_in = _take_in(chunks, answers, url, num_prompt_tokens=len(prompt_ids), experts_from=experts_from)
-        return None if took_in else Setback(url, is_busy=False)
+        finally:
+            answer.settle()
+        return Setback(url, is_busy=has_ended, lost="" if has_ended else "its stream ended before the answer")
+
+    def _body(self, group: _Group, answer: PartialAnswer) -> bytes:
+        body: dict[str, Any] = {
+            "input_ids": [*group.prompt_ids, *answer.output_ids],
+            "sampling_params": {
+                "temperature": self.sampling.temperature,
+                "top_p": self.sampling.top_p,
+                "top_k": self.sampling.top_k,
+                "stop_token_ids": list(self.stop_token_ids),
+                "max_new_tokens": answer.remaining,
+                "sampling_seed": answer.sampling_seed,
+                "stream_interval": _STREAM_INTERVAL,
+            },
+            "return_logprob": True,
+            "stream": True,
+        }
+        if answer.experts is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": answer.experts.num_rows}
+        return msgspec.json.encode(body)
 
 
-def _judge_refusal(url: str, status: int, text: str) -> Setback:
+def _judge(url: str, status: int, text: str) -> Setback:
     """What a status other than 200 means for the server; RequestRefusedError if it means nothing for it."""
     if status in _REFUSALS:
         raise RequestRefusedError(f"{url}/generate answered {status}: {text}")
@@ -175,14 +219,5 @@ def _judge_refusal(url: str, status: int, text: str) -> Setback:
     return Setback(url, is_busy=is_busy)
 
 
-def _take_in(chunks: Any, answers: list[PartialAnswer], url: str, *, num_prompt_tokens: int, experts_from: int) -> bool:
-    if not isinstance(chunks, list) or len(chunks) != len(answers):
-        logger.warning("%s/generate answered something else than %d replies", url, len(answers))
-        return False
-    try:
-        for answer, chunk in zip(answers, chunks, strict=True):
-            answer.extend(chunk, num_prompt_tokens=num_prompt_tokens, experts_from=experts_from)
-    except MalformedChunkError as error:
-        logger.warning("%s: %s", url, error)
-        return False
-    return True
+async def _pause(num_futile: int) -> None:
+    await asyncio.sleep(_PAUSES_S[min(num_futile, len(_PAUSES_S) - 1)])

@@ -26,12 +26,11 @@ from corral.workers.delivery.messages import FILTERED
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, RequestRefusedError
+from corral.workers.rollout.generation_client import GenerationClient, RequestRefusedError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.rollout.trajectories import make_sample
-from corral.workers.streams.errors import StreamError
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.trials import checked_reward
 
@@ -86,7 +85,6 @@ class GroupMaker:
         Raises:
             PromptFailedError: the prompt is to be dropped and counted.
             UserCodeError, PromptsFailError, RewardHostError: the worker has to end.
-            GenerationFailedError, StreamError: the prompt is to be issued again.
         """
         try:
             made = await self.attempt(uid, row, order=order)
@@ -123,7 +121,7 @@ class GroupMaker:
         for tries_left in reversed(range(1 + self.config.reward_retries)):
             try:
                 return await self._try(uid, row, seeds_by_call)
-            except (GenerationFailedError, StreamError, RewardHostError):
+            except RewardHostError:
                 raise
             except tuple(_FAILURES) as error:  # what a further try would meet again; the judge has made its own
                 kind = next(kind for cause, kind in _FAILURES.items() if isinstance(error, cause))

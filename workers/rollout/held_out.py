@@ -63,7 +63,7 @@ class HeldOutProblems:
         """What comes out of one of them.
 
         Raises:
-            RewardHostError, GenerationFailedError, StreamError: as `GroupMaker.make`.
+            RewardHostError: as `GroupMaker.make`.
         """
         row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
         try:

@@ -1,22 +1,27 @@
-"""PartialAnswer: one answer that grows chunk by chunk, over weight updates and lost servers.
+"""PartialAnswer: one answer that grows event by event, over weight updates and lost servers.
 
-    prompt ──► chunk ──► chunk ──► ... ──► finished (stop token, or the token limit)
-                 │  aborted or server lost: the tokens that came back stay, the rest is asked for again
-                 └─ every token keeps the policy version that made it
+    prompt ──► begin ──► event ──► event ──► ... ──► finished (stop token, or the token limit)
+                 ▲         │  aborted or server lost: the tokens that came back stay
+                 └─settle──┘  and the rest is asked for again
+                           every token keeps the policy version that made it
+
+Which version that was, a server may say at the end of a request only, as SGLang does. Until then it says which one it
+holds: a single token that has just come was made by that, and so were those that came since it said the same before.
+What came over a change is of either, and so counts only once the end has told: if that never comes, it is given back.
 
 Pure; the HTTP client around it is in generation_client.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.rollout.routed_experts import AnswerExperts
+from corral.workers.rollout.stream_events import FinishReason, MetaInfo, StreamEvent, WeightVersions
 
 
-class MalformedChunkError(ValueError):
-    """A generation server answered with something that does not fit its own token counts."""
+class MalformedEventError(ValueError):
+    """A generation server said something that does not fit its own token counts."""
 
 
 @dataclass
@@ -25,21 +30,24 @@ class PartialAnswer:
 
     Example:
         answer = PartialAnswer(max_new_tokens=4)
-        answer.extend({"output_ids": [5, 6], "meta_info": {...}})   # answer.remaining == 2
+        answer.extend(event)        # of two tokens: answer.remaining == 2
     """
 
     max_new_tokens: int
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    """Positions within the answer."""
+    """Positions within the answer; during a request they may end before the tokens do, see above."""
     stopped: bool = False
     """Whether a stop token ended it."""
     sampling_seed: int | None = None
-    """Sent with each chunk, so that chunks draw what the answer would have drawn in one go; None: the server's choice.
-    """
+    """Sent with each request, so that several draw what one would have drawn; None: the server's choice."""
     experts: AnswerExperts | None = None
     """Who computed its tokens and the prompt's; None where nobody asks."""
+    _begin: int = 0
+    """Where the present request begins."""
+    _held: str = ""
+    """The version that its server held last."""
 
     @property
     def remaining(self) -> int:
@@ -54,71 +62,102 @@ class PartialAnswer:
         """The version of each token."""
         return [PolicyVersion.parse(span.version) for span in self.spans for _ in range(span.start, span.end)]
 
-    def extend(self, chunk: Mapping[str, Any], *, num_prompt_tokens: int = 0, experts_from: int = 0) -> None:
-        """Take in one reply of /generate, complete or aborted.
+    def begin(self) -> None:
+        """The rest is asked for, in another request."""
+        self._begin, self._held = len(self.output_ids), ""
 
-        Args:
-            num_prompt_tokens: of the answer's prompt; they count where experts do.
-            experts_from: first token whose experts were asked for.
+    def settle(self) -> None:
+        """The request is over: tokens whose version nobody has told are given back."""
+        del self.output_ids[self._num_told :], self.logprobs[self._num_told :]
+
+    def extend(self, event: StreamEvent) -> FinishReason | None:
+        """Take in the next event of the present request; returns why it ends, if it does.
 
         Raises:
-            MalformedChunkError: if ids, logprobs, version spans and experts disagree; nothing was taken in.
+            MalformedEventError: if ids, logprobs, version spans and experts disagree; nothing was taken in.
         """
-        try:
-            ids: Sequence[int] = chunk["output_ids"]
-            meta = chunk["meta_info"]
-            triples: Sequence[Sequence[Any]] = meta["output_token_logprobs"]
-            logprobs = [float(triple[0]) for triple in triples]
-            spans = [
-                VersionSpan(str(PolicyVersion.parse(span["version"])), int(span["start"]), int(span["end"]))
-                for span in meta["weight_versions"]
-            ]
-            reason = meta["finish_reason"]["type"]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise MalformedChunkError(f"a reply of /generate lacks or garbles a field: {error!r}") from error
-        self._check(ids, logprobs, spans)
-        offset = len(self.output_ids)
-        self._take_in_experts(
-            meta, start=experts_from, num_tokens=num_prompt_tokens + offset + len(ids), is_aborted=reason == "abort"
-        )
+        meta = event.meta_info
+        if meta is None:
+            raise MalformedEventError("an event of /generate has neither meta_info nor an error")
+        reason, num_before = meta.finish_reason, len(self.output_ids)
+        num_new = meta.completion_tokens - (num_before - self._begin)
+        ids, logprobs = event.output_ids, [logprob for logprob, *_ in meta.output_token_logprobs]
+        is_aborted = reason is not None and reason.type == "abort"
+        if is_aborted and num_new >= 0:  # SGLang says some of those that came before again
+            ids, logprobs = ids[:num_new], logprobs[:num_new]
+        if not len(ids) == len(logprobs) == num_new:
+            raise MalformedEventError(
+                f"{len(ids)} token ids and {len(logprobs)} logprobs came where completion_tokens said {num_new} more"
+            )
+        if num_new > self.remaining:
+            raise MalformedEventError(f"{num_new} tokens came where at most {self.remaining} were asked for")
+        spans = self._spans(meta, num_new)
+        self._take_in_experts(meta, num_tokens=num_before + num_new, is_aborted=is_aborted)
         self.output_ids.extend(ids)
         self.logprobs.extend(logprobs)
-        for span in spans:
-            self._add_span(span._replace(start=span.start + offset, end=span.end + offset))
-        self.stopped = reason == "stop"
+        self.spans = spans
+        self.stopped = reason is not None and reason.type == "stop"
+        return reason
 
-    def _check(self, ids: Sequence[int], logprobs: list[float], spans: list[VersionSpan]) -> None:
-        covered = 0
-        for _, start, end in spans:
-            if start != covered or end < start:
-                raise MalformedChunkError(f"version spans {spans} leave a gap or overlap at token {covered}")
-            covered = end
-        if not len(ids) == len(logprobs) == covered:
-            raise MalformedChunkError(
-                f"{len(ids)} token ids, {len(logprobs)} logprobs and version spans over {covered} tokens disagree"
-            )
-        if len(ids) > self.remaining:
-            raise MalformedChunkError(f"{len(ids)} tokens came back where at most {self.remaining} were asked for")
+    @property
+    def _num_told(self) -> int:
+        return self.spans[-1].end if self.spans else 0
 
-    def _take_in_experts(self, meta: Mapping[str, Any], *, start: int, num_tokens: int, is_aborted: bool) -> None:
-        """An aborted request may have come to an end before anybody could say them; the next chunk says them."""
-        text = meta.get("routed_experts")
-        if self.experts is None or (text is None and is_aborted):
+    def _spans(self, meta: MetaInfo, num_new: int) -> list[VersionSpan]:
+        """With what an event tells of the versions."""
+        num_before = len(self.output_ids)
+        told = meta.weight_versions
+        if told is not None:
+            return self._all_told(told, end=meta.completion_tokens)
+        held, before = meta.weight_version, self._held
+        if not num_new:
+            return self.spans
+        self._held = held
+        if self._num_told < num_before or (num_new > 1 and held != before):
+            return self.spans
+        return _joined([*self.spans, _span(held, num_before, num_before + num_new)])
+
+    def _all_told(self, told: Sequence[WeightVersions], *, end: int) -> list[VersionSpan]:
+        """The spans of the present request from its first token on, in place of what was taken for granted."""
+        starts, ends = [span.start for span in told], [span.end for span in told]
+        if [*starts, end] != [0, *ends] or sorted(ends) != ends:
+            raise MalformedEventError(f"version spans {told} are not one after the other over {end} tokens")
+        earlier = [span._replace(end=min(span.end, self._begin)) for span in self.spans if span.start < self._begin]
+        later = [_span(span.version, self._begin + span.start, self._begin + span.end) for span in told]
+        return _joined([*earlier, *later])
+
+    def _take_in_experts(self, meta: MetaInfo, *, num_tokens: int, is_aborted: bool) -> None:
+        """They come with the end. An aborted request may have come to it before anybody could say them; then the next
+        one says them."""
+        text = meta.routed_experts
+        if self.experts is None or meta.finish_reason is None or (text is None and is_aborted):
             return
         if text is None:
-            raise MalformedChunkError(
+            raise MalformedEventError(
                 "a reply of /generate lacks routed_experts, which were asked for; a server of SGLang needs "
                 "--enable-return-routed-experts"
             )
         try:
-            self.experts.append(self.experts.rows_in(text, start=start, num_tokens=num_tokens))
+            self.experts.append(self.experts.rows_in(text, num_tokens=num_tokens))
         except ValueError as error:
-            raise MalformedChunkError(f"a reply of /generate garbles a field: {error}") from error
+            raise MalformedEventError(f"a reply of /generate garbles a field: {error}") from error
 
-    def _add_span(self, span: VersionSpan) -> None:
+
+def _span(version: str, start: int, end: int) -> VersionSpan:
+    try:
+        return VersionSpan(str(PolicyVersion.parse(version)), start, end)
+    except ValueError as error:
+        raise MalformedEventError(f"a reply of /generate garbles a version: {error}") from error
+
+
+def _joined(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Neighbours of one version are one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
         if span.start == span.end:
-            return
-        if self.spans and self.spans[-1].version == span.version:
-            self.spans[-1] = self.spans[-1]._replace(end=span.end)
+            continue
+        if joined and joined[-1].version == span.version:
+            joined[-1] = joined[-1]._replace(end=span.end)
         else:
-            self.spans.append(span)
+            joined.append(span)
+    return joined

@@ -54,7 +54,7 @@ from corral.workers.requests.manager_messages import (
     Schedule,
 )
 from corral.workers.rollout.agent_run import blocking_interrupted
-from corral.workers.rollout.generation_client import GenerationClient, GenerationFailedError, Setback
+from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
@@ -130,8 +130,8 @@ class RolloutWorker(Worker):
             self._route,
             sampling=spec.rollout.sampling,
             stop_token_ids=self._stop_token_ids,
-            new_tokens_per_chunk=spec.rollout.new_tokens_per_chunk,
-            request_timeout_s=spec.rollout.request_timeout_s,
+            first_token_timeout_s=spec.rollout.first_token_timeout_s,
+            token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
         )
         judge = RewardJudge(RewardSpec.of(spec.rollout), self._tokenizer, stop_token_ids=self._stop_token_ids)
@@ -216,10 +216,6 @@ class RolloutWorker(Worker):
             header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})
             return
-        except (GenerationFailedError, StreamError) as error:
-            logger.warning("prompt %s is issued again: %s", uid, error)
-            await self._tell_end(uid, order, "again")
-            return
         header = header_of(
             num_answers=len(group.answers),
             status="finished",
@@ -231,11 +227,7 @@ class RolloutWorker(Worker):
 
     async def _answer(self, problem: HeldOutProblem) -> None:
         """One held-out problem, until the manager has heard what came out of it: till then it is said to be here."""
-        try:
-            answered = await self._held_out.answer(problem)
-        except (GenerationFailedError, StreamError) as error:
-            logger.warning("held-out problem %s is given back: %s", problem.uid, error)
-            answered = Answered(problem=problem)
+        answered = await self._held_out.answer(problem)
         self.context.presence.beat()
         await self._tell_manager(answered)
         del self._answering[problem.uid]
@@ -258,11 +250,14 @@ class RolloutWorker(Worker):
         order = self._running.get(uid, 0)
         if not oldest_version and (problem := self._answering.get(uid)) is not None:
             oldest_version = problem.version  # as if a token of it were there: older weights would be no news of it
-        route = await self._ask_manager(
-            Schedule(
-                uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, failed_url=failed, busy_url=busy
-            )
+        request = Schedule(
+            uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, failed_url=failed, busy_url=busy
         )
+        try:
+            route = await self._ask_manager(request)
+        except StreamError as error:
+            logger.warning("%s; it is asked again", error)  # what the answers have they keep meanwhile
+            return None
         assert isinstance(route, Route)
         if route.url is None:
             self._show_wait(route.reason, route.waits_for)

@@ -1,12 +1,12 @@
-"""The experts of one answer of a mixture, put together from what generation servers say of its chunks.
+"""The experts of one answer of a mixture, put together from what generation servers say at the end of its requests.
 
-    chunk 1: base64 of int32 [tokens, layers, k] ──┐ layers with experts only
-    chunk 2: from where chunk 1 has ended ─────────┴──► AnswerExperts ──► [tokens of prompt and answer, layers, k] int16
-                                                                            -1 where nobody has said it
+    request 1: base64 of int32 [tokens, layers, k] ─┐ layers with experts only
+    request 2: from where these have ended ─────────┴──► AnswerExperts ──► [tokens of prompt and answer, layers, k]
+                                                                           int16, -1 where nobody has said it
 
 Row t belongs to the token after t, as its log-probability does: it says who computed what that token was drawn from.
-So a row stays as it came first, by the weights that made that token; a later chunk reads the tokens before it again, by
-newer weights, and its rows of these are left out. The last token has no row: nobody has read it.
+So a row stays as it came first, by the weights that made that token; a later request reads the tokens before it again,
+by newer weights, and is asked for the rows behind those only. The last token has no row: nobody has read it.
 """
 
 import base64
@@ -34,18 +34,17 @@ class AnswerExperts:
         self.num_rows = 0
         """Tokens of prompt and answer whose experts are known: all before this one."""
 
-    def rows_in(self, text: str, *, start: int, num_tokens: int) -> Rows:
-        """The rows that a server's text adds to those that are known; nothing is taken in.
+    def rows_in(self, text: str, *, num_tokens: int) -> Rows:
+        """The rows of a server's text, which follow those that are known; nothing is taken in.
 
         Args:
-            text: `routed_experts` of a reply.
-            start: first token that was asked for, at most `num_rows`.
-            num_tokens: of prompt and answer with this chunk.
+            text: `routed_experts` of a reply that was asked for those from `num_rows` on.
+            num_tokens: of the answer so far.
 
         Raises:
-            ValueError: if it is something else than one row for each token from `start` on, but for the last.
+            ValueError: if it is something else than one row for each token, but for the last.
         """
-        spec, expected = self._spec, max(0, num_tokens - 1 - start)
+        spec, expected = self._spec, max(0, len(self._prompt_ids) + num_tokens - 1 - self.num_rows)
         try:
             values = np.frombuffer(base64.b64decode(text, validate=True), _WIRE_DTYPE)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -60,7 +59,7 @@ class AnswerExperts:
             raise ValueError(
                 f"routed_experts names experts {rows.min()} to {rows.max()}; a layer has {spec.num_experts}, from 0"
             )
-        return rows[self.num_rows - start :].astype(np.int16)
+        return rows.astype(np.int16)
 
     def append(self, rows: Rows) -> None:
         """Take in the rows after those that are known."""

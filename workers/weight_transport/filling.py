@@ -101,7 +101,7 @@ class Patience:
             raise StagingError(f"the staging of {self.what} was given up: the worker leaves")
         if time.monotonic() > self.deadline:
             raise StagingError(
-                f"{self.what} was not staged within {self.timeout_s:g} s (rollout.request_timeout_s): {reason}"
+                f"{self.what} was not staged within {self.timeout_s:g} s (weights.update_timeout_s): {reason}"
             )
 
 

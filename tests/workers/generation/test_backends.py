@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -28,6 +29,7 @@ from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
 from corral.workers.rollout.generation_client import GenerationClient, RouteFunction, Setback
 from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.stream_events import StreamEvent
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
 from tests.workers.backends.trained_versions import publish, stepped
@@ -144,15 +146,45 @@ def test_an_answers_logprobs_at_temperature_1_are_those_of_the_model(served: Ser
             assert logprobs_of(answer, "output", "original_logprobs") == pytest.approx(at_1, abs=TOLERANCE)
 
 
-def test_a_stream_brings_longer_and_longer_beginnings_of_the_answer(served: Served, references: list[Any]) -> None:
-    chunks = served.client.stream(SHORT, max_new_tokens=40, temperature=0, ignore_eos=True)
+def test_a_stream_brings_each_token_once_and_as_many_at_a_time_as_are_asked_for(
+    served: Served, references: list[Any]
+) -> None:
+    sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = reference_greedy(references[0], SHORT, max_new_tokens=40)
-    lengths = [len(chunk["output_ids"]) for chunk in chunks]
-    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and lengths[-1] == 40
-    assert [chunk["output_ids"] for chunk in chunks] == [whole[:length] for length in lengths]
-    assert [len(logprobs_of(chunk)) for chunk in chunks] == lengths
-    assert [chunk["meta_info"]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+    singly, by_ten = (served.client.stream(SHORT, stream_interval=interval, **sampling) for interval in (1, 10))
+    assert 1 < len(by_ten) <= 5 < len(singly)
+    for events in (singly, by_ten):
+        assert [token for event in events for token in event["output_ids"]] == whole
+        assert [len(logprobs_of(event)) for event in events] == [len(event["output_ids"]) for event in events]
+        assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+        assert spans_of(events[-1]) == [("0.0", 0, 40)]
+
+
+def test_what_a_sibling_and_a_next_turn_share_with_another_request_is_computed_once_by_a_version(
+    served: Served, models: list[Path], references: list[Any]
+) -> None:
+    prompt = [*LONG, *SHORT]  # which nobody else has asked for
+    greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    [running] = served.start_running([prompt], **IN_FLIGHT | {"max_new_tokens": 3000})
+    sibling = served.client.generate(prompt, **greedy)
+    turn = [*prompt, *sibling["output_ids"], 5, 6, 7]
+    after = served.client.generate(turn, logprob_start_len=len(turn) - 3, **greedy)
+    cached = [answer["meta_info"]["cached_tokens"] for answer in (sibling, after)]
+    assert cached == [len(prompt) - 1, len(prompt) + 11]  # the last token of an answer was read by nobody
+    for asked, answer in ((prompt, sibling), (turn, after)):
+        assert answer["output_ids"] == reference_greedy(references[0], asked, max_new_tokens=12)
+        expected = reference_logprobs(references[0], asked, answer["output_ids"]).tolist()
+        assert logprobs_of(answer) == pytest.approx(expected, abs=TOLERANCE)
+    assert logprobs_of(after, "input")[1:] == pytest.approx(
+        reference_logprobs(references[0], turn[:-2], turn[-2:]).tolist(), abs=TOLERANCE
+    )
+    served.abort_all()
+    running.result(DEADLINE_S)
+    served.bring_to("0.1", models[1])
+    by_newer = served.client.generate(turn, **greedy)
+    assert by_newer["meta_info"]["cached_tokens"] == 0
+    assert by_newer["output_ids"] == reference_greedy(references[1], turn, max_new_tokens=12)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +205,7 @@ def test_an_answer_ends_with_the_token_that_stops_it(served: Served, references:
     assert stopped["output_ids"] == whole[:end]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": wanted}
     taken = PartialAnswer(max_new_tokens=12)
-    taken.extend(stopped)
+    taken.extend(msgspec.convert(stopped, StreamEvent))
     assert taken.stopped and taken.finished
 
 
@@ -199,7 +231,7 @@ def test_an_aborted_request_gives_the_tokens_that_it_has(served: Served, referen
     assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(ids) < 3000
     assert logprobs_of(answer) == pytest.approx(reference_logprobs(references[0], SHORT, ids).tolist(), abs=TOLERANCE)
     taken = PartialAnswer(max_new_tokens=3000)
-    taken.extend(answer)
+    taken.extend(msgspec.convert(answer, StreamEvent))
     assert not taken.finished and taken.output_ids == ids
 
 
@@ -275,7 +307,7 @@ def test_pause_retract_goes_on_as_if_the_new_weights_had_read_everything(
         after = reference_logprobs(references[1], prompt, ids)[switch:].tolist()
         assert logprobs_of(answer) == pytest.approx(before + after, abs=TOLERANCE)
         taken = PartialAnswer(max_new_tokens=400)
-        taken.extend(answer)
+        taken.extend(msgspec.convert(answer, StreamEvent))
         assert [version.step for version in taken.versions()] == [0] * switch + [1] * (400 - switch)
 
 
@@ -481,33 +513,42 @@ def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
     patch.setattr(SglangClient, "load", load)
 
 
-def test_rollout_workers_get_whole_groups_chunk_by_chunk_over_an_update(
+def test_answers_whose_streams_go_silent_keep_their_tokens_and_go_on_by_newer_weights(
     served: Served, models: list[Path], references: list[Any]
 ) -> None:
-    num_chunks = 0
+    told = list[Setback]()
 
     async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
-        nonlocal num_chunks
-        assert setback is None
-        num_chunks += 1
-        if num_chunks == 2:
+        if setback is not None:
+            told.append(setback)
             order = UpdateOrder(version="0.1", weights=str(models[1]), digest=None, timeout_s=DEADLINE_S)
             await served.updates.bring_to(order)
         return served.client.url
 
-    answers = served.run(sample_group(route, num_answers=16, max_new_tokens=40, new_tokens_per_chunk=2))
-    assert len({tuple(answer.output_ids) for answer in answers}) > 8
-    for answer in answers:
-        ids = answer.output_ids
-        assert answer.finished and (len(ids) == 40 or ids[-1] == EOS_TOKEN_ID)
-        both = [reference_logprobs(reference, SHORT, ids).tolist() for reference in references]
-        expected = [both[version.step][index] for index, version in enumerate(answer.versions())]
-        assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    with ThreadPoolExecutor(1) as pool:
+        sampling = sample_group(route, num_answers=8, max_new_tokens=1000, token_timeout_s=2.0)
+        asking = pool.submit(served.run, sampling)
+        wait_until(lambda: served.client.metric("num_running_reqs") >= 1, "answers to be under way")
+        wait_until(lambda: served.client.metric("generation_tokens_total") >= 8, "tokens")
+        served.pause("in_place")
+        answers = asking.result(DEADLINE_S)
+    assert told and not told[0].is_busy and "said nothing for" in told[0].lost
+    assert all(answer.finished for answer in answers)
+    check_versions(answers, references)
     assert {version.step for answer in answers for version in answer.versions()} == {0, 1}
 
 
+def test_answers_beyond_those_that_are_enough_are_left_out_and_given_up_by_the_server(served: Served) -> None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        return served.client.url
+
+    answers = served.run(sample_group(route, num_answers=16, max_new_tokens=3000, enough=5))
+    assert len(answers) == 5 and all(answer.finished for answer in answers)
+    wait_until(lambda: served.client.metric("num_running_reqs") == 0, "the others to be given up")
+
+
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chunk(
+def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_answers(
     served: Served, models: list[Path], references: list[Any], mode: UpdateMode
 ) -> None:
     """More answers than the server decodes at a time, so that some of them wait in its queue."""
@@ -525,14 +566,15 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
         WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY, tls=trust().client()
     )
     with served.taking(transport, mode=mode) as taking, ThreadPoolExecutor(1) as pool:
-        sampling = sample_group(route, num_answers=64, max_new_tokens=200, new_tokens_per_chunk=200)
+        sampling = sample_group(route, num_answers=64, max_new_tokens=200)
         asking = pool.submit(served.run, sampling)
         wait_until(lambda: served.client.metric("num_running_reqs") >= 8, "answers to be under way")
         if not isinstance(served.backend, SglangBackend):  # whose answers take ten times as long as the update
             served.pause("in_place")
         taking.bring_to("0.1", models[1])
         answers = asking.result(DEADLINE_S)
-    assert tried == [None] * (2 if mode == "abort" else 1)  # no server was told of as lost or failed
+    given_up = [Setback(served.client.url, is_busy=True)] if mode == "abort" else []
+    assert tried == [None, *given_up]  # no server was told of as lost or failed
     steps = [[version.step for version in answer.versions()] for answer in answers]
     assert any(set(versions) == {0, 1} for versions in steps)
     for answer, versions in zip(answers, steps, strict=True):
@@ -547,8 +589,21 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_a_chun
             assert answer.logprobs[end:] != pytest.approx(expected[end:], abs=TOLERANCE)  # over the old cache
 
 
+def check_versions(answers: list[PartialAnswer], references: list[Any]) -> None:
+    """Each token of an answer to SHORT has the log-probability that the weights of its version give it."""
+    for answer in answers:
+        both = [reference_logprobs(reference, SHORT, answer.output_ids).tolist() for reference in references]
+        expected = [both[version.step][index] for index, version in enumerate(answer.versions())]
+        assert answer.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
 async def sample_group(
-    route: RouteFunction, *, num_answers: int, max_new_tokens: int, new_tokens_per_chunk: int
+    route: RouteFunction,
+    *,
+    num_answers: int,
+    max_new_tokens: int,
+    token_timeout_s: float = DEADLINE_S,
+    enough: int | None = None,
 ) -> list[PartialAnswer]:
     """As a rollout worker asks for it."""
     async with open_session(trust().client(), headers={"Authorization": f"Bearer {API_KEY}"}) as session:
@@ -557,10 +612,10 @@ async def sample_group(
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=[EOS_TOKEN_ID],
-            new_tokens_per_chunk=new_tokens_per_chunk,
-            request_timeout_s=DEADLINE_S,
+            first_token_timeout_s=DEADLINE_S,
+            token_timeout_s=token_timeout_s,
         )
-        return await client.sample_group("0:a", SHORT, seeds=range(num_answers))
+        return await client.sample_group("0:a", SHORT, seeds=range(num_answers), enough=enough)
 
 
 def test_the_server_says_what_it_does(served: Served) -> None:

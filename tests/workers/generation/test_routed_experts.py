@@ -87,7 +87,7 @@ def ask(served: Served, prompt: list[int], *, start: int, max_new_tokens: int) -
     return reply
 
 
-def test_an_answer_in_two_chunks_over_an_update_has_the_experts_of_the_weights_that_made_each_token(
+def test_an_answer_of_two_requests_over_an_update_has_the_experts_of_the_weights_that_made_each_token(
     served: Served, models: list[Path]
 ) -> None:
     experts = AnswerExperts(SPEC, PROMPT)
@@ -98,7 +98,7 @@ def test_an_answer_in_two_chunks_over_an_update_has_the_experts_of_the_weights_t
         reply = ask(served, tokens, start=experts.num_rows, max_new_tokens=6)
         tokens += reply["output_ids"]
         text = reply["meta_info"]["routed_experts"]
-        experts.append(experts.rows_in(text, start=experts.num_rows, num_tokens=len(tokens)))
+        experts.append(experts.rows_in(text, num_tokens=len(tokens) - len(PROMPT)))
     rows = np.sort(experts.of(PROMPT, num_tokens=len(tokens)))
     by_old = len(PROMPT) + 6 - 1
     np.testing.assert_array_equal(rows[:by_old], choices(models[0], tokens)[:by_old])

@@ -1,8 +1,10 @@
-"""Answers of one group by embedded engines behind HTTP, which take turns chunk by chunk."""
+"""Answers of one group by embedded engines behind HTTP, which take turns."""
 
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
@@ -22,12 +24,19 @@ async def sample_in_turns(
     *,
     seeds: Sequence[int],
     engine_seeds: Sequence[int],
-    chunk_tokens: int,
+    turn_tokens: int,
     max_new_tokens: int,
     experts: RoutedExpertsSpec | None = None,
     enough: int | None = None,
 ) -> list[PartialAnswer]:
-    """One answer for each of `seeds`; there is an engine for each of `engine_seeds`."""
+    """One answer for each of `seeds`; an engine for each of `engine_seeds`, which gives up after `turn_tokens`."""
+
+    class TurnTakingClient(GenerationClient):
+        def _body(self, group: Any, answer: PartialAnswer) -> bytes:
+            body = json.loads(super()._body(group, answer))
+            body["sampling_params"]["max_new_tokens"] = min(turn_tokens, answer.remaining)
+            return json.dumps(body).encode()
+
     async with AsyncExitStack() as stack:
         urls = []
         for seed in engine_seeds:
@@ -40,17 +49,17 @@ async def sample_in_turns(
         session = await stack.enter_async_context(open_session(trust().client(), headers=headers))
 
         async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
-            assert setback is None
+            assert setback is None or setback.is_busy
             urls.append(urls.pop(0))
             return urls[-1]
 
-        client = GenerationClient(
+        client = TurnTakingClient(
             session,
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=[0],
-            new_tokens_per_chunk=chunk_tokens,
-            request_timeout_s=DEADLINE_S,
+            first_token_timeout_s=DEADLINE_S,
+            token_timeout_s=DEADLINE_S,
             experts=experts,
         )
         return await client.sample_group("0:a", list(prompt), seeds=seeds, enough=enough)

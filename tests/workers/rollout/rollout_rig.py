@@ -53,11 +53,13 @@ class FakeGenerationServer:
 
     def __init__(self) -> None:
         self.version = "0.0"
-        self.refuse: Callable[[list[list[int]]], int] = lambda prompts: 200
-        """Gives the status of a request for these prompts, partial answers included."""
+        self.refuse: Callable[[list[int]], int] = lambda prompt: 200
+        """Gives the status of a request for this prompt, a partial answer included."""
         self.num_requests = 0
-        self.seeds: list[list[int]] = []
-        """Of each request that it answered, one per prompt."""
+        self.seeds: list[int] = []
+        """Of each request that it answered."""
+        self.most_tokens = 2
+        """Of one request."""
         self.broken_updates: list[int] = []
         """What its worker answers to the manager, one after the other, before it does what it is told."""
 
@@ -93,15 +95,11 @@ class FakeGenerationServer:
         if status != 200:
             return web.json_response({"error": {"message": f"status {status}"}}, status=status)
         sampling = body["sampling_params"]
-        self.seeds.append([params["sampling_seed"] for params in sampling])
-        return web.json_response(
-            [
-                self._chunk(ids, min(int(params["max_new_tokens"]), 2))
-                for ids, params in zip(body["input_ids"], sampling, strict=True)
-            ]
-        )
+        self.seeds.append(sampling["sampling_seed"])
+        event = self._event(body["input_ids"], min(int(sampling["max_new_tokens"]), self.most_tokens))
+        return web.Response(text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
 
-    def _chunk(self, ids: list[int], wanted: int) -> dict[str, Any]:
+    def _event(self, ids: list[int], wanted: int) -> dict[str, Any]:
         rest = [EOS] if ids[-1] == ids_of("7")[0] else [*ids_of("7"), EOS]
         output = rest[:wanted]
         reason = "stop" if output[-1] == EOS else "length"
@@ -111,6 +109,7 @@ class FakeGenerationServer:
                 "output_token_logprobs": [[-0.5, token, None] for token in output],
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(output)}],
                 "finish_reason": {"type": reason},
+                "completion_tokens": len(output),
             },
         }
 

@@ -41,8 +41,8 @@ async def _ask(*, is_ending: bool) -> None:
             route,
             sampling=SamplingConfig(),
             stop_token_ids=[0],
-            new_tokens_per_chunk=4,
-            request_timeout_s=DEADLINE_S,
+            first_token_timeout_s=DEADLINE_S,
+            token_timeout_s=DEADLINE_S,
         )
         group = asyncio.create_task(client.sample_group("0:a", [1, 2], seeds=[1, 2]))
         await asyncio.wait_for((lost if is_ending else told).wait(), DEADLINE_S)
@@ -57,31 +57,15 @@ def test_a_server_that_leaves_with_the_trial_is_no_warning(is_ending: bool, capl
     assert ("/generate failed" in caplog.text) is not is_ending
 
 
-def _answers(
-    model: Path, *, engine_seeds: Sequence[int], chunk_tokens: int, enough: int | None = None
-) -> list[list[int]]:
+def _answers(model: Path, *, engine_seeds: Sequence[int], turn_tokens: int) -> list[list[int]]:
     answers = sample_in_turns(
-        model,
-        [7, 9],
-        seeds=range(6),
-        engine_seeds=engine_seeds,
-        chunk_tokens=chunk_tokens,
-        max_new_tokens=24,
-        enough=enough,
+        model, [7, 9], seeds=range(6), engine_seeds=engine_seeds, turn_tokens=turn_tokens, max_new_tokens=24
     )
     return [answer.output_ids for answer in asyncio.run(answers)]
 
 
-def test_answers_follow_from_their_seeds_whatever_the_chunks_and_the_servers(tmp_path: Path) -> None:
+def test_answers_follow_from_their_seeds_whatever_the_requests_and_the_servers(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
-    in_one_go = _answers(model, engine_seeds=[1], chunk_tokens=24)
+    in_one_go = _answers(model, engine_seeds=[1], turn_tokens=24)
     assert max(len(answer) for answer in in_one_go) == 24 and len({tuple(answer) for answer in in_one_go}) == 6
-    assert _answers(model, engine_seeds=[2, 3], chunk_tokens=5) == in_one_go
-
-
-def test_of_more_answers_than_are_wanted_those_that_end_first_are_kept(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model")
-    everything = _answers(model, engine_seeds=[1], chunk_tokens=24)
-    kept = _answers(model, engine_seeds=[1], chunk_tokens=1, enough=3)
-    assert len(kept) == 3 and all(answer in everything for answer in kept)
-    assert sorted(map(len, kept)) == sorted(map(len, everything))[:3] < [24] * 3
+    assert _answers(model, engine_seeds=[2, 3], turn_tokens=5) == in_one_go

@@ -1,4 +1,4 @@
-"""The experts of an answer come together over its chunks, and into the sample: each row as it was said first."""
+"""The experts of an answer come together over its requests, and into the sample: each row as it was said first."""
 
 import asyncio
 import base64
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.partial_rollout import MalformedChunkError, PartialAnswer
+from corral.workers.rollout.partial_rollout import MalformedEventError, PartialAnswer
 from corral.workers.rollout.routed_experts import AnswerExperts
+from corral.workers.rollout.stream_events import StreamEvent
 from corral.workers.rollout.trajectories import make_sample
 from tests.workers.engine.tiny_models import EXPERT_LAYERS, NUM_EXPERTS, TOP_K, save_tiny_model
 from tests.workers.rollout.engine_servers import sample_in_turns
@@ -34,16 +36,15 @@ def draw_rows(num_tokens: int, *, seed: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(0, NUM_EXPERTS, (num_tokens, SPEC.num_layers, TOP_K))
 
 
-def chunk(num_tokens: int, *, reason: str, experts: str | None) -> dict[str, Any]:
-    meta: dict[str, Any] = {
+def end_of_request(num_tokens: int, *, reason: str, experts: str | None) -> StreamEvent:
+    meta = {
+        "completion_tokens": num_tokens,
         "output_token_logprobs": [[-0.5, 1, None]] * num_tokens,
         "weight_versions": [{"version": "1.1", "start": 0, "end": num_tokens}],
         "finish_reason": {"type": reason},
+        "routed_experts": experts,
     }
-    return {
-        "output_ids": [1] * num_tokens,
-        "meta_info": meta | ({} if experts is None else {"routed_experts": experts}),
-    }
+    return msgspec.convert({"output_ids": [1] * num_tokens, "meta_info": meta}, StreamEvent)
 
 
 def sample_rows(answer: PartialAnswer, prompt: list[int] = PROMPT) -> npt.NDArray[np.int16]:
@@ -54,25 +55,23 @@ def sample_rows(answer: PartialAnswer, prompt: list[int] = PROMPT) -> npt.NDArra
     return sample.data["routed_experts"].reshape(-1, len(EXPERT_LAYERS), TOP_K)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
-def test_a_row_is_what_the_chunk_said_whose_weights_made_the_token_after_it(
-    chunks: list[tuple[int, int, bool]],
-) -> None:
-    """Of each chunk: its tokens, how far before what is known it was asked, whether it was lost with an abort."""
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6))
+def test_a_row_is_what_the_request_said_whose_weights_made_the_token_after_it(requests: list[tuple[int, bool]]) -> None:
+    """Of each request: its tokens, and whether its experts were lost with an abort; then the next one says them."""
     answer = PartialAnswer(max_new_tokens=100, experts=AnswerExperts(SPEC, PROMPT))
     assert answer.experts is not None
-    expected = np.full((len(PROMPT) + sum(tokens for tokens, _, _ in chunks), 2, TOP_K), -1)
-    known = total = 0
-    total = len(PROMPT)
-    for number, (tokens, overlap, is_lost) in enumerate(chunks):
-        start = max(0, answer.experts.num_rows - overlap)
+    expected = np.full((len(PROMPT) + sum(tokens for tokens, _ in requests), 2, TOP_K), -1)
+    known, total = 0, len(PROMPT)
+    for number, (tokens, is_lost) in enumerate(requests):
         total += tokens
-        rows = draw_rows(total - 1 - start, seed=number)
-        text = None if is_lost else text_of(rows)
-        answer.extend(chunk(tokens, reason="abort", experts=text), num_prompt_tokens=3, experts_from=start)
+        rows = draw_rows(total - 1 - known, seed=number)
+        answer.begin()
+        answer.extend(end_of_request(tokens, reason="abort", experts=None if is_lost else text_of(rows)))
+        answer.settle()
         if not is_lost:
-            expected[known : total - 1] = rows[known - start :][:, EXPERT_LAYERS]
+            expected[known : total - 1] = rows[:, EXPERT_LAYERS]
             known = total - 1
+        assert answer.experts.num_rows == known
     np.testing.assert_array_equal(sample_rows(answer), expected)
 
 
@@ -87,38 +86,38 @@ def test_a_row_is_what_the_chunk_said_whose_weights_made_the_token_after_it(
 )
 def test_experts_that_are_not_those_of_the_tokens_are_refused(experts: str | None, message: str) -> None:
     answer = PartialAnswer(max_new_tokens=4, experts=AnswerExperts(SPEC, PROMPT))
-    with pytest.raises(MalformedChunkError, match=message):
-        answer.extend(chunk(2, reason="length", experts=experts), num_prompt_tokens=3)
+    with pytest.raises(MalformedEventError, match=message):
+        answer.extend(end_of_request(2, reason="length", experts=experts))
     assert not answer.output_ids
 
 
 def test_an_agent_that_makes_an_answer_of_its_own_has_the_trainer_choose() -> None:
     answer = PartialAnswer(max_new_tokens=4, experts=AnswerExperts(SPEC, PROMPT))
-    answer.extend(chunk(2, reason="length", experts=text_of(draw_rows(4, seed=0))), num_prompt_tokens=3)
+    answer.extend(end_of_request(2, reason="length", experts=text_of(draw_rows(4, seed=0))))
     assert (sample_rows(answer)[:4] >= 0).all()
     assert (sample_rows(answer, [7, 9]) == -1).all()  # after another prompt than it was asked with
     answer.experts = None
     assert (sample_rows(answer) == -1).all()
 
 
-def _answers(model: Path, *, engine_seeds: Sequence[int], chunk_tokens: int) -> list[PartialAnswer]:
+def _answers(model: Path, *, engine_seeds: Sequence[int], turn_tokens: int) -> list[PartialAnswer]:
     answers = sample_in_turns(
         model,
         PROMPT,
         seeds=range(4),
         engine_seeds=engine_seeds,
-        chunk_tokens=chunk_tokens,
+        turn_tokens=turn_tokens,
         max_new_tokens=12,
         experts=SPEC,
     )
     return asyncio.run(answers)
 
 
-def test_answers_have_the_same_experts_whatever_the_chunks_and_the_servers(tmp_path: Path) -> None:
+def test_answers_have_the_same_experts_whatever_the_requests_and_the_servers(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", model_type="qwen3_moe")
-    in_one_go = _answers(model, engine_seeds=[1], chunk_tokens=12)
-    in_chunks = _answers(model, engine_seeds=[2, 3], chunk_tokens=5)
-    for whole, pieces in zip(in_one_go, in_chunks, strict=True):
+    in_one_go = _answers(model, engine_seeds=[1], turn_tokens=12)
+    in_turns = _answers(model, engine_seeds=[2, 3], turn_tokens=5)
+    for whole, pieces in zip(in_one_go, in_turns, strict=True):
         rows = sample_rows(whole)
         assert whole.output_ids == pieces.output_ids and len(np.unique(rows)) > NUM_EXPERTS // 2
         assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()
