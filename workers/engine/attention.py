@@ -79,7 +79,8 @@ class KVCache:
             return False
         capacity = min(power_of_two_at_least(max(length, _SMALLEST_CAPACITY)), max(longest_reserved, length))
         affordable_rows = max(self._max_total_tokens // capacity, num_rows)
-        self._replace(min(power_of_two_at_least(num_rows), self._max_rows, affordable_rows), capacity)
+        wanted_rows = max(power_of_two_at_least(num_rows), self.num_rows)  # those of ended requests may be kept
+        self._replace(min(wanted_rows, self._max_rows, affordable_rows), capacity)
         return True
 
     def release(self) -> None:

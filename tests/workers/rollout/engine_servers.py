@@ -1,8 +1,9 @@
 """Answers of one group by embedded engines behind HTTP, which take turns."""
 
+import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,37 @@ from tests.workers.trusted import trust
 DEADLINE_S = 20.0
 
 
+class Connections:
+    """Between a client and a server: bytes pass, until they are cut."""
+
+    def __init__(self, behind: str) -> None:
+        self._host, self._port = behind.removeprefix("https://").split(":")
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> str:
+        """Listen; returns the URL."""
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        return "https://{}:{}".format(*self._server.sockets[0].getsockname())
+
+    def cut(self) -> None:
+        """As a server that is killed: nobody is told anything, and nobody answers any more."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, there_writer]
+        with suppress(OSError):
+            await asyncio.gather(self._pass(reader, there_writer), self._pass(there_reader, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
 async def sample_in_turns(
     model: Path,
     prompt: Sequence[int],
@@ -26,6 +58,7 @@ async def sample_in_turns(
     engine_seeds: Sequence[int],
     turn_tokens: int,
     max_new_tokens: int,
+    stop_token_ids: Sequence[int] = (0,),
     experts: RoutedExpertsSpec | None = None,
     enough: int | None = None,
 ) -> list[PartialAnswer]:
@@ -57,7 +90,7 @@ async def sample_in_turns(
             session,
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-            stop_token_ids=[0],
+            stop_token_ids=stop_token_ids,
             first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,
             experts=experts,

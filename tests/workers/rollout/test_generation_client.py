@@ -1,17 +1,26 @@
 """The client of generation servers: what it says of one that goes away, and that answers follow from their seeds."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from corral.experiments.config.rollout import SamplingConfig
+from corral.workers.engine.engine import GenerationEngine
+from corral.workers.engine.server import EngineServer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.streams.https import open_session
 from tests.workers.engine.tiny_models import save_tiny_model
-from tests.workers.rollout.engine_servers import DEADLINE_S, sample_in_turns
+from tests.workers.rollout.engine_servers import DEADLINE_S, Connections, sample_in_turns
+from tests.workers.trusted import trust
+
+PROMPT = list(range(1, 41))
 
 
 async def _ask(*, is_ending: bool) -> None:
@@ -69,3 +78,61 @@ def test_answers_follow_from_their_seeds_whatever_the_requests_and_the_servers(t
     in_one_go = _answers(model, engine_seeds=[1], turn_tokens=24)
     assert max(len(answer) for answer in in_one_go) == 24 and len({tuple(answer) for answer in in_one_go}) == 6
     assert _answers(model, engine_seeds=[2, 3], turn_tokens=5) == in_one_go
+
+
+async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[int], int, list[Setback]]:
+    """Eight answers whose first server is lost when it has made some of each; (answers, tokens that were still wanted
+    of each server when it was chosen, those that the second one has made, what was told of the first)."""
+    wanted, told = list[int](), list[Setback]()
+    async with AsyncExitStack() as stack:
+        engines = [GenerationEngine(model, seed=seed, version="0.0") for seed in range(2)]
+        servers = [EngineServer(engine, "key", "127.0.0.1", tls=trust().server()) for engine in engines]
+        urls = []
+        for server in servers:
+            stack.push_async_callback(server.stop)
+            urls.append(await server.start())
+        connections = Connections(urls[0])
+        urls[0] = await connections.start()
+        session = await stack.enter_async_context(
+            open_session(trust().client(), headers={"Authorization": "Bearer key"})
+        )
+
+        async def lose() -> None:
+            while engines[0].tokens_generated < 8 * 100:
+                await asyncio.sleep(0.001)
+            connections.cut()
+
+        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+            wanted.append(tokens)
+            if setback is None:
+                return urls[0]
+            told.append(setback)
+            return urls[1]
+
+        client = GenerationClient(
+            session,
+            route,
+            sampling=SamplingConfig(max_new_tokens=1000),
+            stop_token_ids=[],
+            first_token_timeout_s=DEADLINE_S,
+            token_timeout_s=DEADLINE_S,
+        )
+        losing = asyncio.create_task(lose())
+        answers = await client.sample_group("0:a", PROMPT, seeds=range(8))
+        await losing
+        return answers, wanted, engines[1].tokens_generated, told
+
+
+def test_a_server_that_is_lost_costs_what_had_not_come_back(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):  # answers of full length
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"eos_token_id": None}))
+    answers, wanted, num_made_again, told = asyncio.run(_over_a_lost_server(model))
+    assert [len(answer.output_ids) for answer in answers] == [1000] * 8
+    assert wanted[0] == 8 * 1000 and wanted[1] < 8 * (1000 - 32), "all but the tokens of an event had come back"
+    assert num_made_again == wanted[1], "what had come back is not made again"
+    assert len(told) == 1 and told[0].lost and not told[0].is_busy, "told once, though eight streams have ended"
+    in_one_go = sample_in_turns(
+        model, PROMPT, seeds=range(8), engine_seeds=[9], turn_tokens=1000, max_new_tokens=1000, stop_token_ids=[]
+    )
+    assert [answer.output_ids for answer in answers] == [answer.output_ids for answer in asyncio.run(in_one_go)]
