@@ -58,7 +58,7 @@ class Speed:
     wall: float
 
 
-def save_random_model(directory: Path) -> None:
+def save_random_model(directory: Path, *, context_length: int = 2048) -> None:
     config = Qwen2Config(
         hidden_size=256,
         intermediate_size=768,
@@ -66,7 +66,7 @@ def save_random_model(directory: Path) -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=2048,
+        max_position_embeddings=context_length,
         tie_word_embeddings=True,
         eos_token_id=None,
         pad_token_id=0,
@@ -88,6 +88,7 @@ def measure(
 
 
 def run_engine(engine: GenerationEngine, prompts: torch.Tensor, *, temperature: float) -> list[list[int]]:
+    engine.forget_prefixes()  # else the prompts of a second round cost it nothing
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
     outputs = engine.generate(
         GenerationRequest(request_id=str(row), prompt=tuple(prompt), sampling=sampling)

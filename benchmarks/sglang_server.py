@@ -27,7 +27,7 @@ from corral.workers.streams.https import open_session
 from tests.workers.trusted import connection_to, trust
 
 _ADDRESS = "127.0.0.1"
-_KEY = "the key of a benchmark"
+KEY = "the key of a benchmark"
 _START_TIMEOUT_S = 300.0
 _REQUEST_TIMEOUT_S = 300.0
 
@@ -46,7 +46,7 @@ class MeasuredSglang:
         body: dict[str, Any] = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         connection = connection_to(self.url, timeout_s=_REQUEST_TIMEOUT_S)
         try:
-            headers = {"Authorization": f"Bearer {_KEY}", "Content-Type": "application/json"}
+            headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
             connection.request("POST", "/generate", json.dumps(body), headers)
             response = connection.getresponse()
             answers = json.loads(response.read())
@@ -63,17 +63,25 @@ class MeasuredSglang:
 
 
 @contextmanager
-def serving_sglang(model: Path, folder: Path, *, dtype: str, max_running_requests: int) -> Iterator[MeasuredSglang]:
-    """A server of `model`; its log is `folder`/sglang.log."""
-    flags = {"disable-radix-cache": True}  # else the prompts of a second round cost it nothing
+def serving_sglang(
+    model: Path, folder: Path, *, dtype: str, max_running_requests: int, keeps_prompts: bool = False
+) -> Iterator[MeasuredSglang]:
+    """A server of `model`; its log is `folder`/sglang.log.
+
+    Args:
+        keeps_prompts: else the prompts of a second round cost it as much as those of the first.
+    """
+    flags = {} if keeps_prompts else {"disable-radix-cache": True}
     spec = GenerationServerSpec(
         index=0,
         backend="sglang",
         initial_weights=model,
-        engine=EngineConfig.model_validate({"dtype": dtype, "max_running_requests": max_running_requests}),
+        engine=EngineConfig.model_validate(
+            {"dtype": dtype, "max_running_requests": max_running_requests, "max_total_tokens": None}
+        ),
         sglang=SglangConfig(python=sglang_python(SglangConfig()), flags=dict(flags)),
     )
-    keys = {"api_key": Secret(_KEY), "admin_key": Secret(_KEY + ", as administrator")}
+    keys = {"api_key": Secret(KEY), "admin_key": Secret(KEY + ", as administrator")}
     access = ServerAccess(address=_ADDRESS, trust=trust(), **keys)
     with asyncio.Runner() as runner:
         session = runner.run(_session())
