@@ -6,7 +6,7 @@
     message --error_body()--> {"error": {"message": ...}}
 
 What this server would have to ignore (text prompts, grammars, logit biases) is refused by its name, so that no client
-believes in it.
+believes in it. So are SGLang's lists of prompts: each answer has a request of its own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,7 @@ from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from corral.workers.engine.requests import ExpertRows, RequestOutput
@@ -41,25 +32,10 @@ class BadRequestError(ValueError):
 
 
 def _check_token_ids(value: list[Any]) -> list[Any]:
-    """One prompt or a list of prompts; by hand, so that 100,000 wrong items are one error and not 100,000."""
-    prompts = value if value and isinstance(value[0], list) else [value]
-    for prompt in prompts:
-        if not isinstance(prompt, list) or any(type(token_id) is not int for token_id in prompt):
-            raise ValueError("must be a list of integer token ids, or a list of such lists")
+    """By hand, so that 100,000 wrong items are one error and not 100,000."""
+    if any(type(token_id) is not int for token_id in value):
+        raise ValueError("must be a list of integer token ids, of one prompt")
     return value
-
-
-_SHARED, _LISTED = "for all prompts", "for each prompt"  # pydantic's names for the two forms; no client sees them
-
-
-def _form(value: object) -> str:
-    return _LISTED if isinstance(value, list) else _SHARED
-
-
-_SamplingParamsForms = Annotated[
-    Annotated[SamplingParams, Tag(_SHARED)] | Annotated[list[SamplingParams], Field(fail_fast=True), Tag(_LISTED)],
-    Discriminator(_form),
-]
 
 
 class GenerateBody(BaseModel):
@@ -68,9 +44,8 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     input_ids: Annotated[list[Any], AfterValidator(_check_token_ids)]
-    """One prompt, or a list of prompts (then the reply is a list)."""
-    sampling_params: _SamplingParamsForms = SamplingParams()
-    """For all prompts, or a list with those of each, as SGLang takes them."""
+    """One prompt; a request for each answer."""
+    sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     return_original_logprob: bool = False
     """Whether `output_token_original_logprobs` come as well: those of the same tokens at temperature 1. SGLang has no
@@ -86,35 +61,10 @@ class GenerateBody(BaseModel):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
-        """A list has one entry per prompt, and nothing is asked for that would not come."""
+        """Nothing is asked for that would not come."""
         if self.return_original_logprob and not self.return_logprob:
             raise ValueError("return_original_logprob needs return_logprob: true")
-        params = self.sampling_params
-        if not isinstance(params, list):
-            return self
-        if self.is_single:
-            raise ValueError(
-                "sampling_params is a list, and input_ids one prompt; send one object, or a list of prompts"
-            )
-        if len(params) != len(self.prompts):
-            raise ValueError(f"sampling_params lists {len(params)} objects for {len(self.prompts)} prompts")
         return self
-
-    @property
-    def params_by_prompt(self) -> list[SamplingParams]:
-        """How the answers to each prompt are sampled."""
-        params = self.sampling_params
-        return params if isinstance(params, list) else [params] * len(self.prompts)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether `input_ids` is one prompt and not a list of prompts."""
-        return not (self.input_ids and isinstance(self.input_ids[0], list))
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """The prompts, one entry for the single form."""
-        return [self.input_ids] if self.is_single else self.input_ids
 
 
 def parse(body: bytes) -> GenerateBody:
@@ -133,7 +83,7 @@ def parse(body: bytes) -> GenerateBody:
 
 
 def _problem(entry: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in entry["loc"] if part not in (_SHARED, _LISTED))
+    where = ".".join(map(str, entry["loc"]))
     return f"{where}: {entry['msg']}, got {reprlib.repr(entry['input'])}" if where else entry["msg"]
 
 

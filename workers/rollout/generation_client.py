@@ -48,8 +48,7 @@ class Setback:
     url: str
     is_busy: bool
     """Whether the server is well: it only had no room, or has given the answer up."""
-    lost: str = ""
-    """How the connection to it ended, if it did."""
+    reason: str
 
 
 RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
@@ -137,9 +136,9 @@ class GenerationClient:
                 return index
             num_futile = 0 if len(answer.output_ids) > num_before else num_futile + 1
             await _pause(num_futile)
-            if setback.lost:
+            if not setback.is_busy:
                 # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
-                logger.warning("%s/generate failed: %s", setback.url, setback.lost)
+                logger.warning("%s/generate failed: %s", setback.url, setback.reason)
             place = await self._place(group, place, setback)
 
     async def _place(self, group: _Group, left: _Place | None, setback: Setback | None) -> _Place:
@@ -182,12 +181,12 @@ class GenerationClient:
                     has_ended, silence_s = reason is not None, self.token_timeout_s
                     deadline.reschedule(loop.time() + silence_s)
         except TimeoutError:
-            return Setback(url, is_busy=False, lost=f"it said nothing for {silence_s:g} s")
+            return Setback(url, is_busy=False, reason=f"it said nothing for {silence_s:g} s")
         except (aiohttp.ClientError, OSError, MalformedEventError, msgspec.MsgspecError) as error:
-            return Setback(url, is_busy=False, lost=str(error) or type(error).__name__)
+            return Setback(url, is_busy=False, reason=str(error) or type(error).__name__)
         finally:
             answer.settle()
-        return Setback(url, is_busy=has_ended, lost="" if has_ended else "its stream ended before the answer")
+        return Setback(url, is_busy=has_ended, reason="its stream ended before the answer")
 
     def _body(self, group: _Group, answer: PartialAnswer) -> bytes:
         body: dict[str, Any] = {
@@ -213,10 +212,7 @@ def _judge(url: str, status: int, text: str) -> Setback:
     """What a status other than 200 means for the server; RequestRefusedError if it means nothing for it."""
     if status in _REFUSALS:
         raise RequestRefusedError(f"{url}/generate answered {status}: {text}")
-    is_busy = status in _BUSY
-    level = logging.INFO if is_busy else logging.WARNING
-    logger.log(level, "%s/generate answered %d: %s", url, status, text)
-    return Setback(url, is_busy=is_busy)
+    return Setback(url, is_busy=status in _BUSY, reason=f"it answered {status}: {text}")
 
 
 async def _pause(num_futile: int) -> None:

@@ -71,7 +71,7 @@ _REQUEST_DEADLINE_S = 60.0
 _WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent is interrupted
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
 _LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while
-_MAX_CONNECTIONS = 1024
+_MAX_CONNECTIONS = 0  # no limit: one for each answer under way, whose server would seem silent while it waits for one
 _MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
 

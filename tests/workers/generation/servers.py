@@ -66,6 +66,9 @@ class Client:
         return answer
 
     def generate(self, input_ids: Any, **sampling: Any) -> Any:
+        """The answer to a prompt, or those to several that are asked for at once."""
+        if isinstance(input_ids[0], list):
+            return [future.result() for future in [self.start(prompt, **sampling) for prompt in input_ids]]
         options = {name: sampling.pop(name) for name in _OF_THE_REQUEST if name in sampling}
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **options}
         status, answer = self.call("POST", "/generate", body)
