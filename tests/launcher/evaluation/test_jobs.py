@@ -26,6 +26,7 @@ from corral.launcher.evaluation.plan import (
     make_evaluation_config,
     make_requests,
     read_plan,
+    scheduling_of,
     write_request,
 )
 from corral.launcher.evaluation.status import EvaluationReader, JobRecord, jobs_folder, record_path
@@ -34,7 +35,7 @@ from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import make_material, submit
 from tests.launcher.evaluation.evaluable import NUM_PROBLEMS, make_evaluable_trial, write_problems
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import make_plan, wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -296,11 +297,18 @@ def test_a_job_that_ended_without_a_result_says_how(word: str, state: str, tmp_p
     assert watch(tmp_path, {"7": (word, "None")}) == [(state, True)]
 
 
-def test_an_evaluation_asks_for_what_a_training_rank_gets() -> None:
-    scheduling = Scheduling(cpu=3, mem=2048, gpu=4, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
+def test_an_evaluation_gets_what_a_server_has_or_a_training_rank_and_one_gpu(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, task={"cpu": 3}, gpu=4)
+    assert scheduling_of(plan) == plan.scheduling["generation_server"].scheduling
+    plan = make_plan(tmp_path, task={"cpu": 3}, gpu=4, servers=0)
+    rank = scheduling_of(plan)
+    assert (rank.cpu, rank.gpu, plan.scheduling["model_worker"].scheduling.gpu) == (3, 1, 4)
+
+
+def test_an_evaluation_asks_slurm_for_what_it_gets() -> None:
+    scheduling = Scheduling(cpu=3, mem=2048, gpu=1, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
     launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=("--licenses=x:1",))
     asked = EvaluationResources("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
-    assert asked.gpus == 1
     assert asked.slurm == {
         "partition": "gpu",
         "account": "lab",  # the group's own value goes before that of the whole trial
