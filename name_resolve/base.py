@@ -3,6 +3,7 @@
     worker A: lease("workers/model_worker/0", address) --> backend: Redis, in `redis.py`
     worker B: wait("workers/model_worker/0")           <-- its address, as soon as it is there
     master:   get_subtree("workers")                   <-- who is alive
+    worker C: changes({"generation/servers": ""})      <-- as soon as one appears, moves or is taken away
 
 Liveness only: a name service may lose everything at any moment, and nothing but addresses and beats may depend on it.
 What must not be lost (epochs, commits, decisions) is in the trial log on the file system.
@@ -13,6 +14,7 @@ name over; who only refreshes gives way to another owner.
 
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Self
 
 from corral.name_resolve.errors import (
@@ -96,6 +98,22 @@ class NameService(LeaseStore):
         reason = f"; at the end {outage}" if outage else ""
         raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
 
+    def changes(self, seen: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
+        """Wait until something has changed directly below a root, or the time is over.
+
+        What changed while nobody waited is told at once, and so is whatever comes back to a service that had lost
+        everything. That a record expired is not told.
+
+        Args:
+            seen: by root ("" for names without a slash), the mark of its last change that the caller knows; "" for
+                none.
+            timeout_s: may be over later while the backend is unreachable.
+
+        Returns:
+            The marks of those roots that have changed.
+        """
+        return self._changes({check_root(root): mark for root, mark in seen.items()}, timeout_s)
+
     def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
 
@@ -133,6 +151,9 @@ class NameService(LeaseStore):
     @abstractmethod
     def _fetch_subtree(self, root: str) -> dict[str, str]:
         """Values by name, sorted by name."""
+
+    @abstractmethod
+    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]: ...
 
     @abstractmethod
     def _close(self) -> None:

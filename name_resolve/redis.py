@@ -2,16 +2,20 @@
 
     {prefix}{name}     JSON {"owner", "value"}, with the TTL of the record        corral/<uuid>/workers/rollout_worker/0
     {prefix}~names     sorted set of names, all with score 0, so in byte order    corral/<uuid>/~names
+    {prefix}~changed/  stream of one entry, by root; its id marks the last change corral/<uuid>/~changed/workers/rollout_worker
 
 A subtree is a range of the sorted set plus one MGET: it costs what it returns, where KEYS and SCAN cost what the server
 holds. Lua scripts change a record and the set in one step, so the set always contains every living name; a name whose
 record has expired is skipped, and taken out by whoever meets it. They compare and write without anything in between,
 which a GET followed by a SET cannot:
 
-    store    nothing there | same owner | replace --> SET, add to the set ---------------> ""
+    store    nothing there | same owner | replace --> SET, add to the set, mark a change -> ""
              another owner's record               -------------------------------------> that owner
-    remove   (owner matches, if one is given)     --> take out of the set, DEL
+    remove   (owner matches, if one is given)     --> take out of the set, DEL, mark it
     prune    for each name: key expired           --> take out of the set
+
+Who waits for changes blocks in XREAD: one that waits costs nothing until there is one, and none is missed, since the
+marks are kept by who waits. They follow the clock, so that those of a Redis that lost everything are newer ones.
 
 Every operation retries over reconnects, for `unavailable_timeout_s`. That is safe because storing is idempotent for one
 owner, and removing for all. Connections come from a pool, one for each thread that is in an operation.
@@ -21,7 +25,8 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import redis
@@ -35,6 +40,7 @@ from corral.name_resolve.lease import Put
 from corral.name_resolve.names import check_prefix
 
 _SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
+_LONGEST_WAIT_S = 10.0  # for a change, before the connection is proved to live
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.5
 _NAMES_PER_COMMAND = 1000  # keeps single commands short, since Redis serves nobody else meanwhile
 
@@ -64,6 +70,9 @@ end
 if not stored then
   redis.call('ZADD', KEYS[2], 0, ARGV[1])
 end
+if stored ~= ARGV[3] then
+  redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', '', '')
+end
 return ''
 """
 _REMOVE = f"""{_OWNER_OF}
@@ -72,7 +81,9 @@ if ARGV[2] ~= '' then
   if stored and owner_of(stored) ~= ARGV[2] then return end
 end
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('DEL', KEYS[1])
+if redis.call('DEL', KEYS[1]) == 1 then
+  redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', '', '')
+end
 """
 _PRUNE = """
 for i, name in ipairs(ARGV) do
@@ -127,21 +138,22 @@ class RedisNameService(NameService):
         self._user = username or "default"
         self._unavailable_timeout_s = unavailable_timeout_s
         self._is_disconnected = False
-        pool = ConnectionPool(
+        open_pool = partial(
+            ConnectionPool,
             connection_class=ProvedConnection,
             tls=tls,
             host=host,
             port=port,
             username=username,
             password=password,
-            socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),  # retries are ours: with one deadline, and with the server named in the error
             protocol=2,
             decode_responses=True,
         )
         # Any: redis-py gives its commands either no types or unions with awaitables.
-        self._client: Any = redis.Redis.from_pool(pool)
+        self._client: Any = redis.Redis.from_pool(open_pool(socket_timeout=_SOCKET_TIMEOUT_S))
+        self._waiting: Any = redis.Redis.from_pool(open_pool(socket_timeout=_LONGEST_WAIT_S + _SOCKET_TIMEOUT_S))
 
     def _put(self, puts: Sequence[Put], *, patience_s: float | None = None) -> list[str]:
         calls = [self._store_call(put) for put in puts]
@@ -151,10 +163,11 @@ class RedisNameService(NameService):
         record = json.dumps({"owner": put.owner, "value": put.value})
         ttl_ms = "" if put.ttl_s is None else str(max(round(put.ttl_s * 1000), 1))
         arguments = (put.name, put.owner, record, ttl_ms, "1" if put.replace else "0")
-        return _STORE, (self._key(put.name), self._index), arguments
+        return _STORE, (self._key(put.name), self._index, self._mark_key(put.name.rpartition("/")[0])), arguments
 
     def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> None:
-        call = _REMOVE, (self._key(name), self._index), (name, owner or "")
+        keys = (self._key(name), self._index, self._mark_key(name.rpartition("/")[0]))
+        call = _REMOVE, keys, (name, owner or "")
         self._retry(lambda: self._evaluate([call]), patience_s)
 
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
@@ -175,6 +188,13 @@ class RedisNameService(NameService):
                 self._evaluate([(_PRUNE, (self._index, *map(self._key, expired)), expired)])
         return values
 
+    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        roots = {self._mark_key(root): root for root in seen}
+        block_ms = max(1, round(1000 * min(timeout_s, _LONGEST_WAIT_S)))  # 0 would be for ever
+        command = ("XREAD", "BLOCK", block_ms, "STREAMS", *roots, *(mark or "0" for mark in seen.values()))
+        found = self._retry(lambda: self._waiting.execute_command(*command))
+        return {roots[key]: str(entries[-1][0]) for key, entries in found or ()}
+
     def clock(self) -> float:
         seconds, microseconds = self._retry(lambda: self._client.execute_command("TIME"))
         return int(seconds) + int(microseconds) / 1e6
@@ -182,9 +202,13 @@ class RedisNameService(NameService):
     def _close(self) -> None:
         self._is_disconnected = True
         self._client.close()
+        self._waiting.close()
 
     def _key(self, name: str) -> str:
         return self._prefix + name
+
+    def _mark_key(self, root: str) -> str:
+        return f"{self._prefix}~changed/{root}"
 
     def _value(self, name: str, stored: str) -> str:
         try:

@@ -10,7 +10,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,22 @@ PREFIX = "corral/0123456789abcdef0123456789abcdef/"
 class MemoryStore:
     """Records that several services of one process share: what was put, and until when (monotonic seconds)."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Condition = field(default_factory=threading.Condition)
     records: dict[str, tuple[Put, float]] = field(default_factory=dict)
+    num_changes: Counter[str] = field(default_factory=Counter)
+    """By root."""
 
     def living(self) -> dict[str, Put]:
         now_s = time.monotonic()
         return {name: put for name, (put, until_s) in sorted(self.records.copy().items()) if now_s < until_s}
+
+    def mark(self, name: str) -> None:
+        self.num_changes[name.rpartition("/")[0]] += 1
+        self.lock.notify_all()
+
+    def newer(self, seen: Mapping[str, str]) -> dict[str, str]:
+        marks = {root: str(self.num_changes[root] or "") for root in seen}
+        return {root: mark for root, mark in marks.items() if mark != seen[root]}
 
 
 class MemoryNameService(NameService):
@@ -54,6 +65,8 @@ class MemoryNameService(NameService):
             return stored.owner
         until_s = float("inf") if put.ttl_s is None else time.monotonic() + put.ttl_s
         self._store.records[put.name] = (put, until_s)
+        if stored is None or (stored.owner, stored.value) != (put.owner, put.value):
+            self._store.mark(put.name)
         return ""
 
     def _remove(self, name: str, *, owner: str | None, patience_s: float | None = None) -> None:
@@ -61,6 +74,7 @@ class MemoryNameService(NameService):
             stored = self._store.living().get(name)
             if stored is not None and owner in (None, stored.owner):
                 del self._store.records[name]
+                self._store.mark(name)
 
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None:
         stored = self._store.living().get(name)
@@ -72,6 +86,11 @@ class MemoryNameService(NameService):
             for name, put in self._store.living().items()
             if not root or name == root or name.startswith(f"{root}/")
         }
+
+    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        with self._store.lock:
+            self._store.lock.wait_for(lambda: self._store.newer(seen), timeout=timeout_s)
+            return self._store.newer(seen)
 
     def clock(self) -> float:
         return time.monotonic()

@@ -144,3 +144,31 @@ def test_all_who_ask_for_the_time_are_told_the_same(make_service: ServiceFactory
     first, second = make_service(), make_service()
     before = first.clock()
     assert before <= second.clock() <= first.clock() < before + 60.0
+
+
+def test_a_change_below_a_root_is_told_to_who_waits_and_to_who_comes_later(make_service: ServiceFactory) -> None:
+    service, other = make_service(), make_service()
+    service.add("a/b/1", "x")
+    seen = service.changes({"a/b": "", "a": ""}, timeout_s=60)
+    assert list(seen) == ["a/b"], "only directly below"
+    told: list[dict[str, str]] = []
+    waiting = threading.Thread(target=lambda: told.append(service.changes(seen, timeout_s=60)))
+    waiting.start()
+    other.add("a/b/1", "y")
+    waiting.join(60)
+    assert list(told[0]) == ["a/b"]
+    for change in (lambda: other.add("a/b/2", "x"), lambda: other.delete("a/b/1")):
+        seen |= service.changes(seen, timeout_s=0.01)
+        change()
+        assert list(service.changes(seen, timeout_s=0)) == ["a/b"]
+    service.add("plain", "x")
+    assert list(service.changes({"": ""}, timeout_s=60)) == [""]
+
+
+def test_a_record_that_is_only_refreshed_is_no_change(make_service: ServiceFactory) -> None:
+    service = make_service()
+    add_for_a_while(service, "a/b", ttl_s=60)
+    seen = service.changes({"a": ""}, timeout_s=60)
+    add_for_a_while(service, "a/b", ttl_s=60)
+    service.delete("a/nothing")
+    assert service.changes(seen, timeout_s=0.01) == {}

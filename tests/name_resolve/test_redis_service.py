@@ -38,6 +38,25 @@ def test_a_lease_is_back_within_10_s_after_redis_lost_everything(own_redis_serve
         assert list(observer.get_subtree("")) == ["workers/a"], "nothing that nobody refreshes comes back"
 
 
+def test_what_comes_back_to_a_redis_that_lost_everything_is_a_change_for_who_waited_before(
+    own_redis_server: RedisServer,
+) -> None:
+    with connect(own_redis_server, unavailable_timeout_s=120) as owner, connect(own_redis_server) as waiter:
+        owner.lease("workers/a", "v", ttl_s=60, owner="me")
+        seen = waiter.changes({"workers": ""}, timeout_s=60)
+        told = threading.Event()
+
+        def wait() -> None:
+            while not waiter.changes(seen, timeout_s=60):
+                pass
+            told.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        kill(own_redis_server)
+        own_redis_server.start()
+        assert told.wait(120)
+
+
 def test_operations_wait_through_a_restart(own_redis_server: RedisServer) -> None:
     with connect(own_redis_server, unavailable_timeout_s=120) as names:
         names.add("before", "x")

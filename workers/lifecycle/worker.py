@@ -13,6 +13,7 @@ goes on while the main thread computes.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -22,7 +23,7 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -47,6 +48,9 @@ from corral.workers.streams.security import StreamSecurity
 logger = logging.getLogger(__name__)
 
 SpecType = TypeVar("SpecType", bound=BaseModel)
+Action = Callable[[], Awaitable[None]]
+
+_NEWS_PAUSE_S = 0.05  # of a gang that registers, or leaves, its watchers hear a few times, not once for each rank
 
 
 class BadConfigurationError(ValueError):
@@ -175,14 +179,52 @@ class Worker(ABC):
     def run(self) -> None:
         """Set up, then work until the trial is done or `context.stopping` is set."""
 
-    async def every(self, interval_s: float, action: Callable[[], Awaitable[None]]) -> None:
-        """Look at something again and again until the worker is to leave; outages of the name service are outlasted."""
+    async def every(self, interval_s: float, action: Action, *, sooner: asyncio.Event | None = None) -> None:
+        """Look at something again and again until the worker is to leave; outages of the name service are outlasted.
+
+        Args:
+            sooner: is set when it should not wait for the end of the interval.
+        """
+        sooner = sooner or asyncio.Event()
         while not self.context.stopping.is_set():
+            sooner.clear()
             try:
                 await action()
             except NameServiceError as error:
                 logger.warning("name-resolve does not answer: %s", error)
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(sooner.wait(), interval_s)
+
+    async def follow(self, actions: Mapping[str, Action], *, at_least_every_s: float) -> None:
+        """Perform the action of a root of names when a name directly below it changes.
+
+        That news comes at once is an optimisation; each action is performed at first and every so many seconds, too,
+        and finds for itself what is new: records expire without news.
+        """
+        loop, ended = asyncio.get_running_loop(), threading.Event()
+        news = {action: asyncio.Event() for action in actions.values()}
+
+        def listen() -> None:
+            seen = dict.fromkeys(actions, "")
+            while not ended.is_set():
+                try:
+                    changed = self.context.names.changes(seen, timeout_s=at_least_every_s)
+                except NameServiceError:  # every action that needs the service says so
+                    ended.wait(_NEWS_PAUSE_S)
+                    continue
+                seen |= changed
+                for root in changed:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        loop.call_soon_threadsafe(news[actions[root]].set)
+                ended.wait(_NEWS_PAUSE_S)
+
+        threading.Thread(target=listen, name="names", daemon=True).start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for action, sooner in news.items():
+                    tasks.create_task(self.every(at_least_every_s, action, sooner=sooner))
+        finally:
+            ended.set()
 
 
 def install_signal_handlers(stopping: threading.Event, *, notice: Notice | None = None) -> None:
