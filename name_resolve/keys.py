@@ -7,7 +7,8 @@
     generation/manager               the generation-server manager -> address
     generation/servers/{index}       the generation servers        -> address
     generation/weights_in_use        directories of weights that servers read now
-    policy_version                   "{epoch}.{version}" published last
+    trainer/policy_version           the weights that were published last
+    trainer/committed                slot of the trial log's last commit or fall-back
     rendezvous/{incarnation}         where the ranks of one gang meet
 
 Names are relative: in Redis they live under `prefix`.
@@ -69,8 +70,14 @@ class TrialKeys:
     def weights_in_use(self) -> str:
         return "generation/weights_in_use"
 
+    def trainer_root(self) -> str:
+        return "trainer"
+
     def policy_version(self) -> str:
-        return "policy_version"
+        return f"{self.trainer_root()}/policy_version"
+
+    def committed(self) -> str:
+        return f"{self.trainer_root()}/committed"
 
     def gang_rendezvous(self, incarnation: int | str) -> str:
         return check_name(f"rendezvous/{incarnation}")

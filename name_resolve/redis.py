@@ -2,7 +2,7 @@
 
     {prefix}{name}     JSON {"owner", "value"}, with the TTL of the record        corral/<uuid>/workers/rollout_worker/0
     {prefix}~names     sorted set of names, all with score 0, so in byte order    corral/<uuid>/~names
-    {prefix}~changed/  stream of one entry, by root; its id marks the last change corral/<uuid>/~changed/workers/rollout_worker
+    {prefix}~changed/  by root a stream of one entry, whose id marks the change   corral/<uuid>/~changed/trainer
 
 A subtree is a range of the sorted set plus one MGET: it costs what it returns, where KEYS and SCAN cost what the server
 holds. Lua scripts change a record and the set in one step, so the set always contains every living name; a name whose

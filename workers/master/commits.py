@@ -15,7 +15,7 @@ training.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,23 @@ class Commits(AsyncClosing):
             await commits.settle()              # step 7 is committed, or it is known why not
     """
 
-    def __init__(self, epoch: Epoch, gang: TrainerGang, weights: PublishedVersions, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        gang: TrainerGang,
+        weights: PublishedVersions,
+        ledger: Ledger,
+        *,
+        say_head: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            say_head: tells those who read the log that it has another head, so that they need not look for it.
+        """
         self._epoch = epoch
         self._gang = gang
         self._weights = weights
+        self._say_head = say_head
         self._remover = Remover()
         self.ledger = ledger
         self.lines = StepLines(epoch.trial.metrics_path, epoch.trial.trajectories_path, epoch=epoch.writer.epoch)
@@ -230,6 +243,7 @@ class Commits(AsyncClosing):
             trained=delta.trained_count,
             dropped=len(delta.dropped),
         )
+        self._say_head(str(self._epoch.writer.state.head))
 
     async def _remove_old(self) -> None:
         epoch = self._epoch

@@ -52,7 +52,7 @@ A whole asynchronous step:
                                            Initialize, sessions    of a gang           then OkReply of all
 
      1, 4   rollout/rollout_worker.py, group_maker.py, generation_client.py; engine/loop.py
-     2, 3   manager/gserver_manager.py, admission.py, routing.py, on the gate of scheduling/staleness.py
+     2, 3   manager/gserver_manager.py, admission.py, routing.py, servers.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender_book.py and receiver.py
      6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
@@ -65,7 +65,7 @@ A whole asynchronous step:
             model/model_worker.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
-     9      `_publish` below, manager/gserver_manager.py
+     9      `_publish` below, manager/fleet.py
     11      checkpoint/committed_ledger.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py;
             epoch.py: what the ranks have loaded, held against the plan
@@ -97,7 +97,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
@@ -157,7 +157,7 @@ class MasterWorker(Worker):
         self._log = TrialLog(context.trial.log_path)
         self._journal = Journal(context.trial.journal_path)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
-        self._published: Lease | None = None
+        self._said: dict[str, Lease] = {}
 
     def run(self) -> None:
         try:
@@ -221,7 +221,9 @@ class MasterWorker(Worker):
         async with Disk() as disk:
             epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
             weights = PublishedVersions(epoch, gang, publish=self._publish)
-            commits = Commits(epoch, gang, weights, ledger)
+            say_head = partial(self._say, self.context.keys.committed())
+            say_head(str(writer.state.head))
+            commits = Commits(epoch, gang, weights, ledger, say_head=say_head)
             buffer = SequenceBuffer(is_consumed=ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             on_servers = None
@@ -319,12 +321,15 @@ class MasterWorker(Worker):
         )
 
     def _publish(self, published: PublishedWeights) -> None:
-        """Say which weights are the present ones; as a lease, the record returns by itself after Redis restarted."""
-        text = published.to_json()
-        if self._published is None:
-            self._published = self.context.lease(self.context.keys.policy_version(), text)
+        """Say which weights are the present ones."""
+        self._say(self.context.keys.policy_version(), published.to_json())
+
+    def _say(self, key: str, text: str) -> None:
+        """As a lease, so that the record returns by itself after Redis restarted."""
+        if key in self._said:
+            self._said[key].update(text)
         else:
-            self._published.update(text)
+            self._said[key] = self.context.lease(key, text)
 
 
 @contextmanager
