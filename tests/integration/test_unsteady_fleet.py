@@ -92,6 +92,8 @@ def _freeze_for_a_while(trial: Trial, victim: str) -> None:
 
 
 def _freeze_for_good(trial: Trial, victim: str) -> None:
+    # Who is still becoming ready is given minutes.
+    trial.wait_for(lambda: trial.workers()[victim]["state"] == "UP", f"{victim} to be up", pause_s=0.3)
     silent = len(trial.events("worker_silent", worker=victim))
     os.kill(trial.pid(victim), signal.SIGSTOP)
     trial.wait_for(lambda: len(trial.events("worker_silent", worker=victim)) > silent, f"{victim} to be taken for dead")
