@@ -43,6 +43,7 @@ from corral.experiments.trial.secrets import Secret, TrialSecrets  # noqa: E402
 from corral.experiments.trial.trust import Trust  # noqa: E402
 from corral.experiments.worker_specs import GserverManagerSpec  # noqa: E402
 from corral.name_resolve.keys import TrialKeys  # noqa: E402
+from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
 from corral.workers.generation.control import ControlServer  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
@@ -102,14 +103,15 @@ class Trial:
         self.plan = make_plan(trial.path).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
         self.step = 0
+        self.knows = ""
+        """Why no server may answer, as the manager said last."""
 
     def tell(self, published: PublishedWeights) -> None:
         self.names.add(self.keys.policy_version(), published.to_json())
         self.step = published.policy_version.step
 
     def are_all_at(self, step: int) -> bool:
-        servers = self.manager._table.ready()
-        return [server.version.step for server in servers if server.version is not None] == [step] * NUM_SERVERS
+        return len(self.manager._table.serving(PolicyVersion(0, step))) == NUM_SERVERS
 
     async def start(self) -> None:
         self.tasks = [asyncio.create_task(self.manager._main())]
@@ -125,9 +127,10 @@ class Trial:
         headers = {"Authorization": f"Bearer {API_KEY}"}
 
         async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
-            return self.manager._route(
-                Schedule(uid=uid, tokens=tokens, order=order, oldest_version=oldest_version)
-            ).url  # fmt: skip
+            asked = Schedule(uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, knows=self.knows)
+            answer = await self.manager._route(asked)
+            self.knows = answer.reason
+            return answer.url
 
         async with open_session(trust().client(), headers=headers, max_connections=8) as session:
             client = GenerationClient(

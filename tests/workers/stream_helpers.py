@@ -16,6 +16,7 @@ from corral.workers.requests.client import RequestClient
 from corral.workers.requests.messages import ReplyPayload, Request
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.router import Peer
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
 
@@ -74,7 +75,7 @@ class Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="words"
 def echo(security: StreamSecurity, *, address: str = LOOPBACK) -> Iterator[str]:
     """The address of a server, in a thread of its own, that says to a master what the master says."""
 
-    async def handle(role: str, request: Words) -> Words:
+    async def handle(peer: Peer, request: Words) -> Words:
         return request
 
     async def start() -> AsyncRequestServer[Words]:

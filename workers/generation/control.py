@@ -69,7 +69,7 @@ class _TimedFile(web.FileResponse):
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S: Final = 3.0
 _UPDATE_MARGIN_S = 30.0  # the worker gives up first, and says why
 _SHUTDOWN_TIMEOUT_S = 1.0
 _TORN = 422  # the weights are at fault, and not the server: whoever has published them is to hear of it
@@ -169,4 +169,4 @@ class ControlClient:
 
     async def probe(self, url: str) -> None:
         """ServerError unless the server at `url` says that it takes requests."""
-        await call(self._session, f"{url}/ready", key=self._api_key, timeout_s=_PROBE_TIMEOUT_S)
+        await call(self._session, f"{url}/ready", key=self._api_key, timeout_s=PROBE_TIMEOUT_S)

@@ -27,9 +27,10 @@ from typing import Final, Literal
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
+from corral.workers.manager.least_loaded import LeastLoaded
 from corral.workers.requests.manager_messages import Allocation, Outcome, WaitingFor
 
-RECORD_GRACE_S: Final = 12.0  # a name service that has lost everything has each record back within 10 s
+RECORD_GRACE_S: Final = 12.0  # a name service that lost everything has the manager's record back within 10 s
 SPOOL_GRACE_S: Final = 60.0  # a worker that is started again delivers what it has made; then others make it anew
 
 
@@ -115,8 +116,10 @@ class Admission:
         self._spooled: dict[str, str] = {}
         """The worker that has finished or given up a prompt, by uid; no commit covers it."""
         self._missed: dict[str, float] = {}
-        """Since when those who have something have no record."""
-        self._waiting: dict[str, None] = {}
+        """Since when those who have something are not connected."""
+        self._waiting = LeastLoaded()
+        self._unknown: dict[str, None] = {}
+        """Those who waited when it was forgotten what they have."""
         self._awaited: set[str] = set()
         self._version: PolicyVersion | None = None
         self._prompts = PromptQueue(passes, is_settled=self._is_settled)
@@ -173,25 +176,25 @@ class Admission:
             return Allocation(must_report=True)
         if holder.last is not None and holder.last.order != last:
             return holder.last
-        self._waiting[worker] = None
+        self._waiting.put(worker, (len(holder.running),))
         return None
 
     def leave(self, worker: str) -> None:
         """It does not wait for a prompt any more."""
-        self._waiting.pop(worker, None)
+        self._waiting.remove(worker)
+        self._unknown.pop(worker, None)
 
     def deal(self) -> Iterator[tuple[str, Allocation]]:
         """What those who wait get now; who is not known any more is told to report."""
-        for worker in [worker for worker in self._waiting if worker not in self._holders]:
-            del self._waiting[worker]
-            yield worker, Allocation(must_report=True)
-        while self._waiting and not self.waiting_for():
-            worker = min(self._waiting, key=lambda worker: len(self._holders[worker].running))
+        while self._unknown:
+            yield self._unknown.popitem()[0], Allocation(must_report=True)
+        while (least := self._waiting.least()) is not None and not self.waiting_for():
+            _, worker = least
             uid = self._prompts.peek()
             order = None if uid is None else self._gate.admit(uid)
             if uid is None or order is None:
                 raise AssertionError("the gate is open and there is a prompt")
-            del self._waiting[worker]
+            self._waiting.remove(worker)
             holder = self._holders[worker]
             holder.running[uid] = order
             holder.last = Allocation(uid=uid, order=order)
@@ -202,6 +205,8 @@ class Admission:
         holder = self._holders.get(worker)
         if holder is not None and holder.running.get(uid) == order:
             del holder.running[uid]
+            if worker in self._waiting:
+                self._waiting.put(worker, (len(holder.running),))
         is_in_spool = self._gate.order_of(uid) is None and self._spooled.get(uid) == worker  # as given up
         if self._is_committed(uid) or not (is_in_spool or self._gate.order_of(uid) == order):
             return
@@ -254,7 +259,7 @@ class Admission:
         self._prompts.put_back(uid)
 
     def look(self, alive: Collection[str], *, now: float) -> list[str]:
-        """Gives to others what the dead had; `alive` are the rollout workers with records in the name service.
+        """Gives to others what the dead had; `alive` are the rollout workers that are connected.
 
         Args:
             now: of any clock that runs on, in seconds.
@@ -277,10 +282,16 @@ class Admission:
     def _lose(self, worker: str) -> None:
         """What it ran is run by others; what it has finished is in its spool, and it may come back."""
         self._awaited.discard(worker)
+        self._forget(worker)
         holder = self._holders.pop(worker, None)
         for uid, order in holder.running.items() if holder else ():
             if self._gate.order_of(uid) == order and uid not in self._spooled:
                 self._free(uid)
+
+    def _forget(self, worker: str) -> None:
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+            self._unknown[worker] = None
 
     # The trainer
 
@@ -299,6 +310,8 @@ class Admission:
             self._gate.set_version(version.step)
             return
         self._gate.rebuild(version=version.step, consumed=consumed)
+        for waiting in list(self._waiting):
+            self._forget(waiting)
         self._holders.clear()
         self._spooled.clear()
         self._awaited = set(workers)

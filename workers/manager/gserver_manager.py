@@ -3,42 +3,42 @@
     loop        consumes                             waits for            produces
     requests    Allocate, Schedule, Finish, Report   rollout workers      Allocation, Route
                 Evaluate, Answered                   the same, master     held-out problems, what came out of them
-    weights     policy_version record                the master           updates of all servers, the gate's version
-    servers     generation_servers/* records         name-resolve         the ServerTable; probes of READY servers
-    workers     rollout workers' records             name-resolve         freed places of the dead
-    commits     trial log                            the master           consumed samples
+    trainer     policy_version, commits, trial log   the master           the gate's version, consumed samples
+    records     generation_servers/* records         name-resolve         the ServerTable
+    fleet       all of these                         servers              updates and probes, see fleet.py
+    workers     connections of rollout workers       rollout workers      freed places of the dead
 
 asyncio only; nothing is locked across I/O, and every loop and every update is a task of one TaskGroup. What it knows it
 can lose: Admission and ServerTable are rebuilt from reports, records and the trial log.
+
+Nobody asks again and again: who waits for a prompt or a server is answered when there is one, and whoever publishes a
+record wakes those who read it. That this news comes is an optimisation; every loop also looks by itself now and then.
 """
 
 import asyncio
-import contextlib
-import json
+import itertools
 import logging
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve.errors import NameNotFoundError, NameServiceError
+from corral.name_resolve.errors import NameNotFoundError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, Refusal, WeightsInUse
+from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, WeightsInUse
 from corral.workers.data.prompts import load_row_ids, uids_of_passes
 from corral.workers.generation.control import ControlClient
-from corral.workers.generation.server_client import ServerError
-from corral.workers.generation.weight_updates import WeightsTornError
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.evaluations import Evaluations
-from corral.workers.manager.routing import Server, ServerState, ServerTable
-from corral.workers.manager.weight_tree import Start, plan_updates
+from corral.workers.manager.fleet import Fleet
+from corral.workers.manager.routing import ServerTable
 from corral.workers.requests.manager_messages import (
     Allocate,
     Allocation,
@@ -50,34 +50,22 @@ from corral.workers.requests.manager_messages import (
     Report,
     Route,
     Schedule,
+    WaitingFor,
 )
 from corral.workers.streams.https import open_session
+from corral.workers.streams.router import Peer
 from corral.workers.streams.rpc import AsyncRequestServer
 
 logger = logging.getLogger(__name__)
 
-_VERSION_POLL_S = 0.1  # a local get costs 0.1 ms; the servers hear of new weights at once
-_SERVER_POLL_S = 0.25
-_PROBE_INTERVAL_S = 2.0
-_COMMIT_POLL_S = 0.2
-_WORKER_POLL_S = 1.0
-_RETRY_PAUSE_S = 0.5
+_RECORDS_LOOK_S = 5.0  # besides the news; that a record expired is no news
+_FLEET_LOOK_S = 0.5  # at what it knows already
+_WORKER_LOOK_S = 1.0
+_MOST_NAMED = 16  # of the servers that one may come from, to each of those who wait
+_MOST_SERVED_AT_ONCE = 64
+_SERVED_PAUSE_S = 0.01
 _LONGEST_TURN_S = 10.0  # then rl-status hears the numbers of the gate anew, through the rollout worker
-_MOST_REFUSALS = 2  # of one directory by one server: a network file system may show a new file late, but not for ever
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A rollout worker waits for a prompt."""
-
-    knows: str
-    """What it was told that prompts wait for."""
-    answer: asyncio.Future[Allocation] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def end(self, allocation: Allocation) -> None:
-        """Unless it has just waited too long; a prompt that it was dealt it then gets the next time that it asks."""
-        if not self.answer.done():
-            self.answer.set_result(allocation)
+_LONGEST_WAIT_FOR_SERVER_S = 45.0  # every answer waits, and there may be a hundred thousand; their requests end at 60 s
 
 
 class GserverManager(Worker):
@@ -101,19 +89,24 @@ class GserverManager(Worker):
             trainer=MASTER,
         )
         self._table = ServerTable(policy=rollout.schedule_policy)
+        self._published: PublishedWeights | None = None
         self._version: PolicyVersion | None = None
         self._has_gone_back = False
         """Whether commits were rejected that the gate has counted."""
-        self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Under way, by name and incarnation of the server: what a lost host was told holds up nobody else."""
-        self._refusals: Counter[tuple[str, str]] = Counter()
-        """Of directories of weights, by name of the server."""
-        self._refused: Refusal | None = None
-        num_servers = len(context.workers("generation_server"))
-        self._standing_still = asyncio.Semaphore(max(1, int(rollout.max_updating_share * num_servers)))
-        """Has room for the servers that may take over weights at the same time, of those that generate."""
-        self._turns: dict[str, _Turn] = {}
+        self._servers = list(context.workers("generation_server"))
+        """As they were planned."""
+        self._news = asyncio.Event()
+        """Servers may need an update, or there are other weights."""
+        self._workers: dict[Peer, str] = {}
+        """Rollout workers by connection."""
+        self._turns: dict[str, asyncio.Future[Allocation]] = {}
         """By name, of the rollout workers that wait for a prompt."""
+        self._told: WaitingFor | Literal[""] = ""
+        """What they know that prompts wait for."""
+        self._without_server: dict[asyncio.Future[None], None] = {}
+        """Those who wait for a server, in order."""
+        self._serves = asyncio.Event()
+        """There is a server, or a version, that was not there when they looked."""
 
     def _load_row_ids(self) -> list[str]:
         try:
@@ -134,7 +127,7 @@ class GserverManager(Worker):
         context = self.context
         self._take_in_commits()
         async with (
-            open_session(context.trust.client()) as session,
+            open_session(context.trust.client(), max_connections=0) as session,  # two of each server at most
             AsyncRequestServer[ManagerRequest](
                 context.security,
                 ManagerRequest,
@@ -144,7 +137,8 @@ class GserverManager(Worker):
                 purpose="manager",
             ) as server,
         ):
-            self._client = ControlClient(
+            self._server = server
+            client = ControlClient(
                 session,
                 api_key=context.secrets.http_api_key.reveal(),
                 admin_key=context.secrets.http_admin_key.reveal(),
@@ -154,23 +148,35 @@ class GserverManager(Worker):
                 context.lease(context.keys.weights_in_use(), NOTHING_IN_USE) as in_use,
                 context.lease(context.keys.manager(), server.endpoint),
             ):
-                self._in_use = WeightsInUse(in_use)
                 async with asyncio.TaskGroup() as tasks:
-                    self._tasks = tasks
-                    tasks.create_task(self.every(_VERSION_POLL_S, self._watch_weights))
-                    tasks.create_task(self.every(_SERVER_POLL_S, self._watch_servers))
-                    tasks.create_task(self.every(_PROBE_INTERVAL_S, self._probe_servers))
-                    tasks.create_task(self.every(_COMMIT_POLL_S, self._watch_commits))
-                    tasks.create_task(self.every(_WORKER_POLL_S, self._watch_workers))
+                    self._fleet = Fleet(
+                        self._table,
+                        client,
+                        WeightsInUse(in_use),
+                        tasks,
+                        most_standing_still=max(1, int(self._spec.rollout.max_updating_share * len(self._servers))),
+                        on_serving=self._serves.set,
+                        on_news=self._news.set,
+                    )
+                    actions = {
+                        context.keys.trainer_root(): self._look_at_trainer,
+                        context.keys.generation_servers_root(): self._look_at_records,
+                    }
+                    tasks.create_task(self.follow(actions, at_least_every_s=_RECORDS_LOOK_S))
+                    tasks.create_task(self.every(_FLEET_LOOK_S, self._look_at_fleet, sooner=self._news))
+                    tasks.create_task(self.every(math.inf, self._serve_waiting, sooner=self._serves))
+                    tasks.create_task(self.every(_WORKER_LOOK_S, self._look_at_workers))
 
     # Requests of rollout workers
 
-    async def _answer(self, role: str, request: ManagerRequest) -> msgspec.Struct:
+    async def _answer(self, peer: Peer, request: ManagerRequest) -> msgspec.Struct:
+        if isinstance(request, Allocate | Finish | Report):
+            self._workers[peer] = request.worker
         match request:
             case Allocate():
                 return await self._allocate(request)
             case Schedule():
-                return self._route(request)
+                return await self._route(request)
             case Finish():
                 self._table.finished(request.uid)
                 self._admission.finish(request.worker, request.uid, order=request.order, outcome=request.outcome)
@@ -202,36 +208,65 @@ class GserverManager(Worker):
         answer = self._admission.ask(worker, incarnation=request.incarnation, last=request.last)
         if answer is not None:
             return answer
-        turn = self._turns[worker] = _Turn(request.knows)
-        self._let_in()
+        turn: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+        self._turns[worker] = turn
         try:
-            async with asyncio.timeout(_LONGEST_TURN_S):
-                return await turn.answer
+            self._let_in()
+            if request.knows == self._told or turn.done():
+                async with asyncio.timeout(_LONGEST_TURN_S):
+                    return await turn
         except TimeoutError:
-            return self._admission.refusal()
+            pass  # a prompt that it is dealt just now it then gets the next time that it asks
         finally:
             if self._turns.get(worker) is turn:
                 del self._turns[worker]
                 self._admission.leave(worker)
+        return self._admission.refusal()
 
     def _let_in(self) -> None:
         """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
         if self._version is not None and self._turns:
             for worker, problem in self._evaluations.deal(self._turns, self._version, self._table):
                 self._admission.leave(worker)
-                self._turns.pop(worker).end(Allocation(held_out=problem))
+                self._end_turn(worker, Allocation(held_out=problem))
         for worker, allocation in self._admission.deal():
-            self._turns.pop(worker).end(allocation)
+            self._end_turn(worker, allocation)
         waiting_for = self._admission.waiting_for()
-        for worker in [worker for worker, turn in self._turns.items() if turn.knows != waiting_for]:
-            self._admission.leave(worker)
-            self._turns.pop(worker).end(self._admission.refusal())
+        if waiting_for != self._told:
+            self._told, refusal = waiting_for, self._admission.refusal()
+            for worker in list(self._turns):
+                self._admission.leave(worker)
+                self._end_turn(worker, refusal)
 
-    def _route(self, request: Schedule) -> Route:
+    def _end_turn(self, worker: str, allocation: Allocation) -> None:
+        turn = self._turns.pop(worker)
+        if not turn.done():
+            turn.set_result(allocation)
+
+    async def _route(self, request: Schedule) -> Route:
+        """A server as soon as one may make what is asked for; or why none may, if whoever asks does not know it."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _LONGEST_WAIT_FOR_SERVER_S
+        while (route := self._choose(request)).url is None and route.reason == request.knows and loop.time() < end:
+            waiting: asyncio.Future[None] = loop.create_future()
+            self._without_server[waiting] = None
+            await asyncio.wait([waiting], timeout=end - loop.time())
+            self._without_server.pop(waiting, None)
+            request = msgspec.structs.replace(request, failed_url="", busy_url="")  # it may have come back
+        return route
+
+    async def _serve_waiting(self) -> None:
+        """Those who wait for a server look again, some at a time: the first that is ready is not to get them all."""
+        self._let_in()  # what is held out waits for a version
+        for _ in range(0, len(self._without_server), _MOST_SERVED_AT_ONCE):
+            for waiting in list(itertools.islice(self._without_server, _MOST_SERVED_AT_ONCE)):
+                del self._without_server[waiting]
+                waiting.set_result(None)
+            await asyncio.sleep(_SERVED_PAUSE_S)
+
+    def _choose(self, request: Schedule) -> Route:
         if self._version is None:
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
-        if request.failed_url:
-            self._suspect_url(request.failed_url)
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
         else:  # of the step after which it is trained on, if no more overtake it than the window lets, less eta
@@ -241,28 +276,26 @@ class GserverManager(Worker):
             tokens=request.tokens,
             version=self._version,
             least_step=least_step,
-            avoided_url=request.failed_url or request.busy_url,
+            failed_url=request.failed_url,
+            busy_url=request.busy_url,
         )
         if server is None:
             reason = f"no generation server is ready at version {self._version}"
-            return Route(url=None, reason=reason, waits_for=list(self.context.workers("generation_server")))
+            return Route(url=None, reason=reason, waits_for=self._servers[:_MOST_NAMED])
         return Route(url=server.url)
 
-    def _suspect_url(self, url: str) -> None:
-        for server in self._table.ready():
-            if server.url == url:
-                server.suspect()
+    # The trainer, the servers, the rollout workers
 
-    # Weights and servers
-
-    async def _watch_weights(self) -> None:
+    async def _look_at_trainer(self) -> None:
+        self._take_in_commits()
         try:
             record = await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version())
         except NameNotFoundError:
-            self.context.presence.enter("wait for weights", waits_for=[MASTER])
+            if self._published is None:
+                self.context.presence.enter("wait for weights", waits_for=[MASTER])
             return
-        published = PublishedWeights.from_json(record)
-        version = published.policy_version
+        self._published = PublishedWeights.from_json(record)
+        version = self._published.policy_version
         if version != self._version or self._has_gone_back:
             self._version = version
             workers = await asyncio.to_thread(
@@ -276,126 +309,37 @@ class GserverManager(Worker):
                 starts_over=self._has_gone_back,
             )
             self._has_gone_back = False
-            self._let_in()
             self.context.presence.beat(version=str(version))
-        self._start_updates(published)
+            self._serves.set()
+        self._let_in()
+        self._news.set()
+
+    async def _look_at_records(self) -> None:
+        root = self.context.keys.generation_servers_root()
+        self._fleet.take_in(await asyncio.to_thread(self.context.names.get_subtree, root))
+        self._news.set()
+
+    async def _look_at_fleet(self) -> None:
+        """All servers on their way to the present weights, and those who wait for one told."""
+        if self._published is None:
+            return
+        await self._fleet.bring_up(self._published)
+        version = self._published.policy_version
         if self._table.serving(version):
             self.context.presence.enter("route")
         else:
-            servers = self.context.workers("generation_server")
-            reason = f"no server holds version {version} yet" if self._table.ready() else "no server is ready"
-            if self._refused is not None and self._refused.weights == published.weights:
-                reason, servers = f"{reason}: {self._refused.reason}", (MASTER,)
+            servers: Sequence[str] = self._servers
+            reason = f"no server holds version {version} yet" if self._table.has_ready else "no server is ready"
+            if refusal := self._fleet.refusal_of(self._published):
+                reason, servers = f"{reason}: {refusal}", (MASTER,)
             self.context.presence.enter("route", waiting_for=reason, waits_for=servers)
 
-    def _start_updates(self, published: PublishedWeights) -> None:
-        """Bring servers that need it to the present version: all at the same time, or as hosts can give it to them."""
-        self._updates = {key: task for key, task in self._updates.items() if not task.done()}
-        needing = [
-            server
-            for server in self._table.needing(published.policy_version)
-            if (server.name, server.incarnation) not in self._updates
-            and self._refusals[server.name, published.weights] < _MOST_REFUSALS
-        ]
-        for start in self._plan(needing, published):
-            server = start.server
-            server.arrives_from = start.arrives_from
-            task = self._tasks.create_task(self._update(start, published))
-            self._updates[server.name, server.incarnation] = task
-
-    def _plan(self, needing: list[Server], published: PublishedWeights) -> list[Start]:
-        """Without a digest, as with initial weights, nobody stages what others could have."""
-        if published.digest is None:
-            return [Start(server, None) for server in needing]
-        return plan_updates(self._table.servers.values(), needing, version=published.version)
-
-    async def _update(self, start: Start, published: PublishedWeights) -> None:
-        server, version = start.server, published.version
-        is_serving = server.state is ServerState.READY
-        try:
-            async with self._in_use.reading(published.directory):
-                if published.digest is not None and (server.place or is_serving):
-                    await self._stage(start, published)
-                async with self._standing_still if is_serving else contextlib.nullcontext():
-                    server.loading()
-                    await self._client.bring_to(server.control, published, sources=start.sources)
-            await self._client.probe(server.url)
-        except (ServerError, NameServiceError) as error:
-            logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
-            if isinstance(error, WeightsTornError):
-                await self._note_refusal(server, published, str(error))
-            await asyncio.sleep(_RETRY_PAUSE_S)
-            if server.state is ServerState.READY:  # nothing has touched it: it generates on with what it holds
-                server.arrives_from = None
-            else:
-                server.suspect()
-            return
-        if server.version is None:
-            logger.info("%s joins at version %s", server.name, version)
-        server.ready(published.policy_version)
-        self._let_in()
-
-    async def _note_refusal(self, server: Server, published: PublishedWeights, reason: str) -> None:
-        """A server that finds the same directory damaged again is not sent there any more, and the trainer hears of it.
-
-        Guarantee: damage that lasts is read twice by each server, and then waits for weights that are published anew.
-        """
-        self._refusals[server.name, published.weights] += 1
-        if self._refusals[server.name, published.weights] < _MOST_REFUSALS:
-            return
-        is_served = bool(self._table.serving(published.policy_version))
-        self._refused = Refusal(weights=published.weights, server=server.name, reason=reason, is_served=is_served)
-        await self._in_use.refuse(self._refused)
-
-    async def _stage(self, start: Start, published: PublishedWeights) -> None:
-        """Before the server takes the version over, its host has it for others."""
-        server = start.server
-        staged = await self._client.stage(server.control, published, sources=start.sources)
-        for source in staged.failed_sources:
-            logger.warning("%s did not get version %s from %s", server.name, published.version, source)
-            self._table.gave_not(source, version=published.version)
-        self._table.staged(server, version=published.version if staged.is_held else None)
-
-    async def _watch_servers(self) -> None:
-        root = self.context.keys.generation_servers_root()
-        records = await asyncio.to_thread(self.context.names.get_subtree, root)
-        present: set[str] = set()
-        for name, text in records.items():
-            record = json.loads(text)
-            server = f"generation_server/{name.rpartition('/')[2]}"
-            present.add(server)
-            self._table.appeared(
-                server,
-                url=record["url"],
-                control=record["control"],
-                incarnation=record["incarnation"],
-                place=record["place"],
-            )
-        for server in self._table.gone(present):
-            logger.warning("%s is gone", server)
-
-    async def _probe_servers(self) -> None:
-        for server in self._table.ready():
-            try:
-                await self._client.probe(server.url)
-            except ServerError as error:
-                if server.state is ServerState.READY:  # not paused by an update of ours in the meantime
-                    logger.warning("%s does not answer its probe: %s", server.name, error)
-                    server.suspect()
-
-    # Rollout workers and commits
-
-    async def _watch_workers(self) -> None:
-        root = self.context.keys.worker_kind_root("rollout_worker")
-        records = await asyncio.to_thread(self.context.names.get_subtree, root)
-        alive = {f"rollout_worker/{name.rpartition('/')[2]}" for name in records}
-        for worker in self._admission.look(alive, now=time.monotonic()):
+    async def _look_at_workers(self) -> None:
+        self._workers = {peer: worker for peer, worker in self._workers.items() if self._server.is_connected(peer)}
+        for worker in self._admission.look(set(self._workers.values()), now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
             self._evaluations.book.lose(worker)
         self._let_in()
-
-    async def _watch_commits(self) -> None:
-        self._take_in_commits()
 
     def _take_in_commits(self) -> None:
         news = self._committed.poll()

@@ -1,12 +1,7 @@
 """ServerTable: which generation servers serve, at which weights, and who gets the next request.
 
-             appeared                told the version                 answered, version verified
-   (none) ───────────► STARTING ─────────────────► LOADING ───────────────────────────────► READY
-                          ▲                          ▲   │ update failed                     │ │
-                          │ new incarnation          │   ▼                                   │ │ request or probe failed
-                          │                          └─ SUSPECT ◄────────────────────────────┼─┘
-                        DEAD ◄── record gone ──────────────────────────────────────────────── (from any state)
-                                    newer weights are there: READY ──► LOADING
+    records ──────► servers by name, see `servers.py` ──READY──► by version, by load ──route──► the least loaded one
+    finish, silence, busy ──► its load, its state ──────────────────┘   a group that is known: where it was
 
 READY servers get requests, also while newer weights are brought to their host: LOADING begins when all is there. So a
 server may be behind the trainer, and then it gets
@@ -17,62 +12,21 @@ server may be behind the trainer, and then it gets
 which adds nothing that is older than what the gate lets run: of the first the oldest token stays the oldest; of the
 second the version is at least the one at which its batch may be trained, less eta. Versions of another epoch are never
 compared: after a failure only weights that were published since serve. Pure: probes, HTTP and name-resolve are in
-gserver_manager.py.
+fleet.py.
+
+A choice and an end cost O(log n) of the servers, times the versions that READY servers hold, which are a few.
 """
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
 
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.manager.least_loaded import LeastLoaded, Load
+from corral.workers.manager.servers import Server, ServerEvent, ServerState
 
 SchedulePolicy = Literal["round_robin", "least_requests", "least_token_usage"]
-
-
-class ServerState(Enum):
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    SUSPECT = "suspect"
-
-
-@dataclass
-class Server:
-    """One incarnation of a generation server as the manager sees it; news of one that was replaced change nothing."""
-
-    name: str
-    url: str
-    control: str
-    """Where its worker is told to bring it to other weights."""
-    incarnation: str
-    place: str = ""
-    """Where its worker stages versions, if other hosts can have them from there, see `weight_tree.py`."""
-    staged: str = ""
-    """Tag of the version that other hosts can have from its worker."""
-    arrives_from: str | None = None
-    """The place that a version comes from now, empty for the shared file system; None where none is on its way."""
-    state: ServerState = ServerState.STARTING
-    version: PolicyVersion | None = None
-    """Of the weights that it was verified to hold."""
-    requests: dict[str, int] = field(default_factory=dict)
-    """Tokens that may still come, by uid of the group."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.requests.values())
-
-    def loading(self) -> None:
-        """It was told to take over other weights."""
-        self.state = ServerState.LOADING
-
-    def ready(self, version: PolicyVersion) -> None:
-        """It was verified to hold `version`."""
-        self.state, self.version, self.arrives_from = ServerState.READY, version, None
-
-    def suspect(self) -> None:
-        """An update, probe or request failed; it gets no requests until an update succeeds."""
-        self.state, self.arrives_from = ServerState.SUSPECT, None
-        self.requests.clear()
 
 
 @dataclass
@@ -81,40 +35,61 @@ class ServerTable:
 
     Example:
         table = ServerTable(policy="least_requests")
-        table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
-        table.servers["generation_server/0"].ready(PolicyVersion(0, 0))
+        server = table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
+        table.happened(server, "told"), table.happened(server, "verified", version=PolicyVersion(0, 0))
         table.route("0:problem-1", tokens=256, version=PolicyVersion(0, 0), least_step=0)   # -> that server
     """
 
     policy: SchedulePolicy
+    clock: Callable[[], float] = time.monotonic
     servers: dict[str, Server] = field(default_factory=dict)
+    _ready: dict[PolicyVersion, LeastLoaded] = field(default_factory=dict)
+    """READY servers by the version that they hold."""
+    _name_by_url: dict[str, str] = field(default_factory=dict)
+    _server_by_uid: dict[str, Server] = field(default_factory=dict)
     _turn: int = 0
 
-    def appeared(self, name: str, *, url: str, control: str, incarnation: str, place: str = "") -> None:
+    # What happens to servers
+
+    def appeared(self, name: str, *, url: str, control: str, incarnation: str, place: str = "") -> Server:
         """A record of a server was seen; a new incarnation starts from nothing."""
         known = self.servers.get(name)
-        if known is None or known.incarnation != incarnation:
-            self.servers[name] = Server(name=name, url=url, control=control, incarnation=incarnation, place=place)
+        if known is not None and known.incarnation == incarnation:
+            return known
+        if known is not None:
+            self._forget(known)
+        self._name_by_url[url] = name
+        server = Server(name=name, url=url, control=control, incarnation=incarnation, place=place)
+        self.servers[name] = server
+        return server
 
     def gone(self, present: set[str]) -> list[str]:
         """Forget every server whose record is not `present`; returns their names."""
-        dead = sorted(set(self.servers) - present)
+        dead = sorted(self.servers.keys() - present)
         for name in dead:
-            del self.servers[name]
+            self._forget(self.servers.pop(name))
         return dead
 
-    def needing(self, version: PolicyVersion) -> list[Server]:
-        """Servers that have to be brought to `version`."""
-        return [
-            server
-            for server in self.servers.values()
-            if server.state in (ServerState.STARTING, ServerState.SUSPECT)
-            or (server.state is ServerState.READY and server.version != version)
-        ]
+    def _forget(self, server: Server) -> None:
+        self.happened(server, "gone")
+        self._name_by_url.pop(server.url, None)
+
+    def happened(self, server: Server, event: ServerEvent, *, version: PolicyVersion | None = None) -> None:
+        """
+        Args:
+            version: that it was verified to hold.
+        """
+        self._take_out(server)
+        server.on(event, now=self.clock())
+        server.version = version or server.version
+        if server.state in (ServerState.SUSPECT, ServerState.DEAD):
+            for uid in list(server.tokens_by_uid):
+                self.finished(uid)
+        self._put_in(server)
 
     def staged(self, server: Server, *, version: str | None) -> None:
         """Its worker has staged `version`; None if it has no room, and then its whole host has no part in the tree."""
-        if self.servers.get(server.name) is not server:
+        if server.state is ServerState.DEAD:
             return
         server.arrives_from = None
         if version is not None:
@@ -129,50 +104,96 @@ class ServerTable:
             if server.control == control and server.staged == version:
                 server.staged = ""
 
-    def ready(self) -> list[Server]:
-        """Servers that answer, at whatever version."""
-        return [server for server in self.servers.values() if server.state is ServerState.READY]
+    # Who serves
 
-    def serving(self, version: PolicyVersion, *, least_step: int | None = None) -> list[Server]:
+    def needing(self, version: PolicyVersion) -> list[Server]:
+        """Servers that have to be brought to `version`, and may be now."""
+        now = self.clock()
+        return [server for server in self.servers.values() if server.needs(version, now=now)]
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a server answers, at whatever version."""
+        return bool(self._ready)
+
+    def serving(self, version: PolicyVersion, *, least_step: int | None = None) -> list[str]:
         """Servers that may get requests while the trainer is at `version`: those that hold it, or one of its epoch from
         `least_step` on."""
+        return [name for servers in self._serving(version, least_step) for name in servers]
+
+    def _serving(self, version: PolicyVersion, least_step: int | None) -> Iterator[LeastLoaded]:
         least = version.step if least_step is None else min(least_step, version.step)
-        return [
-            server
-            for server in self.ready()
-            if server.version is not None
-            and server.version.epoch == version.epoch
-            and least <= server.version.step <= version.step
-        ]
+        for held, servers in self._ready.items():
+            if held.epoch == version.epoch and least <= held.step <= version.step:
+                yield servers
 
     def route(
-        self, uid: str, *, tokens: int, version: PolicyVersion, least_step: int, avoided_url: str = ""
+        self,
+        uid: str,
+        *,
+        tokens: int,
+        version: PolicyVersion,
+        least_step: int,
+        failed_url: str = "",
+        busy_url: str = "",
     ) -> Server | None:
-        """Choose the server for the next chunk of a group, see `serving`; None while none serves it.
+        """Choose the server for the next request of a group, see `serving`; None while none serves it.
 
-        A group stays where its last chunk was (its prefix is cached there), unless that server failed it or had no
-        room for it; then only if there is no other.
+        A group stays where it was (its prefix is cached there), unless that server failed it or had no room for it.
+
+        Args:
+            failed_url: the server that has just failed it.
+            busy_url: the server that had no room for it.
         """
-        candidates = self.serving(version, least_step=least_step)
-        elsewhere = [server for server in candidates if server.url != avoided_url]
-        candidates = elsewhere or candidates
-        if not candidates:
-            return None
-        stayed = next((server for server in candidates if uid in server.requests), None)
+        if failed_url in self._name_by_url:
+            self.happened(self.servers[self._name_by_url[failed_url]], "silent")
+        if busy_url in self._name_by_url:
+            self.finished(uid)
+            self._note(self.servers[self._name_by_url[busy_url]], is_busy=True)
+        pools = list(self._serving(version, least_step))
+        chosen = self._server_by_uid.get(uid)
+        if chosen is None or not any(chosen.name in servers for servers in pools):
+            least = min((least for servers in pools if (least := servers.least())), default=None)
+            if least is None:
+                return None
+            chosen = self.servers[least[1]]
         self.finished(uid)
-        chosen = stayed or self._choose(candidates)
-        chosen.requests[uid] = tokens
+        self._server_by_uid[uid] = chosen
+        chosen.tokens_by_uid[uid] = tokens
+        chosen.turn = self._turn = self._turn + 1
+        self._note(chosen, more_tokens=tokens)
         return chosen
 
     def finished(self, uid: str) -> None:
         """A group needs no server any more."""
-        for server in self.servers.values():
-            server.requests.pop(uid, None)
+        if (server := self._server_by_uid.pop(uid, None)) is not None:
+            self._note(server, more_tokens=-server.tokens_by_uid.pop(uid))
 
-    def _choose(self, candidates: list[Server]) -> Server:
-        if self.policy == "least_requests":
-            return min(candidates, key=lambda server: (len(server.requests), server.name))
-        if self.policy == "least_token_usage":
-            return min(candidates, key=lambda server: (server.tokens, server.name))
-        self._turn += 1
-        return sorted(candidates, key=lambda server: server.name)[self._turn % len(candidates)]
+    def answered(self, server: Server) -> None:
+        """It says that it takes requests."""
+        self._note(server, is_busy=False)
+
+    def _note(self, server: Server, *, more_tokens: int = 0, is_busy: bool | None = None) -> None:
+        server.tokens += more_tokens
+        server.is_busy = server.is_busy if is_busy is None else is_busy
+        self._put_in(server)
+
+    def _put_in(self, server: Server) -> None:
+        if server.state is ServerState.READY and server.version is not None:
+            self._ready.setdefault(server.version, LeastLoaded()).put(server.name, self._load(server))
+
+    def _take_out(self, server: Server) -> None:
+        servers = self._ready.get(server.version) if server.version is not None else None
+        if servers is not None:
+            servers.remove(server.name)
+            if not servers and server.version is not None:
+                del self._ready[server.version]
+
+    def _load(self, server: Server) -> Load:
+        match self.policy:
+            case "least_requests":
+                return server.is_busy, len(server.tokens_by_uid)
+            case "least_token_usage":
+                return server.is_busy, server.tokens
+            case "round_robin":
+                return server.is_busy, server.turn

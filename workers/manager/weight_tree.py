@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from corral.workers.manager.routing import Server
+from corral.workers.manager.servers import Server
 
 MAX_RECEIVERS: Final = 2  # of one holder; a single stream is bound by the receiver's hashing, not by a fast network
 MAX_READERS: Final = 2  # of the shared file system; a second one, should the first one hang

@@ -1,7 +1,7 @@
 """What rollout workers, and the master, say to the generation-server manager, and it to them.
 
     Allocate --> Allocation     a prompt, as soon as it may start. Its admission number is its birth order.
-    Schedule --> Route          which server makes the next chunk?
+    Schedule --> Route          which server makes the next chunk? As soon as one may.
     Finish   --> Ok             it is in the spool, or to be issued again: its slot is free
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
 
@@ -65,7 +65,7 @@ class Allocate(MessageBody, frozen=True, tag="allocate"):
 
 
 class Schedule(MessageBody, frozen=True, tag="schedule"):
-    """-> Route"""
+    """-> Route, when a server may make it, or why none may has become something else; or after a while."""
 
     uid: str
     tokens: int
@@ -78,6 +78,8 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     """Server that has just failed this prompt; empty if none has."""
     busy_url: str = ""
     """Server that had no room for this prompt; it is well, but another one may have room."""
+    knows: str = ""
+    """Why none may, as it was told last."""
 
 
 class Finish(MessageBody, frozen=True, tag="finish"):

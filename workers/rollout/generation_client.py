@@ -151,11 +151,9 @@ class GenerationClient:
             versions = {span.version for answer in group.answers for span in answer.spans}
             oldest = min(versions, key=PolicyVersion.parse, default="")
             tokens = sum(answer.remaining for answer in group.answers if not answer.finished)
-            num_futile = 0
             while (url := await self.route(group.uid, tokens, oldest, setback)) is None:
                 setback = None
-                await _pause(num_futile)
-                num_futile += 1
+                await _pause(0)
             group.place = _Place(url)
             return group.place
 

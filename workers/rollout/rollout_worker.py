@@ -65,12 +65,13 @@ from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
-_RECEIVER_POLL_S = 0.5
-_COMMIT_POLL_S = 0.2
+_LONGEST_BLINDNESS_S = 300.0  # of receivers and commits, should news of them be lost
+_SENDER_LOOK_S = 1.0
 _REQUEST_DEADLINE_S = 60.0
 _WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent is interrupted
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
-_LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while
+_LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while,
+_LONGEST_WAIT_FOR_SERVER_S = 50.0  # and a server, after it has said why there is none
 _MAX_CONNECTIONS = 0  # no limit: one for each answer under way, whose server would seem silent while it waits for one
 _MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
@@ -87,6 +88,8 @@ class RolloutWorker(Worker):
         """By uid."""
         self._refusal = Allocation()
         """Why there was no other prompt when the manager spoke last."""
+        self._no_server = ""
+        """Why no server may answer, as the manager said last."""
         self._verdicts: asyncio.Queue[str] = asyncio.Queue()
         self._servers = context.workers("generation_server")
 
@@ -102,8 +105,13 @@ class RolloutWorker(Worker):
                 tasks.create_task(self.every(agent_timeout_s / _WINDS_PER_TIMEOUT, wind))
                 tasks.create_task(self._take_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
-                tasks.create_task(self.every(_RECEIVER_POLL_S, self._watch_receivers))
-                tasks.create_task(self.every(_COMMIT_POLL_S, self._watch_commits))
+                keys = self.context.keys
+                looks = {
+                    keys.trajectory_receivers_root(): self._look_for_receivers,
+                    keys.trainer_root(): self._look_for_commits,
+                }
+                tasks.create_task(self.follow(looks, at_least_every_s=_LONGEST_BLINDNESS_S))
+                tasks.create_task(self.every(_SENDER_LOOK_S, self._look_at_sender))
 
     async def _set_up(self, stack: AsyncExitStack) -> None:
         context, spec = self.context, self._spec
@@ -251,28 +259,38 @@ class RolloutWorker(Worker):
         if not oldest_version and (problem := self._answering.get(uid)) is not None:
             oldest_version = problem.version  # as if a token of it were there: older weights would be no news of it
         request = Schedule(
-            uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, failed_url=failed, busy_url=busy
+            uid=uid,
+            tokens=tokens,
+            order=order,
+            oldest_version=oldest_version,
+            failed_url=failed,
+            busy_url=busy,
+            knows=self._no_server,
         )
         try:
-            route = await self._ask_manager(request)
+            slow_after_s = _LONGEST_WAIT_FOR_SERVER_S if self._no_server else _SLOW_ANSWER_S
+            route = await self._ask_manager(request, slow_after_s=slow_after_s)
         except StreamError as error:
             logger.warning("%s; it is asked again", error)  # what the answers have they keep meanwhile
             return None
         assert isinstance(route, Route)
+        self._no_server = route.reason
         if route.url is None:
             self._show_wait(route.reason, route.waits_for)
         return route.url
 
     # The trainer's side
 
-    async def _watch_receivers(self) -> None:
+    async def _look_for_receivers(self) -> None:
         root = self.context.keys.trajectory_receivers_root()
         records = await asyncio.to_thread(self.context.names.get_subtree, root)
         if records:  # an emptied Redis is no news of the receivers
             self._sender.set_receivers({int(name.rpartition("/")[2]): address for name, address in records.items()})
+
+    async def _look_at_sender(self) -> None:
         self._sender.raise_failure()
 
-    async def _watch_commits(self) -> None:
+    async def _look_for_commits(self) -> None:
         news = self._committed.poll()
         await self._sender.remove(news.covered)
 

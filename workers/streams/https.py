@@ -23,6 +23,7 @@ def open_session(
 
     Args:
         tls: `Trust.client()`.
+        max_connections: at the same time; 0 for no limit, where the caller has one.
     """
     return aiohttp.ClientSession(headers=headers, connector=_TlsConnector(ssl=tls, limit=max_connections))
 

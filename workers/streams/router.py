@@ -174,6 +174,10 @@ class RouterEndpoint(Generic[BodyT]):
         """Messages that were counted and dropped."""
         return self._malformed.count
 
+    def knows(self, peer: Peer) -> bool:
+        """Whether a peer that has spoken is still connected."""
+        return peer.identity in self._peer_by_identity
+
     def send(self, identity: bytes, frames: list[Buffer]) -> None:
         """Send to a peer that has spoken before; never blocks.
 

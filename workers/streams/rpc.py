@@ -1,6 +1,6 @@
 """Requests to a bound server, asyncio at both ends: rollout workers -> manager.
 
-    AsyncRequestClient --request, request id--> AsyncRequestServer --> handler(role, body)
+    AsyncRequestClient --request, request id--> AsyncRequestServer --> handler(peer, body)
                        <------reply-----------
 
 The client waits through a restart of the server: it finds the new address, and re-sends what was not answered under
@@ -46,7 +46,7 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         self,
         security: StreamSecurity,
         request_type: Any,
-        handler: Callable[[str, RequestT], Awaitable[msgspec.Struct]],
+        handler: Callable[[Peer, RequestT], Awaitable[msgspec.Struct]],
         *,
         address: str,
         roles: Set[str],
@@ -55,7 +55,7 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         """
         Args:
             request_type: a tagged struct, or a union of them; what else arrives is counted and dropped.
-            handler: gets the sender's role and its request; what it raises becomes a `RemoteError` at the client.
+            handler: gets the sender and its request; what it raises becomes a `RemoteError` at the client.
         """
         self._handler = handler
         self._purpose = purpose
@@ -78,6 +78,10 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         """Where clients connect: "tcp://host:port"."""
         return self._router.endpoint
 
+    def is_connected(self, peer: Peer) -> bool:
+        """Whether who has sent something is still there."""
+        return self._router.knows(peer)
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -89,19 +93,19 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         self._identity_by_request_id[request_id] = peer.identity  # a repeated request comes from where the reply goes
         self._replies.run_once(
             request_id,
-            run=lambda: self._start(peer.role, message),
+            run=lambda: self._start(peer, message),
             repeat=lambda frames: self._send(request_id, frames),
         )
 
-    def _start(self, role: str, message: Message[RequestT]) -> None:
-        task = asyncio.create_task(self._answer(role, message))
+    def _start(self, peer: Peer, message: Message[RequestT]) -> None:
+        task = asyncio.create_task(self._answer(peer, message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, role: str, message: Message[RequestT]) -> None:
+    async def _answer(self, peer: Peer, message: Message[RequestT]) -> None:
         try:
             async with asyncio.timeout(message.deadline_s):
-                reply = await self._handler(role, message.body)
+                reply = await self._handler(peer, message.body)
             frames = self._codec.encode(reply, epoch=0, request_id=message.request_id)
         except Exception as error:  # whatever it is, the client asked and must hear it
             logger.exception("the %s handler failed for %s", self._purpose, type(message.body).__name__)

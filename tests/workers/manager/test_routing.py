@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import is_trainable
-from corral.workers.manager.routing import ServerState, ServerTable
+from corral.workers.manager.routing import ServerTable
+from corral.workers.manager.servers import Server, ServerState
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
@@ -14,10 +15,13 @@ def table_of(count: int, policy: str = "least_requests", version: PolicyVersion 
     table = ServerTable(policy=policy)  # type: ignore[arg-type]
     for index in range(count):
         name = f"generation_server/{index}"
-        table.appeared(name, url=f"http://server-{index}", control="", incarnation="a")
-        table.servers[name].loading()
-        table.servers[name].ready(version)
+        bring_to(table, table.appeared(name, url=f"http://server-{index}", control="", incarnation="a"), version)
     return table
+
+
+def bring_to(table: ServerTable, server: Server, version: PolicyVersion) -> None:
+    table.happened(server, "told")
+    table.happened(server, "verified", version=version)
 
 
 def test_a_server_that_is_behind_serves_what_may_still_be_made_by_its_version_until_it_takes_over() -> None:
@@ -26,9 +30,9 @@ def test_a_server_that_is_behind_serves_what_may_still_be_made_by_its_version_un
     assert table.needing(V2) == [server]
     assert table.route("0:new", tokens=8, version=V2, least_step=2) is None
     assert table.route("0:old", tokens=8, version=V2, least_step=1) is server
-    server.loading()
+    table.happened(server, "told")
     assert table.route("0:old", tokens=8, version=V2, least_step=1) is None
-    server.ready(V2)
+    table.happened(server, "verified", version=V2)
     assert table.route("0:new", tokens=8, version=V2, least_step=2) is server
 
 
@@ -62,16 +66,30 @@ def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
     assert first is not None
     again = table.route("0:1", tokens=8, version=V1, least_step=1)
     assert again is first
-    other = table.route("0:1", tokens=8, version=V1, least_step=1, avoided_url=first.url)
+    other = table.route("0:1", tokens=8, version=V1, least_step=1, failed_url=first.url)
     assert other is not None and other is not first
-    assert "0:1" not in first.requests
+    assert first.state is ServerState.SUSPECT and (first.tokens_by_uid, first.tokens) == ({}, 0)
+
+
+def test_a_busy_server_gets_what_others_have_no_room_for_until_it_answers_a_probe() -> None:
+    table = table_of(2)
+    first = table.route("0:1", tokens=8, version=V1, least_step=1)
+    assert first is not None
+    for number in range(1, 4):
+        other = table.route(f"0:{number}", tokens=8, version=V1, least_step=1, busy_url=first.url * (number == 1))
+        assert other is not None and other is not first
+    assert first.state is ServerState.READY, "it is well"
+    assert table.route("0:3", tokens=8, version=V1, least_step=1, busy_url=other.url) is first, "both are busy"
+    for server in table.servers.values():
+        table.answered(server)
+    assert table.route("0:4", tokens=8, version=V1, least_step=1) is first
 
 
 def test_least_requests_spreads_groups_evenly() -> None:
     table = table_of(3)
     for number in range(9):
         table.route(f"0:{number}", tokens=8, version=V1, least_step=1)
-    assert [len(server.requests) for server in table.servers.values()] == [3, 3, 3]
+    assert [len(server.tokens_by_uid) for server in table.servers.values()] == [3, 3, 3]
 
 
 def test_least_token_usage_prefers_the_server_with_short_work() -> None:
@@ -91,11 +109,13 @@ def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_
     table = table_of(1)
     old = table.servers["generation_server/0"]
     table.appeared("generation_server/0", url="http://new", control="", incarnation="b")
-    old.ready(V1)
+    bring_to(table, old, V1)
     table.staged(old, version="1.1")
     new = table.servers["generation_server/0"]
     assert new.state is ServerState.STARTING and new.staged == ""
-    old.suspect()
+    table.happened(old, "silent")
+    assert new.state is ServerState.STARTING and table.serving(V1) == []
+    assert table.route("0:1", tokens=8, version=V1, least_step=1, failed_url=old.url) is None
     assert new.state is ServerState.STARTING
 
 
@@ -117,8 +137,51 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
             table.finished(uid)
             open_groups.discard(uid)
         elif event == "suspect":
-            table.servers[name].suspect()
+            table.happened(table.servers[name], "silent")
         elif event == "ready":
-            table.servers[name].ready(V1)
-    counted = [uid for server in table.servers.values() for uid in server.requests]
+            bring_to(table, table.servers[name], V1)
+        for server in table.servers.values():
+            assert server.tokens == sum(server.tokens_by_uid.values())
+    counted = [uid for server in table.servers.values() for uid in server.tokens_by_uid]
     assert set(counted) <= open_groups and len(counted) == len(set(counted))
+
+
+@given(
+    policy=st.sampled_from(["least_requests", "least_token_usage"]),
+    events=st.lists(
+        st.tuples(
+            st.integers(0, 9), st.sampled_from(["route", "finish", "silent", "told", "verified", "busy", "answered"])
+        ),
+        max_size=60,
+    ),
+)
+def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(policy: str, events: list[tuple[int, str]]) -> None:
+    """Beside a look at every server."""
+    table = table_of(4, policy=policy)
+    for number, event in events:
+        uid, server = f"0:{number}", table.servers[f"generation_server/{number % 4}"]
+        if event == "finish":
+            table.finished(uid)
+        elif event == "answered":
+            table.answered(server)
+        elif event in ("silent", "told", "verified"):
+            table.happened(server, event, version=V2 if event == "verified" else None)  # type: ignore[arg-type]
+        else:
+            table.finished(uid)
+            least_step = 1 + number % 2
+            able = [
+                other
+                for other in table.servers.values()
+                if other.state is ServerState.READY and other.version and other.version.step >= least_step
+            ]
+            assert sorted(other.name for other in able) == sorted(table.serving(V2, least_step=least_step))
+            if event == "busy":
+                table.route(uid, tokens=number, version=V2, least_step=9, busy_url=server.url)
+                table.finished(uid)
+            loads = {
+                other.name: (other.is_busy, other.tokens if policy == "least_token_usage" else len(other.tokens_by_uid))
+                for other in able
+            }
+            expected = min(loads, key=lambda name: (loads[name], name), default=None)
+            chosen = table.route(uid, tokens=number, version=V2, least_step=least_step)
+            assert (chosen and chosen.name) == expected

@@ -20,9 +20,9 @@ from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
 from corral.workers.manager.gserver_manager import GserverManager
-from corral.workers.manager.routing import Server, ServerState
+from corral.workers.manager.servers import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
-from corral.workers.requests.manager_messages import Schedule
+from corral.workers.requests.manager_messages import Route, Schedule
 from corral.workers.weight_transport.filling import Filling, FindWay, whole
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
@@ -159,7 +159,7 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
         return whole(version)
 
     def url_for(*, order: int, oldest_version: str = "") -> str | None:
-        return manager._route(Schedule(uid="0:a", tokens=8, order=order, oldest_version=oldest_version)).url
+        return manager._choose(Schedule(uid="0:a", tokens=8, order=order, oldest_version=oldest_version)).url
 
     trial.publish(1)
     with trial.running_manager() as manager:
@@ -167,13 +167,33 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
         for host in hosts:
             host.encode = slow
         trial.publish(2)
-        wait_until(lambda: str(manager._version) == "0.2" and len(manager._updates) == 2, "the updates to begin")
+        wait_until(lambda: str(manager._version) == "0.2" and len(manager._fleet._updates) == 2, "the updates to begin")
         assert url_for(order=8 * 2 + 7) is not None, "trained on after step 2, by then one version old, as eta 1 allows"
         assert url_for(order=8 * 3) is None, "it would be two versions old"
         assert url_for(order=8 * 3, oldest_version="0.1") is not None, "it has a token as old as that already"
         may_go_on.set()
         wait_for(manager, hosts, "0.2")
         assert url_for(order=8 * 3) is not None
+
+
+def test_who_waits_for_a_server_and_knows_why_is_answered_when_one_is_ready(trial: Trial) -> None:
+    trial.publish(1)
+    with trial.running_manager() as manager:
+        wait_until(lambda: manager._version is not None, "the version")
+        asked = Schedule(uid="0:a", tokens=8, order=0)
+        refused = trial.hosts.run(manager._route(asked))
+        assert refused.url is None and "no generation server" in refused.reason
+        answers: list[Route] = []
+
+        def ask() -> None:
+            answers.append(trial.hosts.run(manager._route(msgspec.structs.replace(asked, knows=refused.reason))))
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        wait_until(lambda: len(manager._without_server) == 1, "it to wait")
+        trial.add_host()
+        waiting.join(DEADLINE_S)
+        assert answers[0].url is not None and not manager._without_server
 
 
 def test_a_manager_that_starts_again_has_no_host_read_what_it_holds(trial: Trial) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.manager.routing import Server, ServerState, ServerTable
+from corral.workers.manager.routing import ServerTable
+from corral.workers.manager.servers import PAUSES_S, Server, ServerState
 from corral.workers.manager.weight_tree import (
     MAX_READERS,
     MAX_RECEIVERS,
@@ -24,7 +25,8 @@ class Cluster:
     """Servers on hosts, and the updates that are under way."""
 
     def __init__(self, num_hosts: int, *, servers_per_host: int = 1) -> None:
-        self.table = ServerTable(policy="least_requests")
+        self._now = 0.0
+        self.table = ServerTable(policy="least_requests", clock=lambda: self._now)
         self.under_way: list[Start] = []
         self.num_read: Counter[str] = Counter()
         """How often each host read the shared file system."""
@@ -39,13 +41,14 @@ class Cluster:
         self.table.appeared(name, url=name, control=f"http://{name}", incarnation="a", place=place)
 
     def start(self) -> list[Start]:
-        """What may start, started; whatever was planned before holds on."""
+        """What may start, started, all pauses being over; whatever was planned before holds on."""
+        self._now += PAUSES_S[-1]
         under_way = {start.server.name for start in self.under_way}
         needing = [server for server in self.table.needing(PRESENT) if server.name not in under_way]
         starts = plan_updates(self.table.servers.values(), needing, version=VERSION)
         for start in starts:
             start.server.arrives_from = start.arrives_from
-            start.server.loading()
+            self.table.happened(start.server, "told")
             if start.arrives_from == SHARED_FILE_SYSTEM:
                 self.num_read[start.server.place] += 1
         self.under_way += starts
@@ -57,10 +60,10 @@ class Cluster:
         if failed_source and start.sources:
             self.table.gave_not(start.sources[0], version=VERSION)
         if fails:
-            start.server.suspect()
+            self.table.happened(start.server, "not updated")
         else:
             self.table.staged(start.server, version=VERSION)
-            start.server.ready(PRESENT)
+            self.table.happened(start.server, "verified", version=PRESENT)
 
     def die(self, name: str) -> None:
         self.table.gone(set(self.table.servers) - {name})
@@ -158,7 +161,7 @@ def test_a_host_without_room_is_left_out_and_holds_up_nobody() -> None:
         if not server.place and server.name != first.server.name
     )
     assert starts[beside].arrives_from is None and starts[beside].sources == ()
-    first.server.ready(PRESENT)
+    cluster.table.happened(first.server, "verified", version=PRESENT)
     cluster.finish()
 
 

@@ -35,6 +35,7 @@ from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
 from corral.workers.manager.gserver_manager import GserverManager
+from corral.workers.requests.manager_messages import Route, Schedule
 from corral.workers.rollout.rollout_worker import RolloutWorker
 from corral.workers.streams.https import serve
 from corral.workers.streams.security import StreamSecurity
@@ -228,13 +229,13 @@ class RolloutRig:
     def _running_manager(self) -> ExitStack:
         stack = ExitStack()
         self.manager = GserverManager(self.context(stack, "gserver_manager"))
-        suspect_url = self.manager._suspect_url
+        choose = self.manager._choose
 
-        def count(url: str) -> None:
-            self._num_retried += 1
-            suspect_url(url)
+        def count(request: Schedule) -> Route:
+            self._num_retried += bool(request.failed_url)
+            return choose(request)
 
-        self.manager._suspect_url = count  # type: ignore[method-assign]
+        self.manager._choose = count  # type: ignore[method-assign]
         task = self._loop.start(self.manager._main())
 
         def stop() -> None:

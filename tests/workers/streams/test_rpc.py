@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from corral.workers.streams.errors import RemoteError, StreamClosedError, StreamTimeoutError, WrongTrialKeyError
+from corral.workers.streams.router import Peer
 from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK, Cable, until
@@ -44,8 +45,8 @@ class Calculator:
         self.num_waits = 0
         self.may_answer = asyncio.Event()
 
-    async def handle(self, role: str, request: Request) -> Sum:
-        self.roles.append(role)
+    async def handle(self, peer: Peer, request: Request) -> Sum:
+        self.roles.append(peer.role)
         if isinstance(request, Wait):
             self.num_waits += 1
             await self.may_answer.wait()
@@ -183,7 +184,7 @@ def test_closing_the_client_fails_what_waits_on_it(as_role: AsRole) -> None:
 
 
 def test_an_answer_that_cannot_travel_is_an_error_and_not_a_hang(as_role: AsRole) -> None:
-    async def handle(role: str, request: Wait) -> Anything:
+    async def handle(peer: Peer, request: Wait) -> Anything:
         return Anything(object())
 
     async def run() -> None:

@@ -1,0 +1,110 @@
+"""One incarnation of a generation server, as the manager sees it: events in, its state out.
+
+              told                 verified
+    STARTING ──────► LOADING ────────────────► READY ──┐ not updated: it generates on with what it holds
+        │              │ ▲ ▲        told         │ ▲───┘
+        │  not updated │ │ └─────────────────────┤
+        │              ▼ │ told, after a pause   │ silent
+        └──────────► SUSPECT ◄───────────────────┘              any ──gone──► DEAD
+
+    told         its worker is told to take other weights over now, what was staged being there
+    verified     it says that it holds them, and that it takes requests
+    not updated  staging or taking over failed
+    silent       it did not answer a request or a probe, or only by an error of its own
+    gone         its record is gone, or names another incarnation
+
+Only READY servers get requests. A request that is refused is no event: it is the request's failure. Nor is it one that
+a server is busy: until it answers its next probe it gets what others have no room for. What the table does not name
+changes nothing: such news is late. A SUSPECT server is told again after a pause that grows each time in a row, to 30 s
+and not for ever: a network that was cut comes back, and whether a process must start again its worker decides. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal
+
+from corral.scheduling.policy_version import PolicyVersion
+
+ServerEvent = Literal["told", "verified", "not updated", "silent", "gone"]
+
+PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the first failure in a row, the second, ...
+HEALTHY_AFTER_S: Final = 60.0  # READY for as long, its earlier failures are forgotten
+
+
+class ServerState(Enum):
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+_NEXT: Final[Mapping[tuple[ServerState, ServerEvent], ServerState]] = {
+    (ServerState.STARTING, "told"): ServerState.LOADING,
+    (ServerState.READY, "told"): ServerState.LOADING,
+    (ServerState.SUSPECT, "told"): ServerState.LOADING,
+    (ServerState.LOADING, "verified"): ServerState.READY,
+    (ServerState.STARTING, "not updated"): ServerState.SUSPECT,
+    (ServerState.LOADING, "not updated"): ServerState.SUSPECT,
+    (ServerState.SUSPECT, "not updated"): ServerState.SUSPECT,
+    (ServerState.READY, "not updated"): ServerState.READY,
+    (ServerState.READY, "silent"): ServerState.SUSPECT,
+    **{(state, "gone"): ServerState.DEAD for state in ServerState},
+}
+
+
+@dataclass
+class Server:
+    """What is known of it; changed by `ServerTable` alone, but for where a version comes from."""
+
+    name: str
+    url: str
+    control: str
+    """Where its worker is told to bring it to other weights."""
+    incarnation: str
+    place: str = ""
+    """Where its worker stages versions, if other hosts can have them from there, see `weight_tree.py`."""
+    staged: str = ""
+    """Tag of the version that other hosts can have from its worker."""
+    arrives_from: str | None = None
+    """The place that a version comes from now, empty for the shared file system; None where none is on its way."""
+    state: ServerState = ServerState.STARTING
+    version: PolicyVersion | None = None
+    """Of the weights that it was verified to hold."""
+    num_failures: int = 0
+    """In a row."""
+    not_before: float = 0.0
+    """When the next update may begin."""
+    ready_since: float = 0.0
+    tokens_by_uid: dict[str, int] = field(default_factory=dict)
+    """That may still come, by uid of the group."""
+    tokens: int = 0
+    """The sum of these."""
+    is_busy: bool = False
+    """Whether it had no room for a request, and has not answered a probe since."""
+    turn: int = 0
+    """When it was chosen last, counted in choices."""
+
+    def on(self, event: ServerEvent, *, now: float) -> None:
+        """Something happened at `now`, of any clock that runs on, in seconds."""
+        before = self.state
+        if (before, event) not in _NEXT:
+            return
+        self.state = _NEXT[before, event]
+        if event == "told":
+            return
+        self.arrives_from = None
+        if event == "verified":
+            self.ready_since, self.is_busy = now, False
+            return
+        if before is ServerState.READY and now - self.ready_since >= HEALTHY_AFTER_S:
+            self.num_failures = 0
+        self.not_before = now + PAUSES_S[min(self.num_failures, len(PAUSES_S) - 1)]
+        self.num_failures += 1
+
+    def needs(self, version: PolicyVersion, *, now: float) -> bool:
+        """Whether it has to be brought to `version`, and may be."""
+        is_behind = self.state in (ServerState.STARTING, ServerState.SUSPECT)
+        is_behind |= self.state is ServerState.READY and self.version != version
+        return is_behind and now >= self.not_before
