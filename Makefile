@@ -100,6 +100,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/status_latency.py --finished 50 --running 2
 	$(BIN)/python benchmarks/redistribution.py
 	$(BIN)/python benchmarks/trajectory_path.py
+	$(BIN)/python benchmarks/manager_load.py --servers 64 --workers 64 --groups 1000 --life-s 10 --seconds 10
 	$(BIN)/python benchmarks/restart_time.py --kills 3 --local
 	$(BIN)/python benchmarks/memory_growth.py --steps 200
 	$(BIN)/python benchmarks/commit.py
