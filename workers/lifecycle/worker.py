@@ -193,7 +193,8 @@ class Worker(ABC):
             except NameServiceError as error:
                 logger.warning("name-resolve does not answer: %s", error)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(sooner.wait(), interval_s)
+                async with asyncio.timeout(interval_s):  # wait_for would lose a cancellation that comes with its end
+                    await sooner.wait()
 
     async def follow(self, actions: Mapping[str, Action], *, at_least_every_s: float) -> None:
         """Perform the action of a root of names when a name directly below it changes.
