@@ -365,12 +365,15 @@ class ContinuousBatch:
             active.has_ended = True
             outputs.append(active.output(reason, version=version))
             moves = self._scheduler.remove(row)
-            content = self._cache.content(row, length=active.num_tokens - 1) if moves and active.is_shareable else None
+            # Who waits takes the free row at once.
+            is_kept = active.is_shareable and not self._scheduler.waiting
+            content = self._cache.content(row, length=active.num_tokens - 1) if is_kept and moves else None
             for source, target in moves:
                 length = self._scheduler.running[target].newest_position
                 self._cache.move(source=source, target=target, length=length)
                 self._rows.move(source=source, target=target)
-            self._prefixes.keep(active, content, row=self.num_running)
+            if is_kept:
+                self._prefixes.keep(active, content, row=self.num_running)
             self._sampling = None
         outputs.reverse()
         return outputs

@@ -53,10 +53,9 @@ class SharedPrefixes:
         Args:
             content: of its row, where another one has moved into that; None where it was this row.
         """
-        if active.is_shareable:
-            if content is not None:
-                self._cache.fill(row, content)
-            self._kept[row] = active
+        if content is not None:
+            self._cache.fill(row, content)
+        self._kept[row] = active
 
     def resized(self) -> None:
         """The cache has become another: rows and positions beyond its own are gone."""
