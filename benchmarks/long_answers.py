@@ -141,7 +141,7 @@ def main() -> None:
     arguments = parser.parse_args()
     disable_progress_bar()
     size = {"num_answers": arguments.answers, "num_tokens": arguments.tokens}
-    most_tokens = len(PROMPT) + arguments.tokens
+    most_tokens = len(PROMPT) + arguments.tokens + 16  # of which SGLang leaves some out
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_random_model(folder / "model", context_length=most_tokens)
