@@ -80,8 +80,9 @@ def test_attention_in_spans_is_that_of_each_row_over_its_own_past(
     cache.reserve(num_rows=len(lengths), length=max(lengths), longest_reserved=64)
     past = torch.randn(2, NUM_LAYERS, len(lengths), NUM_KV_HEADS, max(lengths), HEAD_DIM, dtype=dtype)
     for layer in range(NUM_LAYERS):
-        rows = torch.arange(len(lengths))
-        cache.write_prompts(layer, rows=rows, keys=past[0, layer], values=past[1, layer])
+        for row in range(len(lengths)):
+            keys, values = past[:, layer, row : row + 1]
+            cache.write(layer, row=row, start=0, keys=keys, values=values)
     starts = [0, *stops[:-1]]
     attend = TokenAttention(
         cache,

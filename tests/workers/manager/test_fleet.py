@@ -62,7 +62,7 @@ class Fleet:
         self.overtaking = 0 if self.window is None else self.window - 1
         self.prompts = [f"0:{number}" for number in range(self.num_prompts)]
         self.workers = {f"rollout_worker/{number}": RolloutWorker() for number in range(2)}
-        self.table = ServerTable(policy="round_robin")
+        self.table = ServerTable(policy="round_robin", clock=lambda: self.now)
         self.commits: list[PolicyVersion] = []
         self.committed: dict[str, int] = {}
         """Step that trained it, 0 if it was dropped, by uid."""
@@ -192,7 +192,9 @@ class Fleet:
     def update_server(self, choice: int) -> bool:
         needing = self.table.needing(self.known) if self.known else []
         if needing and self.known:
-            needing[choice % len(needing)].ready(self.known)
+            server = needing[choice % len(needing)]
+            self.table.happened(server, "told")
+            self.table.happened(server, "verified", version=self.known)
         return bool(needing)
 
     # Rollout workers
