@@ -1,7 +1,7 @@
 """What rollout workers, and the master, say to the generation-server manager, and it to them.
 
     Allocate --> Allocation     a prompt, as soon as it may start. Its admission number is its birth order.
-    Schedule --> Route          which server makes the next chunk? As soon as one may.
+    Schedule --> Route          which server makes the next tokens? As soon as one may.
     Finish   --> Ok             it is in the spool, or to be issued again: its slot is free
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
 
