@@ -2,7 +2,7 @@
 
                   admit                     finish                    trained (by the master)
     prompt ────────────────► running ────────────────► accepted ────────────────► consumed
-       ▲                        │ drop, abandon            │ drop (stale, malformed)
+       ▲                        │ drop                     │ drop (stale, malformed)
        └────────────────────────┴──────────────────────────┘  may be admitted again, as if new
 
 The gate (StalenessGate, which workers/manager/admission.py holds) admits a prompt while
@@ -115,10 +115,6 @@ class StalenessGate:
         """A sample will not be trained (failed reward, too stale); its place is free."""
         self._running.pop(uid, None)
         self._finished.pop(uid, None)
-
-    def abandon(self, uid: str) -> None:
-        """Whoever ran it is gone; its place is free until it is admitted anew. A finished one stays, in its spool."""
-        self._running.pop(uid, None)
 
     def consume(self, uids: Iterable[str]) -> None:
         """These samples were trained; those that have no place were counted before."""

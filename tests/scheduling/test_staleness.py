@@ -1,6 +1,6 @@
 """The staleness bound: which prompts start, which samples are trained on, and that neither ever gets stuck."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -69,29 +69,21 @@ def test_a_closed_gate_says_why() -> None:
     assert busy.explain() == "closed: running 2 >= max_concurrent 2"
 
 
-def test_dropped_and_abandoned_samples_free_their_place() -> None:
+def test_dropped_samples_free_their_place() -> None:
     gate = open_gate()
     admit_all(gate)
     gate.finish("p0")
     gate.drop("p0")
-    gate.abandon("p1")
+    gate.drop("p1")
     assert (gate.running, gate.accepted, gate.capacity) == (0, 0, 2)
     assert gate.admit("p0") == 2  # as if new: its tokens will be
-
-
-def test_an_abandoned_sample_that_has_finished_stays_accepted() -> None:
-    gate = open_gate()
-    gate.admit("a")
-    gate.finish("a")
-    gate.abandon("a")
-    assert gate.accepted == 1
 
 
 def test_events_that_arrive_twice_count_once() -> None:
     gate = open_gate(max_staleness=1)
     assert [gate.admit("a"), gate.admit("a"), gate.admit("b")] == [0, 0, 1]
     for event, arguments in [
-        (gate.finish, "a"), (gate.drop, "b"), (gate.finish, "b"), (gate.abandon, "b"), (gate.consume, ["a"]),
+        (gate.finish, "a"), (gate.drop, "b"), (gate.finish, "b"), (gate.consume, ["a"]),
         (gate.drop, "a"), (gate.set_version, 1),
     ]:  # fmt: skip
         event(arguments)
@@ -414,18 +406,12 @@ class Simulation:
         return True
 
     def fail(self, choice: int) -> bool:
-        return self._lose(choice, self.gate.drop)
-
-    def die(self, choice: int) -> bool:
-        return self._lose(choice, self.gate.abandon)
-
-    def _lose(self, choice: int, tell: Callable[[str], None]) -> bool:
         if not self.running:
             return False
         uid = sorted(self.running)[choice % len(self.running)]
         del self.running[uid]
-        tell(uid)
-        tell(uid)
+        self.gate.drop(uid)
+        self.gate.drop(uid)
         self.waiting.append(uid)
         return True
 
@@ -488,7 +474,7 @@ class Simulation:
             assert any([self.happen(event, 0) for event in usual]), f"stuck: {self.gate.explain()}"
 
 
-EVENTS = ["admit", "generate", "finish", "train", "update_servers", "tell_manager", "fail", "die", "restart_manager"]
+EVENTS = ["admit", "generate", "finish", "train", "update_servers", "tell_manager", "fail", "restart_manager"]
 simulations = st.builds(
     Simulation,
     num_prompts=st.integers(1, 12),
