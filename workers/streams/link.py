@@ -2,7 +2,7 @@
 
     RESOLVING --address--> CONNECTING --handshake--> UP --disconnected, or the server moved--> RESOLVING
         ^                      |
-        +----unreachable-------+---refused for too long---> FAILED (WrongTrialKeyError for everyone who waits)
+        +----unreachable-------+---refused, and never let in---> FAILED (WrongTrialKeyError for everyone who waits)
 
 Every connection is a new socket, so that nothing is re-sent behind our back: whoever uses the link decides in `on_up`
 what to say again. A server that is quiet may have been replaced while its process still hangs on to the port: then the
@@ -35,8 +35,6 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.25, 0.5, 1.0)
 # A refusal is certain only if it repeats: a port may have been taken over by another trial between lookup and connect.
 _REFUSAL_GRACE_S = 0.7
-# Once let in, our key is right; a refusal then means an outdated address, until the name service expires it.
-_REFUSAL_GRACE_AFTER_UP_S = 30.0
 _DEFAULT_SILENCE_S = 10.0
 
 
@@ -184,7 +182,8 @@ class DealerLink(Generic[BodyT]):
             endpoint = await self._resolve()
             end = None if endpoint is None else await self._live(endpoint)
             attempt = 0 if end in (_End.LOST, _End.MOVED) else attempt + 1
-            if end is _End.REFUSED and self._is_refused_for_good():
+            # Once let in, our key is right: whoever refuses it has the port of a server that is away, however long.
+            if end is _End.REFUSED and not self._was_up and self._is_refused_for_good():
                 self._fail(self._refused())
                 return
             if end is not _End.REFUSED:
@@ -251,8 +250,7 @@ class DealerLink(Generic[BodyT]):
         now = self._loop.time()
         if self._refused_since_s is None:
             self._refused_since_s = now
-        grace_s = _REFUSAL_GRACE_AFTER_UP_S if self._was_up else _REFUSAL_GRACE_S
-        return now - self._refused_since_s >= grace_s
+        return now - self._refused_since_s >= _REFUSAL_GRACE_S
 
     def _refused(self) -> WrongTrialKeyError:
         return WrongTrialKeyError(

@@ -18,6 +18,7 @@ from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import ClearDataCache, OkReply
+from corral.workers.streams import link as link_module
 from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
@@ -94,6 +95,43 @@ def test_a_stranger_hears_within_two_seconds_that_its_key_is_wrong(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
+
+
+def test_a_link_that_was_let_in_outlasts_whoever_takes_the_port(
+    as_role: AsRole, stranger: StreamSecurity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_REFUSAL_GRACE_S", 0.0)
+    refusals: list[str] = []
+
+    async def run(own: str, foreign: str) -> None:
+        address = own
+
+        def now() -> str:
+            if address == foreign:
+                refusals.append(address)
+            return address
+
+        link = DealerLink(
+            as_role("master_worker"),
+            CODEC,
+            now,
+            server="model_worker/0",
+            on_message=lambda message: None,
+            on_up=lambda: None,
+            on_down=lambda reason: None,
+            silence_s=0.1,
+        )
+        try:
+            await wait_up(link, 10.0)
+            address = foreign
+            await until(lambda: len(refusals) > 4, waiting_for="refusals", timeout_s=30.0)
+            address = own
+            await wait_up(link, 10.0)
+        finally:
+            await link.close()
+
+    with echo(as_role("model_worker")) as own, echo(stranger) as foreign:
+        asyncio.run(run(own, foreign))
 
 
 def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
