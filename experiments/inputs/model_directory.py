@@ -8,11 +8,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from corral.experiments.errors import ConfigProblem, display_path, show_value
 from corral.experiments.inputs.regular_file import open_regular, read_regular
@@ -20,6 +20,8 @@ from corral.experiments.inputs.tokens import eos_token_ids
 from corral.scheduling.packing import TransformerShape
 
 _LFS_BEGINNING = b"version https://git-lfs"
+_HEADER_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header
+_MAX_HEADER_BYTES = 100_000_000  # that of the safetensors library
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings",
@@ -209,22 +211,42 @@ def _inspect_weights(directory: Path) -> tuple[Shapes, list[ConfigProblem]]:
     return shapes, problems
 
 
+class _Tensor(msgspec.Struct):
+    """What a header says of one tensor."""
+
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def _read_header(shard: Path) -> tuple[Shapes, ConfigProblem | None]:
     name = display_path(shard)
     try:
+        size_bytes = shard.stat().st_size
         with open_regular(shard) as stream:
             beginning = stream.read(len(_LFS_BEGINNING))
+            header_bytes = int.from_bytes(beginning[:_HEADER_LENGTH_BYTES], "little")
+            stream.seek(_HEADER_LENGTH_BYTES)
+            header = stream.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
     except OSError as error:
         return {}, ConfigProblem(f"cannot read weights {name}: {error.strerror or error}", "check its permissions")
     if beginning == _LFS_BEGINNING:
         hint = "run git lfs pull in the model's folder"
         return {}, ConfigProblem(f"weights {name} are a git-lfs pointer, not tensors", hint)
     try:
-        with safe_open(shard, framework="numpy") as tensors:
-            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}, None
-    except (SafetensorError, OSError) as error:
-        message = f"weights {name} are cut off or no safetensors file ({shard.stat().st_size} bytes): {error}"
+        content = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        content.pop("__metadata__", None)
+        tensors = {key: msgspec.json.decode(value, type=_Tensor) for key, value in content.items()}
+    except (ValueError, RecursionError):
+        tensors = None
+    places = sorted(tensor.data_offsets for tensor in (tensors or {}).values())
+    ends_at = max((end for _, end in places), default=0)
+    if any(end < begin or begin < before for (_, before), (begin, end) in pairwise([(0, 0), *places])):
+        message = f"weights {name} have tensors that overlap, or that lie outside of the file"
         return {}, ConfigProblem(message, "download them again")
+    if tensors is None or _HEADER_LENGTH_BYTES + header_bytes + ends_at > size_bytes:
+        message = f"weights {name} are cut off or no safetensors file ({size_bytes} bytes)"
+        return {}, ConfigProblem(message, "download them again")
+    return {key: tensor.shape for key, tensor in tensors.items()}, None
 
 
 def _index_problems(index: Path, present: set[str]) -> Iterator[ConfigProblem]:
