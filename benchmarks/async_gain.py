@@ -156,9 +156,10 @@ class Clockwork:
 
     def _server(self, number: int) -> Server:
         name = f"generation_server/{number}"
-        self.table.appeared(name, url=name, control="", incarnation="a")
-        self.table.servers[name].ready(self.known)
-        return self.table.servers[name]
+        server = self.table.appeared(name, url=name, control="", incarnation="a")
+        self.table.happened(server, "told")
+        self.table.happened(server, "verified", version=self.known)
+        return server
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time, next(self.num_events), act))
@@ -266,11 +267,11 @@ class Clockwork:
             rows.still_until = self.now + UPDATE_S
             for answer in rows.running:
                 answer.ends += UPDATE_S
-            rows.server.loading()
+            self.table.happened(rows.server, "told")
             self.at(rows.still_until, partial(self.updated, rows, self.known))
 
     def updated(self, rows: Rows, version: PolicyVersion) -> None:
-        rows.server.ready(version)
+        self.table.happened(rows.server, "verified", version=version)
         self.fill(rows)
 
 

@@ -53,6 +53,7 @@ from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer  # no
 from corral.name_resolve.keys import TrialKeys  # noqa: E402
 from corral.name_resolve.redis import RedisNameService  # noqa: E402
 from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
+from corral.workers.data.prompts import load_row_ids  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
 from corral.workers.lifecycle.worker import Worker, WorkerContext  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
@@ -236,11 +237,12 @@ class StubWorker(Worker):
         tasks: asyncio.TaskGroup,
     ) -> None:
         super().__init__(replace(base, index=index, names=names))
+        row_ids = load_row_ids(load.plan.all_of(GserverManagerSpec)[0].dataset)
         self.is_frozen = False
         self._load = load
         self._client = client
         self._tasks = tasks
-        self._committed = CommittedLedger(load.trial)
+        self._committed = CommittedLedger(load.trial, row_ids)
         self._no_server = ""
 
     def run(self) -> None:

@@ -19,7 +19,8 @@ from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir("/usr/lib")  # from near the folder its paths would be shown as seen from there
     write_inputs(tmp_path)
     (tmp_path / "ppo.yaml").write_text(VALID_PPO)
     (tmp_path / "sft.yaml").write_text(VALID_SFT)
