@@ -53,8 +53,8 @@ from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer  # no
 from corral.name_resolve.keys import TrialKeys  # noqa: E402
 from corral.name_resolve.redis import RedisNameService  # noqa: E402
 from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
-from corral.workers.data.prompts import load_row_ids  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
+from corral.workers.data.prompts import load_row_ids  # noqa: E402
 from corral.workers.lifecycle.worker import Worker, WorkerContext  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
 from corral.workers.requests.manager_messages import (  # noqa: E402
