@@ -87,9 +87,8 @@ class Fleet:
             logger.warning("%s is gone", server)
 
     async def _probe_while_it_lives(self, server: Server) -> None:
-        await asyncio.sleep(
-            random.uniform(0.0, PROBE_INTERVAL_S)
-        )  # of hundreds that are there at once: not all at once
+        # Of hundreds that are there at once: not all at once.
+        await asyncio.sleep(random.uniform(0.0, PROBE_INTERVAL_S))
         while server.state is not ServerState.DEAD:
             if server.state is ServerState.READY:
                 try:
