@@ -3,7 +3,7 @@
                   deal                  answered
        open ───────────────► out ───────────────────► counted
         ▲                     │
-        └── given back, its worker is gone or another process, or does not say that it has it
+        └── its worker is gone or another process, or does not say that it has it
 
 One evaluation at a time, that of the newest trainer epoch that has asked for one. A rollout worker says with each
 request for work which problems it has, so nobody has to remember for it: a manager that has just started learns it, and
@@ -94,12 +94,9 @@ class HeldOutBook:
         return problem
 
     def answered(self, problem: HeldOutProblem, *, sums: Mapping[str, float], versions: Collection[str]) -> None:
-        """What came out of a problem, unless that is known already; without sums it is given back."""
+        """What came out of a problem, unless that is known already."""
         is_here = problem in self._open or self._out.pop(problem, None) is not None
         if not is_here:
-            return
-        if not sums:
-            self._open[problem] = None
             return
         self._open.pop(problem, None)
         self._sums[problem.dataset] = added(self._sums[problem.dataset], sums)

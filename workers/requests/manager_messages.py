@@ -107,8 +107,8 @@ class Answered(MessageBody, frozen=True, tag="answered"):
     """-> Ok"""
 
     problem: HeldOutProblem
-    sums: dict[str, float] = {}
-    """As `sums_of` makes them; none where it was not answered."""
+    sums: dict[str, float]
+    """As `sums_of` makes them."""
     versions: list[str] = []
     """That made tokens of the answers."""
 

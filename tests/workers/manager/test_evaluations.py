@@ -67,7 +67,7 @@ def test_a_manager_that_has_just_started_learns_who_has_what() -> None:
 
 
 class Fleet(RuleBasedStateMachine):
-    """Workers that lose answers, die, give back, and say the same twice; a book that is forgotten."""
+    """Workers that lose answers, die, and say the same twice; a book that is forgotten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +82,13 @@ class Fleet(RuleBasedStateMachine):
         if problem is not None and is_heard:
             self.held[worker].add(problem)
 
-    @rule(worker=st.sampled_from("wx"), is_told_twice=st.booleans(), is_given_back=st.booleans())
-    def ends(self, worker: str, is_told_twice: bool, is_given_back: bool) -> None:
+    @rule(worker=st.sampled_from("wx"), is_told_twice=st.booleans())
+    def ends(self, worker: str, is_told_twice: bool) -> None:
         for problem in sorted(self.held[worker], key=lambda one: one.uid)[:1]:
             for _ in range(1 + is_told_twice):
-                self.book.answered(problem, sums={} if is_given_back else ONE, versions=[])
+                self.book.answered(problem, sums=ONE, versions=[])
             self.held[worker].discard(problem)
-            if not is_given_back:
-                self.counted.add(problem)
+            self.counted.add(problem)
 
     @rule(worker=st.sampled_from("wx"))
     def dies(self, worker: str) -> None:
