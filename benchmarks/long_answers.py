@@ -35,9 +35,9 @@ from benchmarks.sglang_server import KEY, serving_sglang  # noqa: E402 - as abov
 from corral.experiments.config.rollout import SamplingConfig  # noqa: E402
 from corral.workers.engine.engine import GenerationEngine  # noqa: E402
 from corral.workers.engine.server import EngineServer  # noqa: E402
+from corral.workers.episodes.stream_events import stream_events  # noqa: E402
 from corral.workers.rollout import generation_client  # noqa: E402
 from corral.workers.rollout.generation_client import GenerationClient, Setback  # noqa: E402
-from corral.workers.rollout.stream_events import stream_events  # noqa: E402
 from tests.workers.trusted import trust  # noqa: E402
 
 PROMPT = [(7 * index) % 1000 for index in range(256)]

@@ -91,6 +91,8 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
             Key("values", "per_token", "float32"),  # a critic's, in units of reward
             Key("returns", "per_shifted_token", "float32"),
             Key("rewards", "per_answer", "float32"),
+            Key("episodes", "per_answer", "int32"),  # which of its group a sequence is of; an episode may be several
+            Key("turn_rewards", "per_shifted_token", "float32"),  # beside `rewards`, at the last token of a turn
             Key("is_chosen", "per_answer", "bool"),  # True where the answer is the preferred one of a pair
             Key("seq_no_eos_mask", "per_answer", "bool"),  # True where the answer was cut off by the token limit
         )

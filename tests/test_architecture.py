@@ -50,7 +50,7 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "workers": [
         {"checkpoint", "data", "streams"},
-        {"shared_prompts"},
+        {"episodes", "shared_prompts"},
         {"backends", "delivery", "engine", "lifecycle", "requests", "user_code", "weight_transport"},
         {"algorithms", "generation", "rollout"},
         {"evaluation", "manager"},

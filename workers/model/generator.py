@@ -25,13 +25,12 @@ from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.trajectories import judged_answers, make_sample
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
-from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.routed_experts import AnswerExperts
-from corral.workers.rollout.trajectories import make_sample
 
 _MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
 NOT_FINITE = "not_finite"
@@ -194,6 +193,6 @@ class Generator:
             rewards = await self._judge(prompt.row.fields, answers)
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
-        judged = JudgedGroup(prompt.token_ids, answers, rewards)
+        judged = judged_answers(prompt.token_ids, answers, rewards)
         sample = make_sample(prompt.uid, judged, experts=self._generation.experts)
         return prompt.answered(sample, version=version)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, overload
 
-from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.rewards import Problem
 
 SampleGroup = Callable[[Sequence[int]], Awaitable[list[PartialAnswer]]]

@@ -27,9 +27,9 @@ import msgspec
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.rollout.partial_rollout import MalformedEventError, PartialAnswer
-from corral.workers.rollout.routed_experts import AnswerExperts
-from corral.workers.rollout.stream_events import stream_events
+from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
+from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.stream_events import stream_events
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,10 @@ RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
 server's URL, or None while none is ready."""
 
 
+Watch = Callable[[PartialAnswer], None]
+"""Looks at an answer whenever tokens have come, and may cut it."""
+
+
 class RequestRefusedError(RuntimeError):
     """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
 
@@ -74,6 +78,10 @@ class _Group:
     uid: str
     prompt_ids: Sequence[int]
     answers: Sequence[PartialAnswer]
+    sampling: SamplingConfig
+    oldest_version: str = ""
+    """Of what came before, in other answers; "" if nothing did."""
+    watch: Watch | None = None
     place: _Place | None = None
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -115,7 +123,7 @@ class GenerationClient:
             )
             for seed in seeds
         ]
-        group = _Group(uid, prompt_ids, answers)
+        group = _Group(uid, prompt_ids, answers, self.sampling)
         tasks = [asyncio.create_task(self._finish(group, index)) for index in range(len(answers))]
         try:
             finished = [await done for done in itertools.islice(asyncio.as_completed(tasks), enough)]
@@ -124,6 +132,23 @@ class GenerationClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [answers[index] for index in sorted(finished)]
+
+    async def complete(
+        self,
+        uid: str,
+        prompt_ids: Sequence[int],
+        answer: PartialAnswer,
+        *,
+        sampling: SamplingConfig,
+        oldest_version: str = "",
+        watch: Watch | None = None,
+    ) -> None:
+        """Make one answer, as `sample_group` does.
+
+        Args:
+            oldest_version: of the tokens that came before in the same episode: no older weights may go on from them.
+        """
+        await self._finish(_Group(uid, prompt_ids, [answer], sampling, oldest_version, watch), 0)
 
     async def _finish(self, group: _Group, index: int) -> int:
         """Make one answer, however many requests that takes; its index."""
@@ -149,6 +174,7 @@ class GenerationClient:
             if group.place is not None and group.place is not left:
                 return group.place
             versions = {span.version for answer in group.answers for span in answer.spans}
+            versions |= {group.oldest_version} - {""}
             oldest = min(versions, key=PolicyVersion.parse, default="")
             tokens = sum(answer.remaining for answer in group.answers if not answer.finished)
             while (url := await self.route(group.uid, tokens, oldest, setback)) is None:
@@ -176,6 +202,10 @@ class GenerationClient:
                     reason = answer.extend(event)
                     if reason is not None and reason.status_code is not None:
                         return _judge(url, reason.status_code, reason.message)
+                    if group.watch is not None:
+                        group.watch(answer)
+                    if answer.stopped and reason is None:
+                        break  # it was cut: its server hears that the connection is closed
                     has_ended, silence_s = reason is not None, self.token_timeout_s
                     deadline.reschedule(loop.time() + silence_s)
         except TimeoutError:
@@ -190,9 +220,9 @@ class GenerationClient:
         body: dict[str, Any] = {
             "input_ids": [*group.prompt_ids, *answer.output_ids],
             "sampling_params": {
-                "temperature": self.sampling.temperature,
-                "top_p": self.sampling.top_p,
-                "top_k": self.sampling.top_k,
+                "temperature": group.sampling.temperature,
+                "top_p": group.sampling.top_p,
+                "top_k": group.sampling.top_k,
                 "stop_token_ids": list(self.stop_token_ids),
                 "max_new_tokens": answer.remaining,
                 "sampling_seed": answer.sampling_seed,

@@ -23,14 +23,14 @@ from corral.experiments.inputs.tokens import encode_prompt
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import FILTERED
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.trajectories import judged_answers, make_sample
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_run import AgentRun
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.generation_client import GenerationClient, RequestRefusedError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.reward_processes import RewardHostError
-from corral.workers.rollout.trajectories import make_sample
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.trials import checked_reward
 
@@ -146,7 +146,9 @@ class GroupMaker:
         run = AgentRun(self.config.agent, timeout_s=self.config.agent_timeout_s)
         group = await run.wait(self.agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self.judge)))
         self._check_group(group)
-        return group, make_sample(uid, group, experts=self.client.experts)
+        return group, make_sample(
+            uid, judged_answers(group.prompt_ids, group.answers, group.rewards), experts=self.client.experts
+        )
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if len(ids) > self.max_prompt_tokens:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, overload
 
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.reward_processes import RewardProcesses
 from corral.workers.rollout.rewards import Problem
 from corral.workers.user_code.reward_host import Call

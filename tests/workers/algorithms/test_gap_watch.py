@@ -28,10 +28,9 @@ from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import GenerationRequest, StopFinish
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.trajectories import judged_answers, make_sample
 from corral.workers.requests.messages import TrainNotice
-from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.trajectories import make_sample
 from tests.workers.backends.training_helpers import optimizer_config
 from tests.workers.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.some_samples import some_of
@@ -96,7 +95,7 @@ class Maker:
         return SequenceSample.gather(
             [
                 make_sample(
-                    f"0:p{number}", JudgedGroup(prompts[number], group, [float(i % 2) for i in range(len(group))])
+                    f"0:p{number}", judged_answers(prompts[number], group, [float(i % 2) for i in range(len(group))])
                 )
                 for number, group in enumerate(groups)
             ]

@@ -18,10 +18,9 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.routed_experts import AnswerExperts
-from corral.workers.rollout.trajectories import make_sample
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.trajectories import judged_answers, make_sample
 from tests.workers.engine.tiny_models import save_tiny_model
 
 NUM_ANSWERS, MAX_NEW_TOKENS = 16, 60
@@ -59,7 +58,7 @@ def answers_of(maker: GenerationEngine, spec: RoutedExpertsSpec) -> SequenceSamp
         answer = PartialAnswer(max_new_tokens=MAX_NEW_TOKENS, experts=experts, spans=list(output.weight_versions))
         answer.output_ids, answer.logprobs = list(output.output_ids), list(output.output_logprobs)
         answers.append(answer)
-    group = JudgedGroup(prompt_ids=PROMPT, answers=answers, rewards=[0.0] * NUM_ANSWERS)
+    group = judged_answers(prompt_ids=PROMPT, answers=answers, rewards=[0.0] * NUM_ANSWERS)
     return make_sample("0:a", group, experts=spec)
 
 

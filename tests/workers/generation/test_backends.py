@@ -22,14 +22,14 @@ from corral.experiments.config.rollout import EngineConfig, SamplingConfig, Upda
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, write_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.stream_events import StreamEvent
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
 from corral.workers.rollout.generation_client import GenerationClient, RouteFunction, Setback
-from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.stream_events import StreamEvent
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
 from tests.workers.backends.trained_versions import publish, stepped

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.workers.rollout.routed_experts import AnswerExperts
+from corral.workers.episodes.routed_experts import AnswerExperts
 from tests.workers.engine.tiny_models import load_reference
 from tests.workers.generation.servers import Served, serving
 

@@ -11,8 +11,8 @@ from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
-from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.streams.https import open_session
 from tests.workers.trusted import trust
 

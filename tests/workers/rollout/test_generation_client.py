@@ -13,8 +13,8 @@ import pytest
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.generation_client import GenerationClient, Setback
-from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.streams.https import open_session
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.rollout.engine_servers import DEADLINE_S, Connections, sample_in_turns

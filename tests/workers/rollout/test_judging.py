@@ -17,8 +17,8 @@ import pytest
 from math_verify import parse, verify
 
 from corral.experiments.worker_specs import RewardSpec
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.partial_rollout import PartialAnswer
 
 HERE = __name__
 ERRORS = {

@@ -3,9 +3,8 @@
 import numpy as np
 
 from corral.scheduling.policy_version import VersionSpan
-from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.partial_rollout import PartialAnswer
-from corral.workers.rollout.trajectories import make_sample
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.trajectories import judged_answers, make_sample
 
 
 def test_values_stand_at_the_position_before_their_token() -> None:
@@ -14,7 +13,7 @@ def test_values_stand_at_the_position_before_their_token() -> None:
         5, [7, 8, 9], [-0.1, -0.2, -0.3], [VersionSpan(old, 0, 1), VersionSpan(new, 1, 3)], stopped=True
     )
     short = PartialAnswer(5, [6], [-0.5], [VersionSpan(new, 0, 1)], stopped=False)
-    sample = make_sample("0:a", JudgedGroup(prompt_ids=[1, 2], answers=[long, short], rewards=[1.0, 0.0]))
+    sample = make_sample("0:a", judged_answers(prompt_ids=[1, 2], answers=[long, short], rewards=[1.0, 0.0]))
     assert sample.seqlens["input_ids"] == [[5, 3]]
     np.testing.assert_array_equal(sample.data["input_ids"], [1, 2, 7, 8, 9, 1, 2, 6])
     np.testing.assert_array_equal(sample.data["prompt_mask"], [1, 1, 0, 0, 0, 1, 1, 0])

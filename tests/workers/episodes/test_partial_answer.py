@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.rollout.partial_rollout import MalformedEventError, PartialAnswer
-from corral.workers.rollout.stream_events import StreamEvent
+from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
+from corral.workers.episodes.stream_events import StreamEvent
 
 End = Literal["lost", "abort", "abort, with tokens said again"]
 

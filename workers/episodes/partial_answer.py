@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
-from corral.workers.rollout.routed_experts import AnswerExperts
-from corral.workers.rollout.stream_events import FinishReason, MetaInfo, StreamEvent, WeightVersions
+from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.stream_events import FinishReason, MetaInfo, StreamEvent, WeightVersions
 
 
 class MalformedEventError(ValueError):
@@ -68,7 +68,15 @@ class PartialAnswer:
 
     def settle(self) -> None:
         """The request is over: tokens whose version nobody has told are given back."""
-        del self.output_ids[self._num_told :], self.logprobs[self._num_told :]
+        if len(self.output_ids) > self._num_told:
+            self.stopped = False
+            del self.output_ids[self._num_told :], self.logprobs[self._num_told :]
+
+    def cut(self, num_tokens: int) -> None:
+        """End it before what its server would end it with, after so many of its tokens."""
+        del self.output_ids[num_tokens:], self.logprobs[num_tokens:]
+        spans = [span._replace(end=min(span.end, num_tokens)) for span in self.spans if span.start < num_tokens]
+        self.spans, self.stopped = spans, True
 
     def extend(self, event: StreamEvent) -> FinishReason | None:
         """Take in the next event of the present request; returns why it ends, if it does.

@@ -34,6 +34,12 @@ class AnswerExperts:
         self.num_rows = 0
         """Tokens of prompt and answer whose experts are known: all before this one."""
 
+    def before(self, prompt_ids: Sequence[int]) -> "AnswerExperts":
+        """Those of another answer, to a prompt that begins with these tokens: the rows that are known stay."""
+        later = AnswerExperts(self._spec, prompt_ids)
+        later._pieces, later.num_rows = list(self._pieces), self.num_rows
+        return later
+
     def rows_in(self, text: str, *, num_tokens: int) -> Rows:
         """The rows of a server's text, which follow those that are known; nothing is taken in.
 
@@ -66,11 +72,11 @@ class AnswerExperts:
         self._pieces.append(rows)
         self.num_rows += len(rows)
 
-    def of(self, prompt_ids: Sequence[int], *, num_tokens: int) -> Rows:
-        """[num_tokens, layers with experts, top_k] of prompt and answer; nothing is known after another prompt."""
+    def rows(self, *, num_tokens: int) -> Rows:
+        """[num_tokens, layers with experts, top_k] of prompt and answer."""
         rows = nothing_known(self._spec, num_tokens=num_tokens)
-        if self._pieces and list(prompt_ids) == self._prompt_ids:
-            known = np.concatenate(self._pieces)[:num_tokens]  # an agent may have cut the answer
+        if self._pieces:
+            known = np.concatenate(self._pieces)[:num_tokens]  # the answer may have been cut
             rows[: len(known)] = known
         return rows
 

@@ -1,0 +1,136 @@
+"""From judged episodes to the sample that the trainer gets: one sequence for each branch.
+
+    given P, made A, given T, made B, reward  ──►  input_ids [N], prompt_mask [N]: True on P and T
+                                                   old_logprobs [N-1], versions [N-1], rewards [1], seq_no_eos_mask [1]
+                                                   of a mixture: routed_experts [N, layers, k]
+    of agents besides: episodes [1], which one of the group it is of;  turn_rewards [N-1]
+
+Values that belong to a token stand at the position before it, where it was predicted: the first token of an answer to a
+prompt of P tokens at P - 1. The reward of an episode stands on each of its sequences.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from corral.experiments.worker_specs import RoutedExpertsSpec
+from corral.scheduling.keys import ROUTED_EXPERTS
+from corral.scheduling.policy_version import PolicyVersion, VersionSpan
+from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from corral.workers.episodes.log import Branch, Segment
+from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.routed_experts import Rows, nothing_known
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedEpisode:
+    """One of the answers to a prompt, over however many turns and branches, with its reward."""
+
+    branches: Sequence[Branch]
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What its agent has noted, by name."""
+
+    def sequences(self) -> list[Branch]:
+        """The branches that something is learned from."""
+        return [branch for branch in self.branches if any(segment.is_trained for segment in branch.segments)]
+
+
+def judged_answers(
+    prompt_ids: Sequence[int], answers: Sequence[PartialAnswer], rewards: Sequence[float]
+) -> list[JudgedEpisode]:
+    """Episodes of one answer each, to the same prompt."""
+    judged = zip(answers, rewards, strict=True)
+    return [JudgedEpisode([Branch.of(prompt_ids, answer)], reward) for answer, reward in judged]
+
+
+def make_sample(
+    uid: str,
+    episodes: Sequence[JudgedEpisode],
+    *,
+    experts: RoutedExpertsSpec | None = None,
+    says_episodes: bool = False,
+) -> SequenceSample:
+    """The packed sample of one group.
+
+    Args:
+        experts: of a mixture whose trainer is told whom to choose.
+        says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
+    """
+    numbered = [(number, branch) for number, each in enumerate(episodes) for branch in each.sequences()]
+    branches = [branch for _, branch in numbered]
+    values: dict[str, list[Array]] = {
+        "input_ids": [_concatenated([segment.ids for segment in each.segments], np.int32) for each in branches],
+        "prompt_mask": [
+            np.repeat([not s.is_trained for s in each.segments], [len(s.ids) for s in each.segments])
+            for each in branches
+        ],
+        "old_logprobs": [_before(each, _logprobs, np.float32) for each in branches],
+        "versions": [_before(each, _versions, np.int32) for each in branches],
+        "rewards": [np.asarray([episodes[number].reward], np.float32) for number, _ in numbered],
+        "seq_no_eos_mask": [np.asarray([each.is_cut], np.bool_) for each in branches],
+    }
+    if says_episodes:
+        values["episodes"] = [np.asarray([number], np.int32) for number, _ in numbered]
+        values["turn_rewards"] = [_before(each, _turn_rewards, np.float32) for each in branches]
+    if experts is None:
+        return SequenceSample.from_group(uid, values)
+    values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
+    return SequenceSample.from_group(uid, values, specs=key_specs([experts.key]))
+
+
+def version_spans(branch: Branch) -> list[VersionSpan]:
+    """Who made the trained tokens; positions count these."""
+    spans, start = list[VersionSpan](), 0
+    for segment in branch.segments:
+        if segment.is_trained and segment.answer is not None:
+            spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in segment.answer.spans]
+            start += len(segment.ids)
+    return spans
+
+
+def _before(branch: Branch, values_of: Callable[[Branch], Iterable[Array]], dtype: npt.DTypeLike) -> Array:
+    """Values of tokens, each at the position before it."""
+    return _concatenated(list(values_of(branch)), dtype)[1:]
+
+
+def _logprobs(branch: Branch) -> Iterator[Array]:
+    for segment in branch.segments:
+        known = segment.answer.logprobs if segment.is_trained and segment.answer is not None else None
+        yield np.zeros(len(segment.ids)) if known is None else np.asarray(known, np.float32)
+
+
+def _versions(branch: Branch) -> Iterator[Array]:
+    for segment in branch.segments:
+        yield _versions_of(segment)
+
+
+def _versions_of(segment: Segment) -> Array:
+    if not segment.is_trained or segment.answer is None:
+        return np.full(len(segment.ids), -1, np.int32)
+    spans = segment.answer.spans
+    steps = [PolicyVersion.parse(span.version).step for span in spans]
+    return np.repeat(np.asarray(steps, np.int32), [span.end - span.start for span in spans])
+
+
+def _turn_rewards(branch: Branch) -> Iterator[Array]:
+    for segment in branch.segments:
+        rewards = np.zeros(len(segment.ids), np.float32)
+        if len(rewards):
+            rewards[-1] = segment.reward
+        yield rewards
+
+
+def _concatenated(parts: Sequence[Sequence[Any] | Array], dtype: npt.DTypeLike) -> Array:
+    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
+
+
+def _experts(branch: Branch, spec: RoutedExpertsSpec) -> Rows:
+    if branch.experts is None:
+        return nothing_known(spec, num_tokens=branch.num_tokens)
+    return branch.experts.rows(num_tokens=branch.num_tokens)
