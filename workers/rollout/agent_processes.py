@@ -50,6 +50,11 @@ class AgentFailedError(RuntimeError):
 class EpisodeLostError(RuntimeError):
     """The process of an episode ended, and not in a step of it."""
 
+    def __init__(self, text: str, *, by_another: bool) -> None:
+        super().__init__(text)
+        self.by_another = by_another
+        """Whether it was in a step of another one; else nobody knows who is to blame."""
+
 
 class AgentHostError(RuntimeError):
     """No process can be started that plays; the worker has to start again."""
@@ -282,8 +287,8 @@ class AgentProcesses:
         how = await process.end()
         cause = why or f"its process ended by itself, {how}"
         logger.warning("agent process %d with %d episodes: %s", process.process.pid, len(process.runs), cause)
+        lost = EpisodeLostError(cause, by_another=culprit in process.runs)
         for number, run in process.runs.items():
             if not run.outcome.done():
-                own = number == culprit
-                run.outcome.set_exception(AgentFailedError(cause) if own else EpisodeLostError(cause))
+                run.outcome.set_exception(AgentFailedError(cause) if number == culprit else lost)
         process.runs.clear()

@@ -99,8 +99,8 @@ class EpisodePlayer:
             AgentFailedError: if the agent fails, or nothing can be learned from what it did.
             AgentHostError: if no process can be started for it.
         """
-        for lost in range(1, _MAX_LOST + 1):
-            limits = self.config.episode
+        num_lost, limits = 0, self.config.episode
+        while True:
             session = EpisodeSession(
                 uid,
                 client,
@@ -113,10 +113,10 @@ class EpisodePlayer:
             try:
                 return await self._play(session, row, prompt_ids, number)
             except EpisodeLostError as error:
-                if lost == _MAX_LOST:
-                    raise AgentFailedError(f"{lost} processes ended while they played it, the last: {error}") from error
+                num_lost += not error.by_another
+                if num_lost == _MAX_LOST:
+                    raise AgentFailedError(f"{num_lost} processes that played it ended, the last: {error}") from error
                 logger.info("an episode of prompt %s is played again: %s", uid, error)
-        raise AssertionError("the last try returns or raises")
 
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:
