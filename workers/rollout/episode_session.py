@@ -19,6 +19,7 @@ from corral.workers.episodes.log import EpisodeLog, Turn
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
+from corral.workers.rollout.turn_journal import EpisodeJournal, question_of
 
 
 @dataclass(slots=True)
@@ -36,6 +37,10 @@ class EpisodeSession:
     """Of a sequence: what was given and what is made."""
     timeout_s: float | None = None
     """From now to the end of the last answer."""
+    journal: EpisodeJournal | None = None
+    """Of an agent that does the same on the same answers: turns that it has had before are not made again."""
+    num_replayed: int = 0
+    """Tokens that were in the journal."""
     log: EpisodeLog = field(init=False)
     ended: EndReason = ""
     """The limit that it has come to."""
@@ -61,14 +66,7 @@ class EpisodeSession:
         turn = self.log.begin(prompt_ids, max_new_tokens=sampling.max_new_tokens, sampling_seed=self.seed_of(number))
         try:
             async with asyncio.timeout_at(self._deadline) as time_is_up:
-                await self.client.complete(
-                    self.uid,
-                    prompt_ids,
-                    turn.answer,
-                    sampling=sampling,
-                    oldest_version=self.log.oldest_version,
-                    watch=self._stopper(request.stop) if request.stop else None,
-                )
+                await self._make(turn, sampling, request.stop)
         except BaseException as error:
             self.log.abandon(turn)
             if isinstance(error, TimeoutError) and time_is_up.expired():
@@ -78,6 +76,22 @@ class EpisodeSession:
         is_as_trained = self.client.sampling.model_copy(update=length) == sampling
         self.log.finish(turn, is_trained=request.is_trained and is_as_trained)
         return turn
+
+    async def _make(self, turn: Turn, sampling: SamplingConfig, stop: Sequence[str]) -> None:
+        question = question_of(turn.prompt_ids, sampling, stop) if self.journal else b""
+        if self.journal is not None and self.journal.take(question, turn.answer):
+            self.num_replayed += len(turn.answer.output_ids)
+            return
+        await self.client.complete(
+            self.uid,
+            turn.prompt_ids,
+            turn.answer,
+            sampling=sampling,
+            oldest_version=self.log.oldest_version,
+            watch=self._stopper(stop) if stop else None,
+        )
+        if self.journal is not None:
+            self.journal.append(question, turn.answer)
 
     def end(self, reason: EndReason, text: str) -> EpisodeEndedError:
         """The error that says so; every later request meets it."""

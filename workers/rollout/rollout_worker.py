@@ -29,6 +29,7 @@ from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
+    UNTIL_A_COMMIT,
     TrajectoryHeader,
     VerdictKind,
     delivery_id,
@@ -88,7 +89,7 @@ class RolloutWorker(Worker):
         """Why there was no other prompt when the manager spoke last."""
         self._no_server = ""
         """Why no server may answer, as the manager said last."""
-        self._verdicts: asyncio.Queue[str] = asyncio.Queue()
+        self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
 
     def run(self) -> None:
@@ -290,19 +291,22 @@ class RolloutWorker(Worker):
         await self._sender.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
-        """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again."""
-        if kind not in ("duplicate", "consumed"):
+        """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again. If the
+        prompt was dropped, the record has no place any more among those that may be trained."""
+        if kind not in UNTIL_A_COMMIT:
             logger.info("record %s was rejected as %s; its prompt is issued again", delivery, kind)
-            self._verdicts.put_nowait(delivery)
+            self._verdicts.put_nowait((delivery, "again"))
+        elif kind == "dropped":
+            self._verdicts.put_nowait((delivery, "dropped"))
 
     async def _settle_verdicts(self, tasks: asyncio.TaskGroup) -> None:
         while not self.context.stopping.is_set():
-            delivery = await self._verdicts.get()
+            delivery, outcome = await self._verdicts.get()
             if not self._sender.holds(delivery):
                 continue
-            order = order_of_delivery(delivery)
-            for uid in await self._sender.remove([uid_of_delivery(delivery)]):
-                tasks.create_task(self._tell_end(uid, order, "again"))
+            order, uids = order_of_delivery(delivery), [uid_of_delivery(delivery)]
+            for uid in await self._sender.remove(uids) if outcome == "again" else uids:
+                tasks.create_task(self._tell_end(uid, order, outcome))
 
     # Helpers
 
