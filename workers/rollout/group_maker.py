@@ -15,11 +15,10 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import FILTERED
@@ -67,7 +66,7 @@ class GroupMaker:
     agent: Agent
     judge: RewardJudge
     client: GenerationClient
-    tokenizer: Any
+    prompts: PromptEncoder
     _: KW_ONLY
     config: RolloutConfig
     trial_seed: int
@@ -141,7 +140,7 @@ class GroupMaker:
             self._check_prompt(ids)
             return await self.client.sample_group(uid, ids, seeds=next(seeds_by_call), enough=self.group_size)
 
-        prompt_ids = encode_prompt(self.tokenizer, row.prompt)
+        prompt_ids = self.prompts.encode(row.prompt, tools=row.tools)
         self._check_prompt(prompt_ids)
         run = AgentRun(self.config.agent, timeout_s=self.config.agent_timeout_s)
         group = await run.wait(self.agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self.judge)))
