@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 SPECIAL = ("<pad>", "<bos>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|body|>", "<|eot|>", "<|python_tag|>")
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "zz")  # a model may say z and z instead
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "é"
 VOCABULARY = {token: number for number, token in enumerate((*SPECIAL, *MARKS, *CHARACTERS))}
 ADD = {

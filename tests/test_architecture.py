@@ -53,7 +53,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"episodes", "shared_prompts"},
         {"backends", "delivery", "engine", "lifecycle", "requests", "user_code", "weight_transport"},
         {"algorithms", "generation", "rollout"},
-        {"evaluation", "manager"},
+        {"evaluation", "manager", "model_endpoint"},
         {"master", "model"},
         {"__main__"},
     ],

@@ -23,7 +23,7 @@ from typing import Any
 from corral.experiments.inputs.chat_template import ChatTemplate
 from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.inputs.tool_calls import PROBE_CALL, ToolCallForm, form_in
+from corral.experiments.inputs.tool_calls import PROBE_CALL, FoundCall, ToolCallForm, form_in
 
 _ASKED = {"role": "user", "content": "q"}
 _SAID, _THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"  # no model says so
@@ -166,6 +166,8 @@ class ChatRenderer:
         if end is None:
             return None
         said = text[len(asked) : end]
+        if self.reasoning is not None and "reasoning_content" not in answer and self.reasoning[0] in said:
+            return None  # the template would say that it did not think
         if any(value in marked.values() and value not in said for value in (_SAID, _THOUGHT)):
             return None
         behind = self._encode(text[end:])
@@ -183,7 +185,7 @@ class ChatRenderer:
         ends = stopped and bool(output_ids) and output_ids[-1] in self.stop_token_ids
         text = self._decode(output_ids[:-1] if ends else output_ids)
         reasoning, content = self._without_reasoning(text)
-        found = []
+        found: list[FoundCall] = []
         if tools and self.tool_calls is not None:
             names = {tool["function"]["name"] for tool in tools}
             content, found = self.tool_calls.find(content, names=names)

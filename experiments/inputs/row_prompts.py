@@ -49,7 +49,8 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return encode_prompt(self.tokenizer, prompt)
         if not is_ids(prompt):
-            return self.chat.render(prompt, tools=tools)
+            messages: Any = prompt
+            return self.chat.render(messages, tools=tools)
         ids, size = list(prompt), self.tokenizer.get_vocab_size()
         if unknown := [token for token in ids if not 0 <= token < size]:
             raise ValueError(

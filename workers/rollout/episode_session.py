@@ -39,6 +39,8 @@ class TurnRequest:
     top_k: int | None = None
     stop: Sequence[str] = ()
     """Texts that end the answer; the token that completes one is its last."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer, beside those that do anyway."""
     is_trained: bool = True
     """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
     is: the trainer's probabilities are those of the trial's sampling."""
@@ -84,7 +86,7 @@ class EpisodeSession:
                 turn.answer,
                 sampling=sampling,
                 oldest_version=self.log.oldest_version,
-                watch=self._stopper(request.stop) if request.stop else None,
+                watch=self._stopper(request),
             )
         except BaseException:
             self.log.abandon(turn)
@@ -125,16 +127,19 @@ class EpisodeSession:
             }
         )
 
-    def _stopper(self, stops: Sequence[str]) -> Callable[[PartialAnswer], None]:
-        """Cuts an answer behind the token that completes one of the texts."""
+    def _stopper(self, request: TurnRequest) -> Callable[[PartialAnswer], None] | None:
+        """Cuts an answer behind the first of the tokens, or the one that completes one of the texts."""
+        stop_ids = set(request.stop_token_ids) - set(self.client.stop_token_ids)
+        if not request.stop and not stop_ids:
+            return None
+
+        def has_stop(ids: Sequence[int]) -> bool:
+            text: str = self.tokenizer.decode(list(ids)) if request.stop else ""
+            return any(stop in text for stop in request.stop) or not stop_ids.isdisjoint(ids)
 
         def cut(answer: PartialAnswer) -> None:
             ids = answer.output_ids
-            if self._has_stop(ids, stops):
-                answer.cut(next(end for end in range(1, len(ids) + 1) if self._has_stop(ids[:end], stops)))
+            if has_stop(ids):
+                answer.cut(next(end for end in range(1, len(ids) + 1) if has_stop(ids[:end])))
 
         return cut
-
-    def _has_stop(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
-        text: str = self.tokenizer.decode(list(ids))
-        return any(stop in text for stop in stops)

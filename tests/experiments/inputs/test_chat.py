@@ -117,6 +117,14 @@ def test_reasoning_of_a_turn_before_the_last_breaks_the_bridge_as_well() -> None
         assert renderer.bridge(ids, stopped=True, messages=[QUESTION], history=known) is None
 
 
+def test_an_answer_that_the_template_would_add_reasoning_to_is_not_gone_on_from() -> None:
+    renderer = RENDERERS["qwen"]
+    history = [QUESTION, {"role": "assistant", "content": "4"}]  # that it is the last shows as an empty <think>
+    ids = [*renderer.render([QUESTION]), *ids_of("4", "<|im_end|>")]
+    assert renderer.bridge(ids, stopped=True, messages=[], history=history) is None
+    assert renderer.bridge(ids, stopped=True, messages=[QUESTION], history=history) is not None
+
+
 def test_an_answer_that_ended_in_another_way_than_the_templates_is_not_gone_on_from(tmp_path: Path) -> None:
     directory = write_chat_tokenizer(tmp_path, "qwen")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids_of("<|eot|>")}))
