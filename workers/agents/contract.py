@@ -27,7 +27,8 @@ class Task:
 
     fields: Mapping[str, Any]
     """The row of the data set, as it stands in the file."""
-    prompt: str | Sequence[Message]
+    prompt: Words
+    """As the row has it: text, messages, or token ids."""
     prompt_ids: Sequence[int]
     """The prompt's tokens, which the session's history begins with."""
     episode: int
