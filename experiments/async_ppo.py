@@ -81,6 +81,10 @@ class AsyncPPOExperiment(PolicyExperiment):
     def max_head_offpolicyness(self) -> int:
         return self.rollout.max_head_offpolicyness
 
+    @property
+    def makes_episodes(self) -> bool:
+        return self.rollout.makes_episodes
+
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
             sampling=self.rollout.sampling,

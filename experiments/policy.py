@@ -31,7 +31,7 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import ROUTED_EXPERTS, Key
+from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -93,7 +93,8 @@ class PolicyExperiment(Experiment):
     @property
     def trajectory_keys(self) -> tuple[str, ...]:
         """What comes with the answers."""
-        return TRAJECTORY_KEYS if self.routed_experts is None else (*TRAJECTORY_KEYS, ROUTED_EXPERTS)
+        of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
+        return (*TRAJECTORY_KEYS, *of_experts, *(EPISODE_KEYS if self.makes_episodes else ()))
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
@@ -110,7 +111,23 @@ class PolicyExperiment(Experiment):
         if not self.ppo.use_decoupled_loss:
             return False
         is_read = ":" in self.actor.interface or PROXIMAL in self._own_keys()
-        return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout
+        return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout or self._counts_what_is_left
+
+    @property
+    def _counts_what_is_left(self) -> bool:
+        """Whether it has to be known before the train step which tokens the cap drops.
+
+        A mean over answers divides by the tokens that are left of all sequences of an episode, of which a micro-batch
+        may have some.
+        """
+        ppo = self.ppo
+        drops = ppo.behav_imp_weight_cap is not None and ppo.behav_imp_weight_mode == "drop"
+        return self.makes_episodes and drops and ppo.loss_reduction != "token_mean"
+
+    @property
+    def makes_episodes(self) -> bool:
+        """Whether an answer may be several sequences."""
+        return False
 
     @property
     def _trains_with_dropout(self) -> bool:
@@ -182,7 +199,8 @@ class PolicyExperiment(Experiment):
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
         rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
-        keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values")
+        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values", *of_episodes)
         return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
 
     def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:

@@ -92,6 +92,11 @@ class RolloutConfig(GenerationConfig):
     """So is one that brings no more tokens of an answer for so long; longer than it stands still to read weights."""
 
     @property
+    def makes_episodes(self) -> bool:
+        """Whether an answer may be several sequences, and its turns may be rewarded: samples then say so."""
+        return self.agent != SINGLE_TURN
+
+    @property
     def overtaking(self) -> int:
         """Younger prompts that may be trained on before an older one, as far as that is bounded."""
         return 0 if self.reorder_window is None else self.reorder_window - 1

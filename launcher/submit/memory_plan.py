@@ -178,9 +178,10 @@ class TrainingMemory:
         return CallSizes(name=call.name, kind=kind, tokens=min((limit for limit in limits if limit), default=0))
 
     def _most_tokens(self, call: ModelFunctionCall, dims: ParallelDims) -> int | None:
-        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows."""
+        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows, as
+        where an answer may be several sequences of many turns."""
         longest = longest_answer(self.plan)
-        if longest is None:
+        if longest is None or any(worker.rollout.makes_episodes for worker in self.plan.all_of(RolloutWorkerSpec)):
             return None
         # Samples are dealt by their lengths: a rank may get one more than the mean.
         return (call.n_seqs // dims.dp + 1) * (answers_per_prompt(self.plan) or 1) * longest

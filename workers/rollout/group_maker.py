@@ -146,7 +146,7 @@ class GroupMaker:
         run = AgentRun(self.config.agent, timeout_s=self.config.agent_timeout_s)
         group = await run.wait(self.agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self.judge)))
         self._check_group(group)
-        return group, make_sample(uid, group, experts=self.client.experts)
+        return group, make_sample(uid, group, experts=self.client.experts, makes_episodes=self.config.makes_episodes)
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         if len(ids) > self.max_prompt_tokens:

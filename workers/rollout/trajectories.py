@@ -3,6 +3,7 @@
 prompt ids P, answer ids A, logprobs, versions, reward  ──►  input_ids [P+A], prompt_mask [P+A],
                                                              old_logprobs [P+A-1], versions [P+A-1], rewards [1] ...
                                                              of a mixture: routed_experts [P+A, layers, k]
+                                                             of an agent: episodes [1], turn_rewards [P+A-1]
 """
 
 from collections.abc import Sequence
@@ -12,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.scheduling.keys import ROUTED_EXPERTS
+from corral.scheduling.keys import EPISODES, ROUTED_EXPERTS, TURN_REWARDS
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from corral.workers.rollout.agents import JudgedGroup
 from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.routed_experts import Rows, nothing_known
 
 
-def make_sample(uid: str, group: JudgedGroup, *, experts: RoutedExpertsSpec | None = None) -> SequenceSample:
+def make_sample(
+    uid: str, group: JudgedGroup, *, experts: RoutedExpertsSpec | None = None, makes_episodes: bool = False
+) -> SequenceSample:
     """The packed sample of one group.
 
     Values that belong to a token stand at the position before it, where it was predicted: the first response token of a
@@ -27,8 +30,12 @@ def make_sample(uid: str, group: JudgedGroup, *, experts: RoutedExpertsSpec | No
 
     Args:
         experts: of a mixture whose trainer is told whom to choose.
+        makes_episodes: whether samples of the trial say which sequence is of which episode: here each is one by itself.
     """
     prompt, values = group.prompt_ids, _values_of(group)
+    if makes_episodes:
+        values[EPISODES] = [np.asarray([number], dtype=np.int32) for number in range(len(group.answers))]
+        values[TURN_REWARDS] = [np.zeros_like(logprobs) for logprobs in values["old_logprobs"]]
     if experts is None:
         return SequenceSample.from_group(uid, values)
     values[ROUTED_EXPERTS] = [_experts_of(answer, prompt, experts) for answer in group.answers]
