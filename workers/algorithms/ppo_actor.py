@@ -29,7 +29,7 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.policy_losses import importance_ratio, reduction_weights
+from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
@@ -186,9 +186,16 @@ class PPOActorInterface(ModelInterface):
             [length - 1 for length in micro_batch.segment_lengths],
             reduction=config.loss_reduction,
             divisor=config.loss_divisor,
+            episodes=_episode_counts(keys),
         )
         sums = sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"] * weights)
         return replace(sums, denominators=(denominator, loss_mask.sum()))
+
+
+def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:
+    if "episode_tokens" not in keys:
+        return None
+    return EpisodeCounts(tokens=keys["episode_tokens"], counts=keys["counts_episode"])
 
 
 def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig) -> MicroBatch:
