@@ -29,7 +29,7 @@ def deal_mini_batches(config: PPOConfig, sample: SequenceSample, *, seed: Sequen
         if config.n_minibatches == 1:
             yield sample
             continue
-        sequences = answer_slices([size for of_group in sample.episode_sizes() for size in of_group])
+        sequences = answer_slices(sample.episode_sizes())
         order = np.random.default_rng([*seed, reuse]).permutation(len(sequences))
         numbers = range(sum(sample.num_answers_per_sample()))
         for part in np.array_split(order, config.n_minibatches):

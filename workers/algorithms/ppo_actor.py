@@ -28,6 +28,7 @@ from corral.workers.algorithms.base import (
     compute_logprobs,
     sum_over_mask,
 )
+from corral.workers.algorithms.batch_stats import batch_stats
 from corral.workers.algorithms.functional.kl import approximate_kl
 from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
@@ -37,7 +38,6 @@ from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_min
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
 from corral.workers.algorithms.ppo_batch import (
     KLController,
-    batch_stats,
     measure_batch,
     prepare_actor_sample,
     weigh_behaviour,

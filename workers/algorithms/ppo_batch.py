@@ -14,15 +14,12 @@ The weight of the KL penalty is fixed, or adapted from step to step to a target.
 The divergence is that of the policy that generated, measured on the whole batch before anything is trained. It does not
 depend on weights or micro-batches, so that every rank, actor and critic alike, arrives at the same coefficient.
 
-What `metrics.jsonl` says of rewards, lengths and staleness follows from the batch alone, too.
-
 An answer here is an episode: where a sample says that some of its sequences are of one, they count as one.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +27,7 @@ import torch
 from torch import Tensor
 
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
-from corral.scheduling.keys import EPISODES, ROUTED_EXPERTS, TURN_REWARDS, Key, KeyLayout
+from corral.scheduling.keys import EPISODES, TURN_REWARDS, Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
@@ -62,7 +59,7 @@ def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFact
             kl = float((sample.data["old_logprobs"] - sample.data["ref_logprobs"]).sum(where=responses, dtype=float))
     nonfinite = _num_nonfinite(sample, responses)
     local = {
-        "answers": float(len(_sizes(sample))),
+        "answers": float(len(sample.episode_sizes())),
         "kl": kl if math.isfinite(kl) else 0.0,
         "nonfinite": float(nonfinite),
     }
@@ -84,23 +81,13 @@ def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> 
     return count
 
 
-def _sizes(sample: SequenceSample) -> list[int]:
-    """Sequences of each episode, over all samples."""
-    return [size for of_group in sample.episode_sizes() for size in of_group]
-
-
-def _at_last(sample: SequenceSample) -> npt.NDArray[np.int64]:
-    """[n] for each sequence, the number of the last one of its episode: there stands how the episode came out."""
-    sizes = np.array(_sizes(sample), np.int64)
-    return np.repeat(np.cumsum(sizes) - 1, sizes)
-
-
 def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.float32]:
     """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so.
 
     The sequences of an episode have the outcome that stands on its last one: a reward model sees each by itself.
     """
-    ends = _at_last(sample)
+    sizes = np.array(sample.episode_sizes(), np.int64)
+    ends = np.repeat(np.cumsum(sizes) - 1, sizes)
     raw: npt.NDArray[np.float32] = np.asarray(sample.data["rewards"], dtype=np.float32)[ends]
     shaped: npt.NDArray[np.float32] = np.clip(
         (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
@@ -134,14 +121,14 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
             lengths,
             kl_coefficient=kl_coefficient,
             turn_rewards=turns,
-            episode_sizes=_sizes(sample),
+            episode_sizes=sample.episode_sizes(),
         ),
         response_mask=responses,
         answer_lengths=lengths,
         group_sizes=sample.num_answers_per_sample(),
         tensors=tensors,
-        episode_sizes=_sizes(sample),
-        episodes_per_group=[len(of_group) for of_group in sample.episode_sizes()],
+        episode_sizes=sample.episode_sizes(),
+        episodes_per_group=sample.num_episodes_per_sample(),
     )
 
 
@@ -153,8 +140,10 @@ def prepare_actor_sample(
     kl_coefficient: float,
     context: ParallelContext,
 ) -> SequenceSample:
-    """The sample with `loss_mask`, `advantages` and, where it has the proximal policy, `behaviour_weights`; of episodes,
-    with what a mean over them divides by."""
+    """The sample with `loss_mask`, `advantages` and, where it has the proximal policy, `behaviour_weights`.
+
+    Where it says of episodes, also with what a mean over them divides by.
+    """
     batch = advantage_batch(config, sample, kl_coefficient=kl_coefficient)
     made = dict(estimator(batch, config))
     advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
@@ -173,7 +162,7 @@ def prepare_actor_sample(
 def _with_episode_tokens(sample: SequenceSample) -> SequenceSample:
     """The sample with `episode_tokens` and `counts_episode`: a micro-batch may have some sequences of an episode, and
     divides by the tokens of all."""
-    lengths, sizes = [length - 1 for length in sample.answer_lengths()], _sizes(sample)
+    lengths, sizes = [length - 1 for length in sample.answer_lengths()], sample.episode_sizes()
     tokens = sum_per_answer(torch.from_numpy(sample.data["loss_mask"]).int(), lengths)
     per_sequence = per_token(sum_per_answer(tokens, sizes), sizes)
     numbers = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
@@ -251,57 +240,3 @@ class KLController:
                 "coefficient; remove kl.target, or start a new trial from its weights"
             )
         return replace(self, coefficient=float(coefficient))
-
-
-def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContext) -> dict[str, float]:
-    """Statistics of the global batch that do not depend on the current weights; one sum and one maximum over ranks.
-
-    Those of answers are of episodes, with all their sequences; a reward is the outcome and the rewards of all turns.
-    """
-    responses, sizes = response_mask(sample), _sizes(sample)
-    ends = np.cumsum(sizes, dtype=np.int64) - 1
-
-    def per_episode(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        by_token = torch.from_numpy(np.where(responses, values, 0))
-        sums = sum_per_answer(by_token, [length - 1 for length in sample.answer_lengths()])
-        added_up: npt.NDArray[Any] = sum_per_answer(sums, sizes).numpy()
-        return added_up
-
-    rewards = np.asarray(sample.data["rewards"], dtype=np.float64)[ends]
-    lengths = per_episode(np.ones(len(responses), np.int64))
-    of_episodes: dict[str, float] = {"sequences/mean": sum(sizes)} if EPISODES in sample.data else {}
-    if TURN_REWARDS in sample.data:
-        of_turns = per_episode(np.asarray(sample.data[TURN_REWARDS], dtype=np.float64))
-        rewards, of_episodes["turn_rewards/mean"] = rewards + of_turns, of_turns.sum()
-    per_answer = {
-        "rewards/mean": rewards.sum(),
-        "rewards/std": np.square(rewards).sum(),
-        "response_length/mean": responses.sum(),
-        **of_episodes,
-    }
-    per_token = {"ppo/capped_fraction": responses.sum() - np.asarray(sample.data["loss_mask"]).sum()}
-    largest = {"response_length/max": max(lengths.tolist(), default=0)}
-    if "seq_no_eos_mask" in sample.data:
-        per_answer["no_eos_fraction"] = np.asarray(sample.data["seq_no_eos_mask"])[ends].sum()
-    if "versions" in sample.data:
-        staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
-        per_token["staleness/mean"] = staleness.sum()
-        largest["staleness/max"] = staleness.max(initial=0)
-    if ROUTED_EXPERTS in sample.data:
-        per_token["ppo/replayed_fraction"] = _is_told(sample)[responses].sum()
-    counts = {"answers": rewards.size, "tokens": responses.sum()}
-    total = context.sum_over_ranks({name: float(n) for name, n in (per_answer | per_token | counts).items()})
-    stats = {name: total[name] / max(total["answers"], 1.0) for name in per_answer}
-    stats |= {name: total[name] / max(total["tokens"], 1.0) for name in per_token}
-    stats["rewards/std"] = max(0.0, stats["rewards/std"] - stats["rewards/mean"] ** 2) ** 0.5
-    stats["ppo/num_answers"] = total["answers"]
-    return stats | context.max_over_ranks({name: float(n) for name, n in largest.items()})
-
-
-def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
-    """By shifted token, whether the experts are known that computed what it was drawn from."""
-    rows = sample.data[ROUTED_EXPERTS].reshape(sample.total_length(), -1)
-    has_next = np.ones(len(rows), np.bool_)
-    has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
-    is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
-    return is_told[has_next]

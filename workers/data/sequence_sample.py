@@ -271,8 +271,15 @@ class SequenceSample:
         key = "input_ids" if "input_ids" in self.seqlens else next(iter(self.seqlens), None)
         return [] if key is None else [len(group) for group in self.seqlens[key]]
 
-    def episode_sizes(self) -> list[list[int]]:
-        """By sample, how many sequences each episode has, in their order; 1 each where nothing is said of episodes."""
+    def episode_sizes(self) -> list[int]:
+        """Number of sequences of each episode, over all samples; 1 each where nothing is said of episodes."""
+        return [size for of_sample in self._episode_sizes() for size in of_sample]
+
+    def num_episodes_per_sample(self) -> list[int]:
+        """Number of episodes of each sample."""
+        return [len(of_sample) for of_sample in self._episode_sizes()]
+
+    def _episode_sizes(self) -> list[list[int]]:
         counts = self.num_answers_per_sample()
         if EPISODES not in self.data:
             return [[1] * count for count in counts]
