@@ -108,10 +108,13 @@ class PolicyExperiment(Experiment):
         what the train step computes anyway. Not so with dropout, which a train step alone has, nor for whoever else
         reads the numbers.
         """
-        if not self.ppo.use_decoupled_loss:
-            return False
+        return self.ppo.use_decoupled_loss and (self._proximal_may_differ or self._counts_what_is_left)
+
+    @property
+    def _proximal_may_differ(self) -> bool:
+        """Whether what the train step computes may be another thing, or somebody else reads the proximal policy's."""
         is_read = ":" in self.actor.interface or PROXIMAL in self._own_keys()
-        return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout or self._counts_what_is_left
+        return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout
 
     @property
     def _counts_what_is_left(self) -> bool:
@@ -293,7 +296,7 @@ class PolicyExperiment(Experiment):
 
     def _clip_warnings(self) -> Iterator[str]:
         """Bounds of a ratio that is 1 for every token, as far as they were written down."""
-        if not self.ppo.use_decoupled_loss or self.calls_for_proximal or ":" in self.ppo.loss:
+        if not self.ppo.use_decoupled_loss or self._proximal_may_differ or ":" in self.ppo.loss:
             return
         bounds = ("eps_clip", "eps_clip_high", "c_clip", "early_stop_imp_ratio", "early_stop_kl")
         for name in bounds:
