@@ -188,7 +188,7 @@ def test_edited_plan_is_refused(folder: Path, old: bytes, new: bytes) -> None:
 def test_a_plan_of_another_version_is_refused_with_a_way_out(folder: Path) -> None:
     plan = _plan(folder / "sft.yaml")
     text = plan.model_copy(update={"schema_version": 1}).to_json()
-    with pytest.raises(ValueError, match="plans of form 1, this one reads form 6.*submit a new trial"):
+    with pytest.raises(ValueError, match="plans of form 1, this one reads form 7.*submit a new trial"):
         RunPlan.from_json(text)
 
 

@@ -63,6 +63,8 @@ class Turn:
     finish_reason: Literal["stop", "length"]
     """`length`: it was cut by a limit of tokens."""
     tool_calls: Sequence[ToolCall] = ()
+    versions: Sequence[tuple[str, int, int]] = ()
+    """Which weights made which of its tokens: version, first token, first token of others."""
 
 
 @dataclass(frozen=True, slots=True)

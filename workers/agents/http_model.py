@@ -42,7 +42,8 @@ class HttpModel:
             raise _error(answer["error"])
         [choice] = answer["choices"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        return Reply(answer["turn"], choice["token_ids"], logprobs, choice["finish_reason"])
+        versions = [tuple(span) for span in answer["versions"]]
+        return Reply(answer["turn"], choice["token_ids"], logprobs, choice["finish_reason"], versions)
 
 
 def _error(error: dict[str, Any]) -> Exception:

@@ -26,6 +26,7 @@ class Reply:
     ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
+    versions: Sequence[tuple[str, int, int]] = ()
 
 
 class Model(Protocol):
@@ -205,7 +206,15 @@ class Session:
         self._record.ended = ""
         stopped, asked = reply.finish_reason == "stop", tools or self._tools
         said = self._language.read(reply.ids, stopped=stopped, tools=asked)
-        turn = Turn(reply.number, said.text, reply.ids, reply.logprobs, reply.finish_reason, tool_calls=said.tool_calls)
+        turn = Turn(
+            reply.number,
+            said.text,
+            reply.ids,
+            reply.logprobs,
+            reply.finish_reason,
+            tool_calls=said.tool_calls,
+            versions=reply.versions,
+        )
         self._history += reply.ids
         if self._conversation is not None:
             self._conversation.append(said.message)

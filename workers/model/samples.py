@@ -152,6 +152,7 @@ class Samples:
             versions=tuple(sorted({span.version for spans in header.version_spans for span in spans})),
             order=header.order,
             dropped_because=(header.reason or "dropped") if header.status == "dropped" else "",
+            scalars=header.scalars,
         )
 
 

@@ -42,7 +42,7 @@ def text_reply(turn: Turn, text: str, *, model: str, tokenizer: Any, says_logpro
 
 
 def ids_reply(turn: Turn) -> Json:
-    """That of vLLM's /inference/v1/generate, and which turn of the episode it is."""
+    """That of vLLM's /inference/v1/generate, which turn of the episode it is, and which weights made it."""
     answer = turn.answer
     logprobs = [
         {"token": f"token_id:{token}", "logprob": logprob}
@@ -54,7 +54,8 @@ def ids_reply(turn: Turn) -> Json:
         "finish_reason": _finish_reason(turn),
         "logprobs": {"content": logprobs},
     }
-    return {"request_id": _new_id("gen"), "turn": turn.number, "choices": [choice]}
+    versions = [[span.version, span.start, span.end] for span in answer.spans]
+    return {"request_id": _new_id("gen"), "turn": turn.number, "versions": versions, "choices": [choice]}
 
 
 def events(reply: Json, *, says_usage: bool) -> Iterator[bytes]:
