@@ -32,9 +32,9 @@ class Reply:
 class Model(Protocol):
     """Who makes the answers."""
 
-    async def __call__(
+    def __call__(
         self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
-    ) -> Reply:
+    ) -> Awaitable[Reply]:
         """What follows these tokens.
 
         Raises:

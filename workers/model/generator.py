@@ -191,7 +191,7 @@ class Generator:
         if len(answers) < len(group):
             return prompt.dropped(NOT_FINITE, version=version)
         try:
-            rewards = await self._judge(prompt.row.fields, answers)
+            rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
         judged = judged_answers(prompt.token_ids, answers, rewards)

@@ -38,7 +38,15 @@ from corral.experiments.inputs.chat import find_renderer
 from corral.experiments.inputs.row_prompts import is_ids
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.tether import die_with_parent
-from corral.workers.agents.contract import EpisodeEndedError, JudgeError, Outcome, RefusedError, Task
+from corral.workers.agents.contract import (
+    EpisodeEndedError,
+    JudgeError,
+    Message,
+    Outcome,
+    RefusedError,
+    Task,
+    Words,
+)
 from corral.workers.agents.http_model import HttpModel, open_http
 from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
@@ -190,7 +198,7 @@ class Host:
             self._language,
             run.asks(partial(self._judge, number)),
             task.prompt_ids,
-            conversation=None if isinstance(task.prompt, str) or is_ids(task.prompt) else task.prompt,
+            conversation=_messages_of(task.prompt),
         )
         done = Done(number)
         try:
@@ -226,6 +234,13 @@ class Host:
 
     def _mark(self, number: int) -> None:
         self._memory[:] = number.to_bytes(MARK_BYTES, "little")
+
+
+def _messages_of(prompt: Words) -> list[Message] | None:
+    """A prompt that is a conversation; None for text and token ids."""
+    if isinstance(prompt, str) or is_ids(prompt):
+        return None
+    return [message for message in prompt if isinstance(message, Mapping)]
 
 
 def _outcome_of(returned: Any) -> Outcome:
