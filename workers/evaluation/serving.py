@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
@@ -18,12 +19,12 @@ from corral.workers.data.prompts import RowsById
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import WrongDevicesError
+from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.https import open_session
-from corral.workers.user_code.loading import load_callable
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 1800.0  # SGLang reads weights of any size from a shared file system
@@ -46,7 +47,7 @@ async def served_problems(
             raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
         return gpus
 
-    rollout, tokenizer = request.rollout, load_tokenizer(request.weights)
+    rollout, prompts = request.rollout, PromptEncoder(request.weights)
     ends = eos_token_ids(request.weights)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-evaluation-"))) / "secrets"
@@ -54,7 +55,7 @@ async def served_problems(
         access = ServerAccess(
             address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
         )
-        judge = RewardJudge(RewardSpec.of(rollout), tokenizer, stop_token_ids=ends)
+        judge = RewardJudge(RewardSpec.of(rollout), prompts.tokenizer, stop_token_ids=ends)
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(
@@ -85,10 +86,10 @@ async def served_problems(
             token_timeout_s=rollout.token_timeout_s,
         )
         groups = GroupMaker(
-            load_callable(rollout.agent),
             judge,
             client,
-            tokenizer,
+            prompts,
+            await open_player(stack, rollout, judge, prompts),
             config=rollout,
             trial_seed=request.seed,
             group_size=1,

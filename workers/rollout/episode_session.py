@@ -8,41 +8,18 @@ One object for all that may play: an agent's own session, the model endpoint and
 is trained does not depend on the door that a request came through. A finished turn is in the log, whatever comes after.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.episodes.log import EpisodeLog, Turn
 from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.turn_journal import EpisodeJournal, question_of
-
-EndReason = Literal["", "length", "turns", "time", "closed"]
-
-
-class EpisodeEndedError(RuntimeError):
-    """The episode has come to one of its limits: nothing more is generated for it."""
-
-    def __init__(self, reason: EndReason, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """How one turn is to be sampled; None is what the trial's `sampling` says."""
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: Sequence[str] = ()
-    """Texts that end the answer; the token that completes one is its last."""
-    is_trained: bool = True
-    """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
-    is: the trainer's probabilities are those of the trial's sampling."""
 
 
 @dataclass(slots=True)
@@ -58,6 +35,8 @@ class EpisodeSession:
     max_turns: int | None = None
     max_tokens: int | None = None
     """Of a sequence: what was given and what is made."""
+    timeout_s: float | None = None
+    """From now to the end of the last answer."""
     journal: EpisodeJournal | None = None
     """Of an agent that does the same on the same answers: turns that it has had before are not made again."""
     num_replayed: int = 0
@@ -65,9 +44,12 @@ class EpisodeSession:
     log: EpisodeLog = field(init=False)
     ended: EndReason = ""
     """The limit that it has come to."""
+    _deadline: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.log = EpisodeLog(experts=self.client.experts)
+        if self.timeout_s is not None:
+            self._deadline = asyncio.get_running_loop().time() + self.timeout_s
 
     async def generate(self, prompt_ids: Sequence[int], request: TurnRequest) -> Turn:
         """The model's next answer, which is in the log from now on.
@@ -83,17 +65,21 @@ class EpisodeSession:
         number = self.log.num_turns
         turn = self.log.begin(prompt_ids, max_new_tokens=sampling.max_new_tokens, sampling_seed=self.seed_of(number))
         try:
-            await self._make(turn, sampling, request.stop)
-        except BaseException:
+            async with asyncio.timeout_at(self._deadline) as time_is_up:
+                await self._make(turn, sampling, request)
+        except BaseException as error:
             self.log.abandon(turn)
+            if isinstance(error, TimeoutError) and time_is_up.expired():
+                raise self.end("time", f"the episode has had its {self.timeout_s:g} s") from error
             raise
         length = {"max_new_tokens": sampling.max_new_tokens}
         is_as_trained = self.client.sampling.model_copy(update=length) == sampling
         self.log.finish(turn, is_trained=request.is_trained and is_as_trained)
         return turn
 
-    async def _make(self, turn: Turn, sampling: SamplingConfig, stop: Sequence[str]) -> None:
-        question = question_of(turn.prompt_ids, sampling, stop) if self.journal else b""
+    async def _make(self, turn: Turn, sampling: SamplingConfig, request: TurnRequest) -> None:
+        stops = [*request.stop, *map(str, request.stop_token_ids)]
+        question = question_of(turn.prompt_ids, sampling, stops) if self.journal else b""
         if self.journal is not None and self.journal.take(question, turn.answer):
             self.num_replayed += len(turn.answer.output_ids)
             return
@@ -103,7 +89,7 @@ class EpisodeSession:
             turn.answer,
             sampling=sampling,
             oldest_version=self.log.oldest_version,
-            watch=self._stopper(stop) if stop else None,
+            watch=self._stopper(request),
         )
         if self.journal is not None:
             self.journal.append(question, turn.answer)
@@ -139,16 +125,19 @@ class EpisodeSession:
             }
         )
 
-    def _stopper(self, stops: Sequence[str]) -> Callable[[PartialAnswer], None]:
-        """Cuts an answer behind the token that completes one of the texts."""
+    def _stopper(self, request: TurnRequest) -> Callable[[PartialAnswer], None] | None:
+        """Cuts an answer behind the first of the tokens, or the one that completes one of the texts."""
+        stop_ids = set(request.stop_token_ids) - set(self.client.stop_token_ids)
+        if not request.stop and not stop_ids:
+            return None
+
+        def has_stop(ids: Sequence[int]) -> bool:
+            text: str = self.tokenizer.decode(list(ids)) if request.stop else ""
+            return any(stop in text for stop in request.stop) or not stop_ids.isdisjoint(ids)
 
         def cut(answer: PartialAnswer) -> None:
             ids = answer.output_ids
-            if self._has_stop(ids, stops):
-                answer.cut(next(end for end in range(1, len(ids) + 1) if self._has_stop(ids[:end], stops)))
+            if has_stop(ids):
+                answer.cut(next(end for end in range(1, len(ids) + 1) if has_stop(ids[:end])))
 
         return cut
-
-    def _has_stop(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
-        text: str = self.tokenizer.decode(list(ids))
-        return any(stop in text for stop in stops)

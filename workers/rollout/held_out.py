@@ -9,11 +9,10 @@ The seeds of an answer follow from its row alone, so that two versions are compa
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
 from corral.workers.data.prompts import RowsById
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
@@ -22,7 +21,7 @@ from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 logger = logging.getLogger(__name__)
 
 
-def checked_prompts(rows: Iterable[DatasetRow], tokenizer: Any, config: DatasetConfig) -> list[list[int]]:
+def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
     """The tokens of the problems of a file.
 
     Raises:
@@ -30,7 +29,7 @@ def checked_prompts(rows: Iterable[DatasetRow], tokenizer: Any, config: DatasetC
     """
     prompts = []
     for row in rows:
-        prompts.append(encode_prompt(tokenizer, row.prompt))
+        prompts.append(encoder.encode(row.prompt, tools=row.tools))
         if len(prompts[-1]) > config.max_prompt_tokens:
             raise ValueError(
                 f"the prompt in line {row.line} of {config.path} has {len(prompts[-1])} tokens, more than "
@@ -67,11 +66,11 @@ class HeldOutProblems:
         """
         row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
         try:
-            group, _ = await self._groups.attempt(problem.uid, row, order=order)
+            episodes = await self._groups.attempt(problem.uid, row, order=order)
         except PromptFailedError as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
-        lengths = [len(answer.output_ids) for answer in group.answers]
-        versions = {span.version for answer in group.answers for span in answer.spans}
-        sums = sums_of(group.rewards, lengths, asked=self._num_answers)
+        lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]
+        versions = {span.version for episode in episodes for answer in episode.answers for span in answer.spans}
+        sums = sums_of([episode.reward for episode in episodes], lengths, asked=self._num_answers)
         return Answered(problem=problem, sums=sums, versions=sorted(versions))

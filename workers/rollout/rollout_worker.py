@@ -18,13 +18,13 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
@@ -39,6 +39,7 @@ from corral.workers.delivery.messages import (
 )
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
+from corral.workers.episodes.trajectories import version_spans
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
     Admitted,
@@ -54,7 +55,7 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
-from corral.workers.rollout.agent_run import blocking_interrupted
+from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
@@ -62,14 +63,12 @@ from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
-from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BLINDNESS_S = 300.0  # of receivers and commits, should news of them be lost
 _SENDER_LOOK_S = 1.0
 _REQUEST_DEADLINE_S = 60.0
-_WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent is interrupted
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
 _LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while,
 _LONGEST_WAIT_FOR_SERVER_S = 50.0  # and a server, after it has said why there is none
@@ -100,10 +99,7 @@ class RolloutWorker(Worker):
     async def _main(self) -> None:
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
-            agent_timeout_s = self._spec.rollout.agent_timeout_s
-            wind = stack.enter_context(blocking_interrupted(agent_timeout_s))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.every(agent_timeout_s / _WINDS_PER_TIMEOUT, wind))
                 tasks.create_task(self._take_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
                 keys = self.context.keys
@@ -143,14 +139,14 @@ class RolloutWorker(Worker):
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
         )
-        judge = RewardJudge(RewardSpec.of(spec.rollout), self._tokenizer, stop_token_ids=self._stop_token_ids)
+        judge = RewardJudge(RewardSpec.of(spec.rollout), self._prompts.tokenizer, stop_token_ids=self._stop_token_ids)
         stack.callback(judge.close)
         judge.start()
         self._groups = GroupMaker(
-            load_callable(spec.rollout.agent),
             judge,
             client,
-            self._tokenizer,
+            self._prompts,
+            await open_player(stack, spec.rollout, judge, self._prompts),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
@@ -169,7 +165,7 @@ class RolloutWorker(Worker):
             self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
-        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
 
     # Prompts
@@ -218,19 +214,19 @@ class RolloutWorker(Worker):
         """One group, from admission to the spool."""
         dataset_epoch, row_id = split_uid(uid)
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
-        started = time.monotonic()
         try:
-            group, sample = await self._groups.make(uid, self._rows[row_id], order=order)
+            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
         except PromptFailedError as error:
             header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})
             return
+        branches = [branch for episode in episodes for branch in episode.sequences()]
         header = header_of(
-            num_answers=len(group.answers),
+            num_answers=len(branches),
             status="finished",
             seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
-            version_spans=[list(answer.spans) for answer in group.answers],
-            scalars={"rollout/seconds": time.monotonic() - started},
+            version_spans=[version_spans(branch) for branch in branches],
+            scalars=dict(statistics),
         )
         await self._finish(uid, header, dict(sample.data))
 
