@@ -229,9 +229,8 @@ class ModelEndpoint:
         try:
             return await task
         except asyncio.CancelledError as error:
-            own = asyncio.current_task()
-            if not episode.is_closed or (own is not None and own.cancelling()):
-                raise  # the program has hung up, or the endpoint stops
+            if not episode.is_closed:
+                raise  # the program has hung up
             raise ApiError("the episode was closed before the answer was made", code=_ENDED) from error
         except EpisodeEndedError as error:
             raise ApiError(str(error), code=_TOO_LONG if error.reason == "length" else _ENDED) from error

@@ -125,6 +125,15 @@ def test_an_answer_that_the_template_would_add_reasoning_to_is_not_gone_on_from(
     assert renderer.bridge(ids, stopped=True, messages=[QUESTION], history=history) is not None
 
 
+def test_a_template_that_writes_the_beginning_in_another_way_has_no_bridge(tmp_path: Path) -> None:
+    directory = write_chat_tokenizer(tmp_path, "qwen")
+    for beginning, is_bridged in (("1", True), ("{{ messages | length }}", False)):
+        (directory / "chat_template.jinja").write_text(beginning + TEMPLATES["qwen"])
+        renderer = ChatRenderer.of_model(directory)
+        ids = [*renderer.render([QUESTION]), *ids_of("4", "<|im_end|>")]
+        assert (renderer.bridge(ids, stopped=True, messages=[QUESTION]) is not None) is is_bridged
+
+
 def test_an_answer_that_ended_in_another_way_than_the_templates_is_not_gone_on_from(tmp_path: Path) -> None:
     directory = write_chat_tokenizer(tmp_path, "qwen")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids_of("<|eot|>")}))
