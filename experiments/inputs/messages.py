@@ -54,7 +54,9 @@ def _plain_message(message: object) -> dict[str, Any]:
         plain["role"] = "system"
     if "content" in plain:
         plain["content"] = _joined_text(plain["content"])
-    elif plain["role"] != "assistant":
+    elif plain["role"] == "assistant":
+        plain["content"] = ""  # some templates look into it, and to none is it another thing than to be missing
+    else:
         raise ValueError("has no content")
     reasoning = next((plain.pop(name) for name in _REASONING if plain.get(name)), None)
     if reasoning is not None:
