@@ -19,19 +19,19 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ChatTemplate
+from corral.experiments.inputs.chat_template import ASKED, ChatTemplate
 from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
 from corral.experiments.inputs.template_probes import (
-    ASKED,
     SAID,
     THOUGHT,
+    ToolCallForm,
     around_answer,
     reasoning_marks,
     stand_in_for,
     tool_call_form,
 )
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.inputs.tool_calls import FoundCall, ToolCallForm
+from corral.experiments.inputs.tool_calls import FoundCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ChatRenderer:
     """Those that end an answer: what the model declares, and what the template writes behind one."""
     _: KW_ONLY
     tool_calls: ToolCallForm | None
-    """None where the template writes calls as no JSON, or none at all."""
+    """None where the template writes calls in no form that is known, or none at all."""
     reasoning: tuple[str, str] | None
     """What stands around it; None for a template that knows of none."""
     begins_reasoning: bool
@@ -185,8 +185,7 @@ class ChatRenderer:
         reasoning, content = self._without_reasoning(text)
         found: list[FoundCall] = []
         if tools and self.tool_calls is not None:
-            names = {tool["function"]["name"] for tool in tools}
-            content, found = self.tool_calls.find(content, names=names)
+            content, found = self.tool_calls.find(content, tools=tools)
         calls = tuple(
             ToolCall(_call_id(output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False))
             for number, call in enumerate(found)

@@ -9,10 +9,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ChatTemplate
-from corral.experiments.inputs.tool_calls import PROBE_CALL, ToolCallForm, form_in
+from corral.experiments.inputs.chat_template import ASKED, ChatTemplate
+from corral.experiments.inputs.spelled_calls import SpelledCallForm, spelled_form_in
+from corral.experiments.inputs.tool_calls import PROBE, JsonCallForm, json_form_in
 
-ASKED = {"role": "user", "content": "q"}
+ToolCallForm = JsonCallForm | SpelledCallForm
 SAID, THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"
 _THINK = ("<think>", "</think>")
 _MARK = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
@@ -56,9 +57,10 @@ def tool_call_form(template: ChatTemplate, *, ends: Collection[str]) -> ToolCall
     """
     begun = around_answer(template)[0].rstrip()
     try:
-        text = template.render([ASKED, {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}], asks=False)
+        text = template.render([ASKED, PROBE], asks=False)
     except ValueError:
         return None
     behind = text.removeprefix(begun)
     end = min((at for each in ends if (at := behind.find(each)) >= 0), default=len(behind))
-    return form_in(behind[:end]) if text.startswith(begun) else None
+    called = behind[:end]
+    return (json_form_in(called) or spelled_form_in(called)) if text.startswith(begun) else None
