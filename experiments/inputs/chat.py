@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ASKED, ChatTemplate
+from corral.experiments.inputs.chat_template import ASKED, ChatTemplate, has_template
 from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
 from corral.experiments.inputs.template_probes import (
     SAID,
@@ -230,12 +230,12 @@ class ChatRenderer:
 
 
 def find_renderer(directory: Path, tokenizer: Any = None) -> ChatRenderer | None:
-    """That of a model; None if it has no template."""
-    try:
-        ChatTemplate.of_model(directory)
-    except ValueError:
-        return None
-    return ChatRenderer.of_model(directory, tokenizer)
+    """That of a model; None if it has no template.
+
+    Raises:
+        ValueError: if it has one that cannot be used.
+    """
+    return ChatRenderer.of_model(directory, tokenizer) if has_template(directory) else None
 
 
 def _call_id(output_ids: Sequence[int], number: int) -> str:

@@ -120,6 +120,11 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+def has_template(directory: Path) -> bool:
+    """Whether a model can be chatted with."""
+    return "default" in _sources(directory, _read_json(directory / "tokenizer_config.json"))
+
+
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name. Files of their own count, where there are some, and what the tokenizer's configuration says does not."""
     files = {"default": directory / "chat_template.jinja"}

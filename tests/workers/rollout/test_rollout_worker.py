@@ -25,6 +25,7 @@ from corral.workers.requests.manager_messages import Allocate, Allocation
 from corral.workers.rollout import agents
 from corral.workers.rollout.agents import JudgedGroup
 from tests.workers.checkpoint.test_committed_ledger import Trainer
+from tests.workers.data.tiny_tokenizer import ids_of
 from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
 
 HERE = __name__
@@ -207,6 +208,23 @@ def test_a_prompt_that_an_agent_makes_too_long_is_dropped_and_counted(tmp_path: 
             "1": "prompt_too_long: the prompt has 9 tokens, more than dataset.max_prompt_tokens 8",
             "2": "finished",
         }
+
+
+def test_prompts_are_asked_as_text_as_messages_and_as_token_ids(tmp_path: Path) -> None:
+    asked: list[list[int]] = []
+    prompts: list[Any] = ["1+1=", [{"role": "user", "content": "1+1"}], ids_of("1+1=")]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}=")
+
+    def look(prompt: list[int]) -> int:
+        asked.append(prompt)
+        return 200
+
+    with RolloutRig(tmp_path, prompts, rollout={}) as rig:
+        rig.server.refuse = look
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        assert set(rig.outcomes().values()) == {"finished"}
+    assert len(asked) >= 6 and all(prompt[:4] == ids_of("1+1=") for prompt in asked)
 
 
 def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_path: Path) -> None:
