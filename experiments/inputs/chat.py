@@ -174,11 +174,14 @@ class ChatRenderer:
             return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
         return [*ids, *behind]
 
-    def parse(self, output_ids: Sequence[int], *, stopped: bool, tools: Sequence[ToolSchema] = ()) -> AssistantMessage:
+    def parse(
+        self, output_ids: Sequence[int], *, stopped: bool, tools: Sequence[ToolSchema] = (), num_before: int = 0
+    ) -> AssistantMessage:
         """An answer taken apart; what is not well-formed is content.
 
         Args:
             tools: those that it may call; without any, nothing is taken for a call.
+            num_before: tokens before it. The same answer further on in a conversation has calls with other ids.
         """
         ends = stopped and bool(output_ids) and output_ids[-1] in self.stop_token_ids
         text = self._decode(output_ids[:-1] if ends else output_ids)
@@ -187,7 +190,9 @@ class ChatRenderer:
         if tools and self.tool_calls is not None:
             content, found = self.tool_calls.find(content, tools=tools)
         calls = tuple(
-            ToolCall(_call_id(output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            ToolCall(
+                _call_id(num_before, output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False)
+            )
             for number, call in enumerate(found)
         )
         return AssistantMessage(content, reasoning, calls, text)
@@ -238,6 +243,6 @@ def find_renderer(directory: Path, tokenizer: Any = None) -> ChatRenderer | None
     return ChatRenderer.of_model(directory, tokenizer) if has_template(directory) else None
 
 
-def _call_id(output_ids: Sequence[int], number: int) -> str:
-    """The same for the same answer, so that a trial can be repeated; nine letters and digits, as Mistral wants them."""
-    return hashlib.blake2s(f"{list(output_ids)} {number}".encode()).hexdigest()[:9]
+def _call_id(num_before: int, output_ids: Sequence[int], number: int) -> str:
+    """Nothing random, so that a trial can be repeated; nine letters and digits, as Mistral's templates want them."""
+    return hashlib.blake2s(f"{num_before} {list(output_ids)} {number}".encode()).hexdigest()[:9]
