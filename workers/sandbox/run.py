@@ -1,0 +1,205 @@
+"""One run in a sandbox, from bwrap's start until all that it started is gone.
+
+    bwrap ──status: process 1──► look every 50 ms ──too much──┐
+      │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
+      ├──output──► kept up to the limit, then dropped
+      └──status: exit code──► Result           none, and nobody ended it: SandboxError
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from corral.workers.sandbox.base import Limits, Result, SandboxError
+from corral.workers.sandbox.seccomp import compiled_filter
+from corral.workers.sandbox.watch import look
+
+START_TIMEOUT_S = 30.0  # of what takes milliseconds
+_END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends when that answers
+_LOOK_INTERVAL_S = 0.05
+_PIECE_BYTES = 1 << 16
+_SAID_BYTES = 500
+# What process 1 of a sandbox was started with can be read there.
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+_Cause = Literal["", "time", "memory", "processes", "closed"]
+
+
+async def start_process(command: Sequence[str], *, descriptors: Sequence[int] = ()) -> asyncio.subprocess.Process:
+    """A process with pipes for all that it says and hears, and nothing of this one's environment.
+
+    Raises:
+        SandboxError: if there is no such program.
+    """
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=descriptors, env=_ENVIRONMENT
+        )
+    except OSError as error:
+        raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def shown(said: bytes) -> str:
+    """What a program has complained of, for an error's message."""
+    return said.decode(errors="replace").strip()[-_SAID_BYTES:] or "it said nothing"
+
+
+class Run:
+    """A command that has been started, and is ended by a limit, by `end()`, or by itself."""
+
+    def __init__(self, process: asyncio.subprocess.Process, status: asyncio.StreamReader, limits: Limits) -> None:
+        self.process = process
+        self._status = status
+        self._limits = limits
+        self._kernel_kills = _kernel_kills()
+        self._init: tuple[int, int] | None = None
+        self._cause: _Cause = ""
+
+    @classmethod
+    async def start(cls, command: Callable[[int, int], Sequence[str]], *, limits: Limits) -> "Run":
+        """
+        Args:
+            command: bwrap's command line, given the descriptors that it writes its status to and reads its filter from.
+        """
+        status, status_end = os.pipe()
+        filter_end, filled = os.pipe()
+        try:
+            with os.fdopen(filled, "wb") as file:
+                file.write(compiled_filter())
+            reader = asyncio.StreamReader()
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb", buffering=0)
+            )
+            process = await start_process(command(status_end, filter_end), descriptors=(status_end, filter_end))
+            return cls(process, reader, limits)
+        finally:
+            os.close(status_end)
+            os.close(filter_end)
+
+    async def result(self, stdin: bytes, *, timeout_s: float) -> Result:
+        """What comes of it; whatever happens to the caller, nothing of it is left.
+
+        Raises:
+            SandboxError: if it did not begin, or something else than it and its limits ended it.
+        """
+        outputs = asyncio.ensure_future(self._communicate(stdin))
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            done, _ = await asyncio.wait([outputs], timeout=timeout_s)
+            if not done:
+                await self._end_and_wait("time", outputs)
+        finally:
+            watch.cancel()
+            if not outputs.done():
+                await self._end_and_wait("closed", outputs)
+            if self._init is not None:
+                os.close(self._init[1])
+        return await self._judge(*outputs.result())
+
+    def end(self, cause: _Cause) -> None:
+        """SIGKILL for all of it."""
+        if self.process.returncode is not None:
+            return
+        self._cause = self._cause or cause
+        if self._init is None:
+            self.process.kill()  # it has a tie to what it has started
+        else:
+            signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
+
+    async def _end_and_wait(self, cause: _Cause, outputs: "asyncio.Future[tuple[_Kept, _Kept]]") -> None:
+        self.end(cause)
+        done, _ = await asyncio.wait([outputs], timeout=_END_TIMEOUT_S)
+        if not done:
+            outputs.cancel()
+            raise SandboxError(f"processes of a sandbox did not end within {_END_TIMEOUT_S:g} s of SIGKILL")
+
+    async def _communicate(self, stdin: bytes) -> "tuple[_Kept, _Kept]":
+        process = self.process
+        assert process.stdin and process.stdout and process.stderr, "it was started with pipes"
+        kept = _Kept(self._limits.output_bytes), _Kept(self._limits.output_bytes)
+        await asyncio.gather(
+            _feed(process.stdin, stdin), kept[0].read(process.stdout), kept[1].read(process.stderr), process.wait()
+        )
+        return kept
+
+    async def _watch(self) -> None:
+        """Waits for the number of process 1, then looks at what all of them hold."""
+        line = await self._status.readline()
+        if not line:
+            return  # it has ended before
+        number = json.loads(line)["child-pid"]
+        try:
+            self._init = number, os.pidfd_open(number)
+        except ProcessLookupError:
+            return
+        if self._cause:
+            signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
+        while True:
+            usage = look(number, memory_limit_bytes=self._limits.memory_bytes)
+            if usage.memory_bytes > self._limits.memory_bytes:
+                self.end("memory")
+            elif usage.processes > self._limits.processes + 1:  # process 1 is bwrap's
+                self.end("processes")
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    async def _judge(self, stdout: "_Kept", stderr: "_Kept") -> Result:
+        status = [json.loads(line) for line in (await self._status.read()).splitlines()]
+        code = next((each["exit-code"] for each in status if "exit-code" in each), None)
+        if self._cause == "closed":
+            raise SandboxError("the sandbox was closed while something ran in it")
+        if not self._cause and code is None:
+            raise SandboxError(f"a sandbox did not begin, or was ended from outside: {shown(stderr.content)}")
+        number = code - 128 if code is not None and code > 128 else None
+        if not self._cause and number == signal.SIGKILL and _kernel_kills() > self._kernel_kills:
+            raise SandboxError("the kernel ran out of memory, and may have ended what ran in a sandbox")
+        return Result(
+            exit_code=None if self._cause or number is not None else code,
+            signal=int(signal.SIGKILL) if self._cause else number,
+            stdout=stdout.content,
+            stderr=stderr.content,
+            stdout_dropped_bytes=stdout.dropped_bytes,
+            stderr_dropped_bytes=stderr.dropped_bytes,
+            timed_out=self._cause == "time" or number == signal.SIGXCPU,
+            out_of_memory=self._cause == "memory",
+            too_many_processes=self._cause == "processes",
+        )
+
+
+class _Kept:
+    """The beginning of a stream."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept = bytearray()
+        self.dropped_bytes = 0
+
+    @property
+    def content(self) -> bytes:
+        return bytes(self._kept)
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        while piece := await stream.read(_PIECE_BYTES):
+            room = self._limit_bytes - len(self._kept)
+            self._kept += piece[:room]
+            self.dropped_bytes += max(len(piece) - room, 0)
+
+
+async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
+    try:
+        stream.write(content)
+        await stream.drain()
+        stream.close()
+        await stream.wait_closed()
+    except ConnectionError:
+        pass  # it did not want to hear it all
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel has ended for memory on this host, in whatever group."""
+    words = Path("/proc/vmstat").read_text().split()
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
