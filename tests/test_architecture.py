@@ -49,7 +49,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"commands"},
     ],
     "workers": [
-        {"checkpoint", "data", "streams"},
+        {"checkpoint", "data", "sandbox", "streams"},
         {"shared_prompts"},
         {"backends", "delivery", "engine", "lifecycle", "requests", "user_code", "weight_transport"},
         {"algorithms", "generation", "rollout"},

@@ -135,7 +135,7 @@ def prepare(
         plan=plan,
         directory=directory,
         warnings=(*experiment.find_warnings(), *_unread_outputs(plan), *code.warnings, *found.warnings),
-        checks=found.checks,
+        checks=(*code.checks, *found.checks),
         layout=found.layout,
         code=code,
         has_default_name=chosen is None,

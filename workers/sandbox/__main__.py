@@ -1,6 +1,6 @@
 """Tells whether sandboxes can be made on this machine: exit 0, or 1 and the reason.
 
-    python -m corral.workers.sandbox
+python -m corral.workers.sandbox
 """
 
 import sys

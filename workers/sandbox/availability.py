@@ -1,7 +1,7 @@
 """Whether sandboxes can be made on this machine, found out by making one; and if not, why, and what to do.
 
-    bwrap in the PATH? ──► a sandbox ──► Python in it says 42 ──► ""
-                               └── failed: what the kernel is set to, and what was said
+bwrap in the PATH? ──► a sandbox ──► Python in it says 42 ──► ""
+                           └── failed: what the kernel is set to, and what was said
 """
 
 import asyncio
@@ -15,7 +15,9 @@ from corral.workers.sandbox.bubblewrap import Bubblewrap
 from corral.workers.sandbox.run import shown
 
 _TIMEOUT_S = 60.0  # Python from a cold file server
-_INSTALL = "install bubblewrap (Debian, Ubuntu, Fedora: the package bubblewrap; elsewhere conda-forge has it), 0.8 or newer"
+_INSTALL = (
+    "install bubblewrap (Debian, Ubuntu, Fedora: the package bubblewrap; elsewhere conda-forge has it), 0.8 or newer"
+)
 _OFF_BY_SETTING = {
     "user/max_user_namespaces": ("0", "this kernel allows no user namespaces"),
     "kernel/unprivileged_userns_clone": ("0", "this kernel leaves user namespaces to root"),

@@ -1,9 +1,9 @@
 """What a sandbox sees, as bubblewrap's command line. Pure, but for looking at which folders there are.
 
-    /usr, and what Python needs elsewhere    read-only: no home, no /etc but the linker's, no environment
-    /proc, /dev, a loopback interface        its own: no process and no network but those of the sandbox
-    /work, /tmp, /dev/shm                    its own, bounded: nothing else can be written
-    one Unix socket                          where it is given, the only way out
+/usr, and what Python needs elsewhere    read-only: no home, no /etc but the linker's, no environment
+/proc, /dev, a loopback interface        its own: no process and no network but those of the sandbox
+/work, /tmp, /dev/shm                    its own, bounded: nothing else can be written
+one Unix socket                          where it is given, the only way out
 """
 
 import os

@@ -1,9 +1,9 @@
 """One run in a sandbox, from bwrap's start until all that it started is gone.
 
-    bwrap ──status: process 1──► look every 50 ms ──too much──┐
-      │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
-      ├──output──► kept up to the limit, then dropped
-      └──status: exit code──► Result           none, and nobody ended it: SandboxError
+bwrap ──status: process 1──► look every 50 ms ──too much──┐
+  │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
+  ├──output──► kept up to the limit, then dropped
+  └──status: exit code──► Result           none, and nobody ended it: SandboxError
 """
 
 import asyncio

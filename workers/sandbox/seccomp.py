@@ -1,8 +1,8 @@
 """The filter of system calls in a sandbox: ways to memory that no limit counts, and into the kernel or other processes.
 
-    architecture ──another──► the process is killed
-    number       ──refused──► ENOSYS, as if this kernel did not know it: libraries then take another way
-                 ──else─────► allowed: namespaces without capabilities and rlimits bound it
+architecture ──another──► the process is killed
+number       ──refused──► ENOSYS, as if this kernel did not know it: libraries then take another way
+             ──else─────► allowed: namespaces without capabilities and rlimits bound it
 """
 
 import errno
