@@ -80,8 +80,8 @@ def look_at_code(plan: RunPlan, *, tries: bool = True) -> KeptCode:
     if findings.not_kept:
         listed = ", ".join(display_path(Path(path)) for path in findings.not_kept[:_LISTED])
         warnings.append(f"files that your code reads are too large to be kept with the trial: {listed}")
-    where = "of this machine; the nodes were not asked" if has_jobs(plan.mode) else ""
-    checks = (f"sandbox ok{f' ({where})' if where else ''}",) if findings.sandboxed else ()
+    sandbox = "sandbox ok on this machine, nodes not asked" if has_jobs(plan.mode) else "sandbox ok"
+    checks = (sandbox,) if findings.sandboxed else ()
     return KeptCode(contents=_read(findings), packages=findings.packages, checks=checks, warnings=tuple(warnings))
 
 

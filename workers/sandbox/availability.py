@@ -15,9 +15,7 @@ from corral.workers.sandbox.bubblewrap import Bubblewrap
 from corral.workers.sandbox.run import shown
 
 _TIMEOUT_S = 60.0  # Python from a cold file server
-_INSTALL = (
-    "install bubblewrap (Debian, Ubuntu, Fedora: the package bubblewrap; elsewhere conda-forge has it), 0.8 or newer"
-)
+_INSTALL = "install the package bubblewrap, 0.8 or newer"
 _OFF_BY_SETTING = {
     "user/max_user_namespaces": ("0", "this kernel allows no user namespaces"),
     "kernel/unprivileged_userns_clone": ("0", "this kernel leaves user namespaces to root"),

@@ -15,7 +15,7 @@ What bounds what:
 - processes: RLIMIT_NPROC, which counts per user namespace since Linux 5.14; before, the look alone bounds them.
 - CPU: RLIMIT_CPU of each process, and the wall clock. They compete with whatever else runs on the host.
 
-RLIMIT_NPROC binds no process of root's. So root's sandboxes are of the user nobody, and only the binds are made by root.
+RLIMIT_NPROC binds no process of root's. So root's sandboxes are of the user nobody; only the binds are made by root.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _BYTES_PER_INODE = 8192  # each takes about 1 KB of the kernel's memory, which t
 _FIRST_KERNEL_WITH_OWN_COUNT = (5, 14)
 _NOBODY = "65534"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-# On /sys, which is everywhere, and of which nothing is needed here. Folders that root alone can reach are bound by root.
+# On /sys, which is everywhere, and of which nothing is needed here. Folders that only root reaches are bound by root.
 _HOLD = """
 set -e
 mount -t tmpfs -o "size=$1,nr_inodes=$2,mode=0755" sandbox /sys

@@ -73,7 +73,9 @@ def wrapped_command(
         environment: beside PATH, HOME and LANG. Everybody on the host can read it: no secrets.
         memory_disk_bytes: of each of /work, /tmp and /dev/shm, which are in memory, and gone at its end.
     """
-    writable = {path: ("--size", str(memory_disk_bytes), "--tmpfs", path) for path in WRITABLE}
+    writable: dict[str, tuple[str, ...]] = {
+        path: ("--size", str(memory_disk_bytes), "--tmpfs", path) for path in WRITABLE
+    }
     if unix_socket is not None:
         writable[str(unix_socket)] = ("--bind", str(unix_socket), str(unix_socket))
     return bwrap(

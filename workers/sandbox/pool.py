@@ -7,11 +7,10 @@ Sandboxes are made in a thread of the pool's own: what runs in them ends with th
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from corral.workers.sandbox.base import Sandbox, SandboxError
 from corral.workers.sandbox.bubblewrap import Bubblewrap
@@ -93,8 +92,7 @@ class SandboxPool:
             self._places.release()
 
     async def _cancel_all(self) -> None:
-        others: set[asyncio.Task[Any]] = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)

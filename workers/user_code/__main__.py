@@ -2,9 +2,9 @@
 
     python -m corral.workers.user_code QUESTION FINDINGS
 
-    Question ──► import ──► declared keys ──► sandbox ──► agent's form ──► reward on one row ──► each call once ──► Findings
-                   └───────────────────────────────────────────────────────────┴────────────────────────┴── too late:
-                                                                                       Findings with the line, exit
+    Question ──► import ──► keys, a sandbox ──► agent's form ──► reward on one row ──► each call once ──► Findings
+                   └────────────────────────────────────────────────────┴────────────────────────┴── too late: Findings
+                                                                                                     with the line, exit
 Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. It is given no secret of
 a trial; torch is imported only where the user's modules do, or an interface is made.
 """
