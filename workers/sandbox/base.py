@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-WORK = "/work"
+WORK = "/sandbox"
 """The work directory, as what runs in a sandbox sees it: there it starts, and relative paths begin."""
 
 

@@ -30,7 +30,7 @@ from typing import Self
 
 from corral.workers.sandbox.base import Limits, Result, SandboxError, SandboxFileError
 from corral.workers.sandbox.command import WRITABLE, bwrap, python_folders
-from corral.workers.sandbox.run import START_TIMEOUT_S, Run, shown, start_process
+from corral.workers.sandbox.run import END_TIMEOUT_S, GATE, START_TIMEOUT_S, Run, kill, shown, start_process
 
 _FILE_TIMEOUT_S = 30.0
 _BYTES_PER_INODE = 8192  # each takes about 1 KB of the kernel's memory, which the size of a tmpfs does not count
@@ -43,7 +43,7 @@ set -e
 mount -t tmpfs -o "size=$1,nr_inodes=$2,mode=0755" sandbox /sys
 shift 2
 cd /sys
-mkdir -m 0777 work tmp shm
+mkdir -m 0777 sandbox tmp shm
 number=0
 for folder; do mkdir "$number"; mount --rbind -- "$folder" "$number"; number=$((number + 1)); done
 echo held
@@ -114,7 +114,8 @@ class Bubblewrap:
     async def download(self, path: str) -> bytes:
         """As `Sandbox` has it."""
         limits = Limits(output_bytes=Limits().file_bytes)
-        read = await self.exec(["cat", "--", path], timeout_s=_FILE_TIMEOUT_S, limits=limits)
+        command = ["head", "-c", str(limits.output_bytes + 1), "--", path]
+        read = await self.exec(command, timeout_s=_FILE_TIMEOUT_S, limits=limits)
         if not read.is_success or read.stdout_dropped_bytes:
             cause = f"it has more than {limits.output_bytes} bytes" if read.is_success else shown(read.stderr)
             raise SandboxFileError(f"{path} could not be read from the sandbox: {cause}")
@@ -124,10 +125,13 @@ class Bubblewrap:
         """As `Sandbox` has it."""
         for run in self._runs:
             run.end("closed")
-        await asyncio.gather(*(run.process.wait() for run in self._runs))
-        if self._holder.returncode is None:
-            self._holder.kill()
-        await self._holder.communicate()
+        kill(self._holder)
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await asyncio.gather(*(run.process.wait() for run in self._runs))
+                await self._holder.communicate(b"")  # which also closes its stdin
+        except TimeoutError as error:
+            raise SandboxError(f"processes of a sandbox did not end within {END_TIMEOUT_S:g} s of SIGKILL") from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -142,7 +146,7 @@ class Bubblewrap:
         else:
             enter += ["--user", "--preserve-credentials"]
         inner = bwrap(
-            ["prlimit", *_limit_options(limits), "--", *command],
+            ["prlimit", *_limit_options(limits), "--", *GATE, *command],
             program=self._program,
             read_only=self._read_only,
             writable={path: ("--bind", f"/sys/{Path(path).name}", path) for path in WRITABLE},

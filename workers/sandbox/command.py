@@ -2,7 +2,7 @@
 
 /usr, and what Python needs elsewhere    read-only: no home, no /etc but the linker's, no environment
 /proc, /dev, a loopback interface        its own: no process and no network but those of the sandbox
-/work, /tmp, /dev/shm                    its own, bounded: nothing else can be written
+/sandbox, /tmp, /dev/shm                 its own, bounded: nothing else can be written
 one Unix socket                          where it is given, the only way out
 """
 
@@ -63,15 +63,15 @@ def wrapped_command(
 ) -> list[str]:
     """The command line of a long-lived process that sees /usr, some folders, and one Unix socket.
 
-    It ends with the thread that starts it, and whatever it has started ends with it. It has no limits but those that it
-    is started with, and no filter of system calls. It is the calling user's: what that user can read below the binds,
-    it can.
+    Once it has begun, it ends with the thread that started it, and whatever it has started ends with it. It has no
+    limits but those that it is started with, and no filter of system calls. It is the calling user's: it can read what
+    that user can read below the binds.
 
     Args:
         binds: files and folders that it may read, at the same paths; `python_folders()` for this Python.
         unix_socket: the one thing outside that it can speak to, at the same path. It has to be there already.
         environment: beside PATH, HOME and LANG. Everybody on the host can read it: no secrets.
-        memory_disk_bytes: of each of /work, /tmp and /dev/shm, which are in memory, and gone at its end.
+        memory_disk_bytes: of each of /sandbox, /tmp and /dev/shm, which are in memory, and gone at its end.
     """
     writable: dict[str, tuple[str, ...]] = {
         path: ("--size", str(memory_disk_bytes), "--tmpfs", path) for path in WRITABLE

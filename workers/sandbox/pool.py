@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from corral.workers.sandbox.base import Sandbox, SandboxError
 from corral.workers.sandbox.bubblewrap import Bubblewrap
@@ -44,6 +44,7 @@ class SandboxPool:
         self._create = create
         self._loop = asyncio.new_event_loop()
         self._places = asyncio.Semaphore(number)
+        self._uses = set[asyncio.Task[Any]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -77,6 +78,10 @@ class SandboxPool:
         return asyncio.run_coroutine_threadsafe(self._use(work), self._loop)
 
     async def _use(self, work: Work[ResultT]) -> ResultT:
+        task = asyncio.current_task()
+        assert task is not None, "it runs in the pool's loop"
+        self._uses.add(task)
+        task.add_done_callback(self._uses.discard)
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._places.acquire()
@@ -92,7 +97,8 @@ class SandboxPool:
             self._places.release()
 
     async def _cancel_all(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        uses = list(self._uses)
+        for task in uses:  # not twice: each sees to the end of what it has started
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*uses, return_exceptions=True)

@@ -1,9 +1,12 @@
 """One run in a sandbox, from bwrap's start until all that it started is gone.
 
-bwrap ──status: process 1──► look every 50 ms ──too much──┐
-  │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
-  ├──output──► kept up to the limit, then dropped
-  └──status: exit code──► Result           none, and nobody ended it: SandboxError
+    bwrap ──status: process 1──► go ahead ──► look every 50 ms ──too much──┐
+      │                                            deadline, end() ────────┴──SIGKILL──► process 1, and its namespace
+      ├──output──► kept up to the limit, then dropped
+      └──status: exit code──► Result           none, and nobody ended it: SandboxError
+
+The command waits for the first line of its input. When bwrap has told the number of process 1, it has tied itself to
+this thread; before, nothing would end the command if this process were killed.
 """
 
 import asyncio
@@ -11,6 +14,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +23,13 @@ from corral.workers.sandbox.seccomp import compiled_filter
 from corral.workers.sandbox.watch import look
 
 START_TIMEOUT_S = 30.0  # of what takes milliseconds
-_END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends when that answers
+END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends when that answers
 _LOOK_INTERVAL_S = 0.05
 _PIECE_BYTES = 1 << 16
 _SAID_BYTES = 500
 # What process 1 of a sandbox was started with can be read there.
+GATE = ("/bin/sh", "-c", 'read -r _ && exec "$@"', "sandbox")
+"""In the sandbox, before the command: it reads no more than the line."""
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 _Cause = Literal["", "time", "memory", "processes", "closed"]
@@ -44,6 +50,13 @@ async def start_process(command: Sequence[str], *, descriptors: Sequence[int] = 
         raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
 
 
+def kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL. Not by the process's own method, which may take the exit code from whom asyncio lets wait for it."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def shown(said: bytes) -> str:
     """What a program has complained of, for an error's message."""
     return said.decode(errors="replace").strip()[-_SAID_BYTES:] or "it said nothing"
@@ -58,13 +71,14 @@ class Run:
         self._limits = limits
         self._kernel_kills = _kernel_kills()
         self._init: tuple[int, int] | None = None
+        self._has_begun = asyncio.Event()
         self._cause: _Cause = ""
 
     @classmethod
     async def start(cls, command: Callable[[int, int], Sequence[str]], *, limits: Limits) -> "Run":
         """
         Args:
-            command: bwrap's command line, given the descriptors that it writes its status to and reads its filter from.
+            command: bwrap's command line, with a GATE in it, from the descriptors of its status and its filter.
         """
         status, status_end = os.pipe()
         filter_end, filled = os.pipe()
@@ -107,38 +121,45 @@ class Run:
             return
         self._cause = self._cause or cause
         if self._init is None:
-            self.process.kill()  # it has a tie to what it has started
+            kill(self.process)  # it has a tie to what it has started
         else:
             signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
 
     async def _end_and_wait(self, cause: _Cause, outputs: "asyncio.Future[tuple[_Kept, _Kept]]") -> None:
         self.end(cause)
-        done, _ = await asyncio.wait([outputs], timeout=_END_TIMEOUT_S)
+        done, _ = await asyncio.wait([outputs], timeout=END_TIMEOUT_S)
         if not done:
             outputs.cancel()
-            raise SandboxError(f"processes of a sandbox did not end within {_END_TIMEOUT_S:g} s of SIGKILL")
+            raise SandboxError(f"processes of a sandbox did not end within {END_TIMEOUT_S:g} s of SIGKILL")
 
     async def _communicate(self, stdin: bytes) -> "tuple[_Kept, _Kept]":
         process = self.process
         assert process.stdin and process.stdout and process.stderr, "it was started with pipes"
         kept = _Kept(self._limits.output_bytes), _Kept(self._limits.output_bytes)
         await asyncio.gather(
-            _feed(process.stdin, stdin), kept[0].read(process.stdout), kept[1].read(process.stderr), process.wait()
+            self._feed(process.stdin, stdin), kept[0].read(process.stdout), kept[1].read(process.stderr), process.wait()
         )
         return kept
 
+    async def _feed(self, stream: asyncio.StreamWriter, content: bytes) -> None:
+        await self._has_begun.wait()
+        with suppress(ConnectionError):  # it did not want to hear it all
+            stream.write(b"\n" + content)
+            await stream.drain()
+            stream.close()
+            await stream.wait_closed()
+
     async def _watch(self) -> None:
         """Waits for the number of process 1, then looks at what all of them hold."""
-        line = await self._status.readline()
-        if not line:
-            return  # it has ended before
-        number = json.loads(line)["child-pid"]
         try:
-            self._init = number, os.pidfd_open(number)
-        except ProcessLookupError:
-            return
-        if self._cause:
-            signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
+            line = await self._status.readline()
+            if not line:
+                return  # it has ended before
+            number = json.loads(line)["child-pid"]
+            with suppress(ProcessLookupError):
+                self._init = number, os.pidfd_open(number)
+        finally:
+            self._has_begun.set()
         while True:
             usage = look(number, memory_limit_bytes=self._limits.memory_bytes)
             if usage.memory_bytes > self._limits.memory_bytes:
@@ -187,16 +208,6 @@ class _Kept:
             room = self._limit_bytes - len(self._kept)
             self._kept += piece[:room]
             self.dropped_bytes += max(len(piece) - room, 0)
-
-
-async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
-    try:
-        stream.write(content)
-        await stream.drain()
-        stream.close()
-        await stream.wait_closed()
-    except ConnectionError:
-        pass  # it did not want to hear it all
 
 
 def _kernel_kills() -> int:
