@@ -78,7 +78,7 @@ class Sandbox(Protocol):
     """
 
     async def exec(
-        self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float, limits: Limits = ...
+        self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float, limits: Limits | None = None
     ) -> Result:
         """Runs a command and ends whatever it has started; several may run at a time, each with limits of its own.
 

@@ -25,6 +25,7 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -60,7 +61,7 @@ class Bubblewrap:
         self._holder = holder
         self._program = program
         self._read_only = {str(folder): f"/sys/{index}" for index, folder in enumerate(folders)}
-        self._runs = set[Run]()
+        self._runs: dict[asyncio.Task[Result], Run] = {}
 
     @classmethod
     async def create(cls, *, disk_bytes: int = 2**26, binds: Sequence[Path] | None = None) -> Self:
@@ -98,12 +99,18 @@ class Bubblewrap:
         limits = limits or Limits()
         if self._holder.returncode is not None:
             raise SandboxError("the sandbox is closed")
-        run = await Run.start(lambda *descriptors: self._command(command, limits, *descriptors), limits=limits)
-        self._runs.add(run)
+        run = Run(limits)
+        task = asyncio.ensure_future(
+            run.result(partial(self._command, command, limits), stdin=stdin, timeout_s=timeout_s)
+        )
+        self._runs[task] = run
+        task.add_done_callback(self._forget)
         try:
-            return await run.result(stdin, timeout_s=timeout_s)
+            return await asyncio.shield(task)
         finally:
-            self._runs.remove(run)
+            if not task.done():
+                run.end("closed")
+                await asyncio.wait([task])
 
     async def upload(self, path: str, content: bytes) -> None:
         """As `Sandbox` has it."""
@@ -123,21 +130,23 @@ class Bubblewrap:
 
     async def close(self) -> None:
         """As `Sandbox` has it."""
-        for run in self._runs:
+        for run in self._runs.values():
             run.end("closed")
+        if self._runs:
+            await asyncio.wait(list(self._runs), timeout=END_TIMEOUT_S)  # who awaits them hears what becomes of them
         kill(self._holder)
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await asyncio.gather(*(run.process.wait() for run in self._runs))
-                await self._holder.communicate(b"")  # which also closes its stdin
-        except TimeoutError as error:
-            raise SandboxError(f"processes of a sandbox did not end within {END_TIMEOUT_S:g} s of SIGKILL") from error
+        await self._holder.communicate(b"")  # which also closes its stdin
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def _forget(self, task: "asyncio.Task[Result]") -> None:
+        del self._runs[task]
+        if not task.cancelled():
+            task.exception()  # who was cancelled does not ask for it
 
     def _command(self, command: Sequence[str], limits: Limits, status: int, filter_end: int) -> list[str]:
         enter = ["nsenter", f"--target={self._holder.pid}", "--mount"]

@@ -63,23 +63,55 @@ def shown(said: bytes) -> str:
 
 
 class Run:
-    """A command that has been started, and is ended by a limit, by `end()`, or by itself."""
+    """A command that is ended by a limit, by `end()`, or by itself."""
 
-    def __init__(self, process: asyncio.subprocess.Process, status: asyncio.StreamReader, limits: Limits) -> None:
-        self.process = process
-        self._status = status
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._kernel_kills = _kernel_kills()
         self._init: tuple[int, int] | None = None
         self._has_begun = asyncio.Event()
         self._cause: _Cause = ""
 
-    @classmethod
-    async def start(cls, command: Callable[[int, int], Sequence[str]], *, limits: Limits) -> "Run":
-        """
+    async def result(self, command: Callable[[int, int], Sequence[str]], *, stdin: bytes, timeout_s: float) -> Result:
+        """What comes of it. Not to be cancelled: `end()` ends it.
+
         Args:
             command: bwrap's command line, with a GATE in it, from the descriptors of its status and its filter.
+
+        Raises:
+            SandboxError: if it did not begin, or something else than it and its limits ended it.
         """
+        process, status = await self._start(command)
+        outputs = asyncio.ensure_future(self._communicate(process, stdin))
+        watch = asyncio.ensure_future(self._watch(status))
+        try:
+            done, _ = await asyncio.wait([outputs], timeout=timeout_s)
+            if not done:
+                self.end("time")
+                done, _ = await asyncio.wait([outputs], timeout=END_TIMEOUT_S)
+            if not done:
+                kill(process)
+                outputs.cancel()
+                raise SandboxError(f"processes of a sandbox did not end within {END_TIMEOUT_S:g} s of SIGKILL")
+        finally:
+            watch.cancel()
+            if self._init is not None:
+                os.close(self._init[1])
+                self._init = None
+        return self._judge(*outputs.result(), (await status.read()).splitlines())
+
+    def end(self, cause: _Cause) -> None:
+        """SIGKILL for all of it, at once or as soon as it can be: bwrap, if it is killed before it has told the number
+        of process 1, leaves a process that waits for it.
+        """
+        self._cause = self._cause or cause
+        if self._init is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
+
+    async def _start(
+        self, command: Callable[[int, int], Sequence[str]]
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         status, status_end = os.pipe()
         filter_end, filled = os.pipe()
         try:
@@ -89,51 +121,12 @@ class Run:
             await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb", buffering=0)
             )
-            process = await start_process(command(status_end, filter_end), descriptors=(status_end, filter_end))
-            return cls(process, reader, limits)
+            return await start_process(command(status_end, filter_end), descriptors=(status_end, filter_end)), reader
         finally:
             os.close(status_end)
             os.close(filter_end)
 
-    async def result(self, stdin: bytes, *, timeout_s: float) -> Result:
-        """What comes of it; whatever happens to the caller, nothing of it is left.
-
-        Raises:
-            SandboxError: if it did not begin, or something else than it and its limits ended it.
-        """
-        outputs = asyncio.ensure_future(self._communicate(stdin))
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            done, _ = await asyncio.wait([outputs], timeout=timeout_s)
-            if not done:
-                await self._end_and_wait("time", outputs)
-        finally:
-            watch.cancel()
-            if not outputs.done():
-                await self._end_and_wait("closed", outputs)
-            if self._init is not None:
-                os.close(self._init[1])
-        return await self._judge(*outputs.result())
-
-    def end(self, cause: _Cause) -> None:
-        """SIGKILL for all of it."""
-        if self.process.returncode is not None:
-            return
-        self._cause = self._cause or cause
-        if self._init is None:
-            kill(self.process)  # it has a tie to what it has started
-        else:
-            signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
-
-    async def _end_and_wait(self, cause: _Cause, outputs: "asyncio.Future[tuple[_Kept, _Kept]]") -> None:
-        self.end(cause)
-        done, _ = await asyncio.wait([outputs], timeout=END_TIMEOUT_S)
-        if not done:
-            outputs.cancel()
-            raise SandboxError(f"processes of a sandbox did not end within {END_TIMEOUT_S:g} s of SIGKILL")
-
-    async def _communicate(self, stdin: bytes) -> "tuple[_Kept, _Kept]":
-        process = self.process
+    async def _communicate(self, process: asyncio.subprocess.Process, stdin: bytes) -> "tuple[_Kept, _Kept]":
         assert process.stdin and process.stdout and process.stderr, "it was started with pipes"
         kept = _Kept(self._limits.output_bytes), _Kept(self._limits.output_bytes)
         await asyncio.gather(
@@ -149,17 +142,17 @@ class Run:
             stream.close()
             await stream.wait_closed()
 
-    async def _watch(self) -> None:
+    async def _watch(self, status: asyncio.StreamReader) -> None:
         """Waits for the number of process 1, then looks at what all of them hold."""
-        try:
-            line = await self._status.readline()
-            if not line:
-                return  # it has ended before
-            number = json.loads(line)["child-pid"]
-            with suppress(ProcessLookupError):
-                self._init = number, os.pidfd_open(number)
-        finally:
-            self._has_begun.set()
+        line = await status.readline()
+        self._has_begun.set()
+        if not line:
+            return  # it has ended before
+        number = json.loads(line)["child-pid"]
+        with suppress(ProcessLookupError):
+            self._init = number, os.pidfd_open(number)
+        if self._cause:
+            self.end(self._cause)
         while True:
             usage = look(number, memory_limit_bytes=self._limits.memory_bytes)
             if usage.memory_bytes > self._limits.memory_bytes:
@@ -168,9 +161,9 @@ class Run:
                 self.end("processes")
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
-    async def _judge(self, stdout: "_Kept", stderr: "_Kept") -> Result:
-        status = [json.loads(line) for line in (await self._status.read()).splitlines()]
-        code = next((each["exit-code"] for each in status if "exit-code" in each), None)
+    def _judge(self, stdout: "_Kept", stderr: "_Kept", status: Sequence[bytes]) -> Result:
+        told = [json.loads(line) for line in status]
+        code = next((each["exit-code"] for each in told if "exit-code" in each), None)
         if self._cause == "closed":
             raise SandboxError("the sandbox was closed while something ran in it")
         if not self._cause and code is None:

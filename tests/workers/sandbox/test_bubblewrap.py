@@ -3,20 +3,21 @@
 import asyncio
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.workers.sandbox.base import WORK, Limits, Result, SandboxError, SandboxFileError
 from corral.workers.sandbox.bubblewrap import Bubblewrap
 from corral.workers.sandbox.seccomp import compiled_filter
+from tests.workers.sandbox.processes import DEADLINE_S, processes_with
 
-DEADLINE_S = 60.0
 ROOT = Path(__file__).parents[3]
 
 
@@ -83,6 +84,24 @@ def test_a_sandbox_has_this_python_with_what_is_installed_and_no_variable_of_our
         result = run(sys.executable, "-I", "-c", "import os, sys; print(sys.prefix, sorted(os.environ))")
     threads = ["MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
     assert result.stdout.decode().strip() == f"{sys.prefix} {sorted(['HOME', 'LANG', 'PATH', 'PWD', *threads])}"
+
+
+@settings(max_examples=20)
+@given(after_s=st.floats(0.0, 0.04), closes=st.booleans())
+def test_what_ends_at_any_moment_of_its_beginning_leaves_nothing(after_s: float, closes: bool) -> None:
+    word = f"9{secrets.randbelow(10**12):012}"
+
+    async def end_soon() -> None:
+        async with await Bubblewrap.create() as sandbox:
+            task = asyncio.create_task(sandbox.exec(["sleep", word], timeout_s=DEADLINE_S))
+            await asyncio.sleep(after_s)
+            if not closes:
+                task.cancel()
+        with pytest.raises(SandboxError if closes else asyncio.CancelledError):
+            await task
+        assert not processes_with(word)
+
+    asyncio.run(end_soon())
 
 
 LOWERED = """

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,31 +15,11 @@ import pytest
 from corral.workers.sandbox.base import Limits, Result, SandboxError
 from corral.workers.sandbox.bubblewrap import Bubblewrap
 from tests.workers.sandbox.escapes import ESCAPES, SECRET, Escape
+from tests.workers.sandbox.processes import DEADLINE_S, processes_with, wait_until
 
 ROOT = Path(__file__).parents[3]
 PYTHON = (sys.executable, "-I", "-c")
 SIBLING = "import time\nfor _ in range(20): time.sleep(0.01)\nopen('x', 'wb').write(bytes(1 << 20)); print('unharmed')"
-DEADLINE_S = 60.0
-
-
-def processes_with(word: str) -> list[str]:
-    """Command lines of this host that hold a word."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if word.encode() in line:
-            found.append(line.decode(errors="replace"))
-    return found
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -135,7 +114,9 @@ def test_a_worker_that_is_killed_leaves_nothing() -> None:
     word = f"9{secrets.randbelow(10**12):012}"
     with subprocess.Popen([sys.executable, "-c", STARTER, word], cwd=ROOT) as worker:
         try:
-            wait_until(lambda: any(line.startswith("sleep\0") for line in processes_with(word)), "it did not begin")
+            wait_until(
+                lambda: any(line.startswith("sleep\0") for line in processes_with(word).values()), "it did not begin"
+            )
         finally:
             worker.send_signal(signal.SIGKILL)
     wait_until(lambda: not processes_with(word), "something outlived it")

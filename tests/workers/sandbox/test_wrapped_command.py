@@ -14,8 +14,8 @@ import pytest
 from corral.workers.sandbox import command as command_module
 from corral.workers.sandbox.base import SandboxError
 from corral.workers.sandbox.command import python_folders, wrapped_command
+from tests.workers.sandbox.processes import DEADLINE_S, processes_with
 
-DEADLINE_S = 60.0
 INSIDE = """
 import json, os, socket, sys
 own = socket.socket(socket.AF_UNIX)
@@ -79,25 +79,14 @@ def test_once_it_has_begun_it_ends_with_whoever_started_it() -> None:
     with subprocess.Popen([sys.executable, "-c", starter, *inside], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        sleeping = [os.pidfd_open(pid) for pid in _processes_with(word)]
+        sleeping = [
+            os.pidfd_open(pid) for pid, line in processes_with(word).items() if not line.startswith(sys.executable)
+        ]
         process.kill()
     assert len(sleeping) >= 4, "bwrap twice, the shell and what it has started"
     for descriptor in sleeping:
         assert select.select([descriptor], [], [], DEADLINE_S)[0], "it outlived who started it"
         os.close(descriptor)
-
-
-def _processes_with(word: str) -> list[int]:
-    """Those of bubblewrap and below, by a word in their command lines."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if word.encode() in line and not line.startswith(sys.executable.encode()):
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_a_python_that_lies_around_the_home_directory_is_refused(
