@@ -95,6 +95,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/head_memory.py --vocabulary 32000 --tokens 2048 8192 --limit-gb 2
 	$(BIN)/python benchmarks/load_memory.py --ranks 2 --layers 4 --files 2
+	$(BIN)/python benchmarks/sandbox.py --runs 100
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/bad_input.py
 	$(BIN)/python benchmarks/status_latency.py --finished 50 --running 2
