@@ -84,7 +84,7 @@ class ModelEndpoint:
         self._socket_path: Path | None = None
 
     async def start(self, socket_path: Path) -> None:
-        """Listen on loopback, and on a socket in a folder that only this user may enter, which is made if it is missing.
+        """Listen on loopback, and on a socket in a folder that only this user may enter; it is made if missing.
 
         Raises:
             ValueError: if the path is longer than sockets may have it, or others may enter its folder.
@@ -160,10 +160,10 @@ class ModelEndpoint:
             ids = conversations.prompt_ids(asked.messages, tools=tools)
         except ValueError as error:
             raise ApiError(str(error)) from error
-        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops)
-        said = renderer.parse(
-            turn.answer.output_ids, stopped=turn.answer.stopped, tools=tools if asked.may_call else ()
-        )
+        ends = renderer.stop_token_ids
+        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=ends)
+        answer, callable_tools = turn.answer, tools if asked.may_call else ()
+        said = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
         message = said.as_message()
         if message["content"]:
             message["content"] = _before_stop(message["content"], asked.stops)
