@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,7 @@ class Script:
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[int]]()
 
-    async def __call__(
-        self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
-    ) -> Reply:
+    async def __call__(self, ids: Sequence[int], **sampling: Any) -> Reply:
         self.asked.append(list(ids))
         if not self.answers:
             raise EpisodeEndedError("turns", "the script is over")

@@ -24,6 +24,7 @@ from aiohttp import web
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.row_prompts import Prompt
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
@@ -121,7 +122,7 @@ class RolloutRig:
     def __init__(
         self,
         folder: Path,
-        prompts: list[str],
+        prompts: Sequence[Prompt],
         *,
         rollout: Mapping[str, Any],
         group_size: int = 2,
@@ -279,7 +280,7 @@ class RolloutRig:
         return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
 
 
-def prompt_dataset(folder: Path, prompts: Sequence[str], *, max_prompt_tokens: int = 16) -> DatasetSpec:
+def prompt_dataset(folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16) -> DatasetSpec:
     """Prompts whose ids are their numbers, in this order."""
     path = folder / "rows.jsonl"
     rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
