@@ -93,7 +93,7 @@ class ModelEndpoint:
         self._socket_path: Path | None = None
 
     async def start(self, socket_path: Path) -> None:
-        """Listen on loopback, and on a socket in a folder that only this user may enter; it is made if missing.
+        """Listen on loopback, and on a socket in a folder that only this user may enter, made if it is missing.
 
         Raises:
             ValueError: if the path is longer than sockets may have it, or others may enter its folder.

@@ -166,7 +166,7 @@ def prepare(sample: SequenceSample, config: PPOConfig) -> SequenceSample:
     return prepare_actor_sample(config, sample, estimator=estimator, kl_coefficient=config.kl.coef, context=context)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @pytest.mark.parametrize("advantage", ["group_relative", "rloo", "rewards_to_go", "gae"])
 @given(groups=groups_of_episodes, normalization=st.sampled_from(["none", "batch", "group"]))
 def test_advantages_are_those_of_a_loop_over_episodes_and_made_tokens(
@@ -184,7 +184,7 @@ def test_advantages_are_those_of_a_loop_over_episodes_and_made_tokens(
     assert prepared.data["loss_mask"].tolist() == [m for g in groups for e in g for s in e.sequences for m in s.made]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_returns_of_a_critic_are_those_of_the_loop(groups: Groups) -> None:
     config = settings_of("gae")
@@ -197,7 +197,7 @@ def test_returns_of_a_critic_are_those_of_the_loop(groups: Groups) -> None:
     np.testing.assert_allclose(advantage_named("gae")(batch, config)["returns"], expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_what_is_to_come_undiscounted_is_what_the_episode_was_given_from_there_on(groups: Groups) -> None:
     config = settings_of("rewards_to_go", discount=1.0)
@@ -213,7 +213,7 @@ def test_what_is_to_come_undiscounted_is_what_the_episode_was_given_from_there_o
             actual = actual[len(sequence.made) :]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_statistics_count_episodes(groups: Groups) -> None:
     sample, context = pack(groups), ParallelContext()
@@ -372,7 +372,7 @@ def test_an_episode_came_out_as_its_last_sequence_says() -> None:
     assert advantage_batch(config, sample, kl_coefficient=0.0).episode_rewards.tolist() == [1.0, 0.0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @pytest.mark.parametrize("advantage", ["group_relative", "rloo", "rewards_to_go", "gae"])
 @given(groups=groups_of_episodes)
 def test_episodes_of_one_sequence_are_answers_bit_for_bit(advantage: str, groups: Groups) -> None:
