@@ -21,6 +21,7 @@ from corral.experiments.checks.generation import (
     check_server_gpus,
     check_sglang,
 )
+from corral.experiments.config.data import RowKind
 from corral.experiments.config.rollout import (
     EngineConfig,
     RolloutConfig,
@@ -84,6 +85,11 @@ class AsyncPPOExperiment(PolicyExperiment):
     @property
     def makes_episodes(self) -> bool:
         return self.rollout.makes_episodes
+
+    @property
+    def row_kind(self) -> RowKind:
+        # An agent may reward without a reference, too.
+        return "prompts" if self.makes_episodes else super().row_kind
 
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
