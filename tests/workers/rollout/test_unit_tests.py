@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.rollout.judging import RewardJudge
 from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
