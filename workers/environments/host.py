@@ -1,0 +1,334 @@
+"""The host of an environment: a program for a Python of its own, in which verifiers and the environment are installed.
+
+    host.py list SETTINGS OUTPUT    ──► OUTPUT: {"described": {...}}, then a row for each task
+    host.py play SETTINGS FD        ──► {"ready": {...}} or {"error": "..."}, then episodes as long as FD is open
+
+    worker ──run, key, task──► Env.run_slot ──► harness ──► train client ──Relay, by trace──► the episode's endpoint
+       ▲                           │ any failure is the episode's own                              │ token ids, logprobs
+       └──done: reward, metrics────┘◄──────────────────────────────────────────────────────────────┘
+
+It is started by its path and imports nothing of corral. Lines of JSON in both directions; SETTINGS is JSON as well, see
+`Settings`. What the environment prints is the worker's log.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+import aiohttp
+import verifiers.v1 as vf
+from aiohttp import web
+from verifiers.v1.utils import loaders
+
+_MODEL = "policy"  # what the endpoint calls it
+_BEAT_S = 1.0
+_LONGEST_LINE = 1 << 28
+_KEY_VARIABLE = "CORRAL_RELAY_API_KEY"  # programs that verifiers starts do not inherit names with API_KEY
+_GENERATE = "/inference/v1/generate"
+_PASSED_ON = ("Content-Type", "X-Session-ID")
+_MAX_ERROR = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the configuration says of the environment."""
+
+    id: str
+    args: Mapping[str, Any]
+    num_tasks: int | None = None
+    renderer: Mapping[str, Any] | None = None
+    model_directory: str = ""
+    """With the tokenizer and its template; to play only."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+# The environment
+
+
+def make_config(settings: Settings) -> vf.EnvConfig:
+    """Its configuration: what the user says, over what its authors say, over a chat loop on this machine.
+
+    verifiers' own defaults are a shell for the model, and a sandbox that is rented; neither is meant by who names none.
+    """
+    given = {**settings.args, "taskset": {**settings.args.get("taskset", {}), "id": settings.id}}
+    declared = loaders.env_config_type(settings.id, str(given.get("id", "")))
+    brings_harness = loaders.default_harness_id(settings.id) == settings.id
+    for name, known in declared.model_fields.items():
+        if isinstance(known.default, vf.AgentConfig):
+            role = dict(given.get(name) or {})
+            if known.default.harness is None and not brings_harness:
+                role.setdefault("harness", {"id": "null"})
+            if "runtime" not in known.default.model_fields_set:
+                role.setdefault("runtime", {"type": "subprocess"})
+            given[name] = role
+    return loaders.resolve_env_config(given)
+
+
+def describe(config: vf.EnvConfig) -> dict[str, Any]:
+    """By what one sees later that the code of an environment is another: its packages' versions, and its files."""
+    distributions = metadata.packages_distributions()
+    digest, packages = hashlib.sha256(), {"verifiers": metadata.version("verifiers")}
+    for module in _modules(config):
+        for name in distributions.get(module.__name__.partition(".")[0], ()):
+            packages[name] = metadata.version(name)
+        file = Path(str(module.__file__))
+        files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+        for path in files:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {"packages": packages, "sha256": digest.hexdigest()}
+
+
+def _modules(config: vf.EnvConfig) -> Iterator[Any]:
+    yield loaders.import_taskset(config.taskset.id)
+    if config.id:
+        yield loaders.import_environment(config.id)
+
+
+def rows_of(taskset: vf.Taskset, *, num_tasks: int | None) -> Iterator[dict[str, Any]]:
+    """A row for each task, with all that the task is made of.
+
+    Raises:
+        ValueError: if there are no tasks, or no end of them, or two of the same name.
+    """
+    if num_tasks is None and not taskset.bounded:
+        raise ValueError("it makes tasks without end; say how many with rollout.environment.num_tasks")
+    tasks = list(itertools.islice(taskset, num_tasks))
+    if not tasks:
+        raise ValueError("it has no tasks")
+    ids = [task.data.id or "" for task in tasks]
+    if not all(ids) or len(set(ids)) < len(ids):
+        ids = [task.key for task in tasks]
+    for name, task in zip(ids, tasks, strict=True):
+        shown = task.data.prompt_text or task.data.name or task.data.description or name
+        yield {"id": name, "prompt": shown, "task": task.data.model_dump(mode="json", exclude_defaults=True)}
+
+
+# The model
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Where the model of one episode is, and by which key."""
+
+    url: str
+    socket: str
+    key: str
+
+
+class Relay:
+    """Between the environment's one train client and the endpoints of episodes, which have a key each.
+
+    The client is made once and keeps its connections, so the key cannot be part of it. What is asked names its trace.
+    """
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.secret = secrets.token_urlsafe(24)
+        self.episodes: dict[str, Episode] = {}
+        """By the id of a trace."""
+        self._stack = stack
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    async def start(self) -> str:
+        """Listen on loopback; returns the URL."""
+        application = web.Application(client_max_size=_LONGEST_LINE)
+        application.add_routes([web.post(_GENERATE, self._relay), web.get("/v1/models", self._relay)])
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        listener = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listener).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+    async def _relay(self, request: web.Request) -> web.Response:
+        if not secrets.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.secret}"):
+            return web.json_response({"error": {"message": "another program's key"}}, status=401)
+        trace = request.headers.get("X-Session-ID")
+        # Which models there are is asked for no trace, and is the same for all.
+        episode = self.episodes.get(trace) if trace else next(iter(self.episodes.values()), None)
+        if episode is None:
+            return web.json_response({"error": {"message": "the episode is over"}}, status=409)
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        headers["Authorization"] = f"Bearer {episode.key}"
+        try:
+            async with self._session(episode).request(
+                request.method, episode.url + request.path, data=await request.read(), headers=headers
+            ) as reply:
+                return web.Response(
+                    status=reply.status, body=await reply.read(), content_type=reply.content_type or "application/json"
+                )
+        except aiohttp.ClientError as error:
+            return web.json_response({"error": {"message": f"the model does not answer: {error}"}}, status=503)
+
+    def _session(self, episode: Episode) -> aiohttp.ClientSession:
+        if episode.socket not in self._sessions:
+            connector = aiohttp.UnixConnector(episode.socket, limit=0) if episode.socket else None
+            session = aiohttp.ClientSession(
+                connector=connector or aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+            self._stack.push_async_callback(session.close)
+            self._sessions[episode.socket] = session
+        return self._sessions[episode.socket]
+
+
+# Episodes
+
+
+class Player:
+    """Plays the episodes that the worker asks for, all at the same time."""
+
+    def __init__(self, env: vf.Env, relay: Relay, context: vf.ModelContext) -> None:
+        self._env = env
+        self._relay = relay
+        self._context = context
+        self._task_class = type(env.taskset).task_type()
+
+    async def play(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of one episode; an environment's failure is a value."""
+        endpoint = run["endpoint"]
+        episode = Episode(str(endpoint["url"]).rstrip("/"), str(endpoint.get("socket") or ""), str(run["key"]))
+        traces: list[str] = []
+
+        def note(trace: vf.Trace) -> None:
+            traces.append(trace.id)
+            self._relay.episodes[trace.id] = episode
+
+        try:
+            data = self._task_class.data_type().model_validate(run["task"]["task"])
+            (slot,) = self._env.slots(self._task_class(data, self._env.config.taskset.task))
+            verdict = judged(await self._env.run_slot(slot, self._context, on_trace=note))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit too: it is the episode's, and not the host's
+            verdict = failed(type(error).__name__, str(error), traceback.format_exc())
+        finally:
+            for trace in traces:
+                self._relay.episodes.pop(trace, None)
+        return {"done": run["run"], **verdict}
+
+
+def judged(episode: vf.Episode) -> dict[str, Any]:
+    """Reward and metrics of an episode: of several agents that learn, the mean of theirs."""
+    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    if errors or not episode.ok:
+        error = errors[-1] if errors else None
+        text = error.message if error else "the episode did not come to its end"
+        return failed(error.type if error else "EnvError", text, (error.traceback if error else "") or "")
+    taught = [trace for trace in episode.traces if trace.agent.trainable]
+    for trace in episode.traces:
+        if trace not in taught and trace.calls and getattr(trace.agent.config.client, "type", "") == "train":
+            name = trace.agent.name
+            text = f"agent {name} learns nothing and speaks for the policy; give it a model: args.{name}.client"
+            return failed("UntrainableAgent", text, "")
+    metrics = {"turns": float(sum(trace.num_turns for trace in taught))}
+    for trace in taught:
+        metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+        metrics |= {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+    reward = sum(trace.reward for trace in taught) / max(1, len(taught))
+    if not math.isfinite(reward):
+        return failed("ValueError", f"the reward is {reward}", "")
+    ended = "length" if any(trace.is_truncated for trace in taught) else ""
+    return {"reward": reward, "metrics": metrics, "turn_rewards": {}, "ended": ended, "error": None}
+
+
+def failed(kind: str, text: str, said: str) -> dict[str, Any]:
+    """An episode without a reward."""
+    place = next((line.strip() for line in reversed(said.splitlines()) if line.lstrip().startswith("File ")), "")
+    error = {"type": kind, "text": text[:_MAX_ERROR], "place": place}
+    return {"reward": 0.0, "metrics": {}, "turn_rewards": {}, "ended": "", "error": error}
+
+
+async def serve(settings: Settings, descriptor: int) -> None:
+    """Plays until the worker closes its end."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=_LONGEST_LINE)
+
+    def say(**words: Any) -> None:
+        writer.write(json.dumps(words).encode() + b"\n")
+
+    async with AsyncExitStack() as stack:
+        try:
+            config = make_config(settings)
+            env = loaders.load_environment(config)
+            relay = Relay(stack)
+            os.environ[_KEY_VARIABLE] = relay.secret
+            client = vf.TrainClientConfig(
+                base_url=await relay.start(),
+                api_key_var=_KEY_VARIABLE,
+                renderer_model_name=settings.model_directory,
+                renderer=settings.renderer,
+            )
+            sampling = vf.SamplingConfig(**settings.sampling)
+            await stack.enter_async_context(env.serving())
+            player = Player(env, relay, vf.ModelContext(model=_MODEL, client=client, sampling=sampling))
+            say(ready=describe(config))
+        except Exception as error:
+            traceback.print_exc()
+            say(error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+            await writer.drain()
+            return
+        running: dict[Any, asyncio.Task[None]] = {}
+
+        async def play(run: Mapping[str, Any]) -> None:
+            try:
+                say(**await player.play(run))
+            finally:
+                running.pop(run["run"], None)
+
+        async def beat() -> None:
+            for number in itertools.count():
+                say(beat=number)
+                await writer.drain()
+                await asyncio.sleep(_BEAT_S)
+
+        beating = asyncio.create_task(beat())
+        with suppress(ConnectionError):
+            while not beating.done() and (line := await reader.readline()):
+                word = json.loads(line)
+                if "run" in word:
+                    running[word["run"]] = asyncio.create_task(play(word))
+                elif "cancel" in word and word["cancel"] in running:
+                    running[word["cancel"]].cancel()
+        for task in (beating, *running.values()):
+            task.cancel()
+        await asyncio.gather(beating, *running.values(), return_exceptions=True)
+
+
+def list_tasks(settings: Settings, output: TextIO) -> None:
+    """Writes what the environment is, and its tasks."""
+    config = make_config(settings)
+    taskset = loaders.load_taskset(config.taskset)
+    output.write(json.dumps({"described": describe(config)}) + "\n")
+    for row in rows_of(taskset, num_tasks=settings.num_tasks):
+        output.write(json.dumps(row) + "\n")
+
+
+def main(mode: str, settings_text: str, where: str) -> int:
+    """Lists, or plays; 1 with the reason as the last line of stderr if the environment cannot be used."""
+    settings = Settings(**json.loads(settings_text))
+    if mode == "play":
+        asyncio.run(serve(settings, int(where)))
+        return 0
+    try:
+        with Path(where).open("w") as output:
+            list_tasks(settings, output)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".replace("\n", " ")[:_MAX_ERROR], file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
