@@ -9,6 +9,7 @@ from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConf
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
+from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
@@ -332,6 +333,17 @@ class GserverManagerSpec(FrozenConfig):
     weights: WeightsConfig = WeightsConfig()
 
 
+class EnvironmentSpec(FrozenConfig):
+    """An environment as it was at submission."""
+
+    config: EnvironmentConfig
+    """`python` is never None."""
+    packages: dict[str, str]
+    """Versions of what it is made of, by name."""
+    sha256: str
+    """Digest of its own source: another one plays otherwise, which is told."""
+
+
 class RolloutWorkerSpec(FrozenConfig):
     """One process that turns prompts into judged trajectories."""
 
@@ -347,6 +359,8 @@ class RolloutWorkerSpec(FrozenConfig):
     """The experts that samples carry; None where they carry none."""
     held_out: HeldOutSpec | None = None
     """What it answers besides, and trains nobody with; None where nothing is held out."""
+    environment: EnvironmentSpec | None = None
+    """What plays and judges in place of an agent and a reward."""
 
 
 WorkerSpec = Annotated[

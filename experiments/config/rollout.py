@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.environment import EnvironmentConfig
 
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
@@ -86,6 +87,8 @@ class RolloutConfig(GenerationConfig):
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
     """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines
     of their own."""
+    environment: EnvironmentConfig | None = None
+    """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
     first_token_timeout_s: float = Field(default=300.0, gt=0.0)
     """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)

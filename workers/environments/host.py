@@ -1,7 +1,8 @@
 """The host of an environment: a program for a Python of its own, in which verifiers and the environment are installed.
 
-    host.py list SETTINGS OUTPUT    ──► OUTPUT: {"described": {...}}, then a row for each task
-    host.py play SETTINGS FD        ──► {"ready": {...}} or {"error": "..."}, then episodes as long as FD is open
+    host.py describe SETTINGS OUTPUT    ──► OUTPUT: {"described": {...}}
+    host.py list SETTINGS OUTPUT        ──► the same, then a row for each task
+    host.py play SETTINGS FD            ──► {"ready": {...}} or {"failed": why}, then episodes as long as FD is open
 
     worker ──run, key, task──► Env.run_slot ──► harness ──► train client ──Relay, by trace──► the episode's endpoint
        ▲                           │ any failure is the episode's own                              │ token ids, logprobs
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import sys
@@ -275,7 +277,7 @@ async def serve(settings: Settings, descriptor: int) -> None:
             say(ready=describe(config))
         except Exception as error:
             traceback.print_exc()
-            say(error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+            say(failed=told(error))
             await writer.drain()
             return
         running: dict[Any, asyncio.Task[None]] = {}
@@ -305,27 +307,33 @@ async def serve(settings: Settings, descriptor: int) -> None:
         await asyncio.gather(beating, *running.values(), return_exceptions=True)
 
 
-def list_tasks(settings: Settings, output: TextIO) -> None:
+def tell(settings: Settings, output: TextIO, *, lists: bool) -> None:
     """Writes what the environment is, and its tasks."""
     config = make_config(settings)
-    taskset = loaders.load_taskset(config.taskset)
+    env = loaders.load_environment(config)
     output.write(json.dumps({"described": describe(config)}) + "\n")
-    for row in rows_of(taskset, num_tasks=settings.num_tasks):
-        output.write(json.dumps(row) + "\n")
+    if lists:
+        output.writelines(json.dumps(row) + "\n" for row in rows_of(env.taskset, num_tasks=settings.num_tasks))
+
+
+def told(error: Exception) -> str:
+    """An error on one line."""
+    words = re.sub(r"For further information visit \S+", "", str(error)).split()
+    return f"{type(error).__name__}: {' '.join(words)}"[:_MAX_ERROR]
 
 
 def main(mode: str, settings_text: str, where: str) -> int:
-    """Lists, or plays; 1 with the reason as the last line of stderr if the environment cannot be used."""
+    """Describes, lists, or plays; 1 with the reason as the last line of stderr if the environment cannot be used."""
     settings = Settings(**json.loads(settings_text))
     if mode == "play":
         asyncio.run(serve(settings, int(where)))
         return 0
     try:
         with Path(where).open("w") as output:
-            list_tasks(settings, output)
+            tell(settings, output, lists=mode == "list")
     except Exception as error:
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}".replace("\n", " ")[:_MAX_ERROR], file=sys.stderr)
+        print(told(error), file=sys.stderr)
         return 1
     return 0
 
