@@ -40,6 +40,7 @@ _BEAT_S = 1.0
 _LONGEST_LINE = 1 << 28
 _KEY_VARIABLE = "CORRAL_RELAY_API_KEY"  # programs that verifiers starts do not inherit names with API_KEY
 _GENERATE = "/inference/v1/generate"
+_PLUGINS = str(Path(__file__).parent / "plugins")
 _PASSED_ON = ("Content-Type", "X-Session-ID")
 _MAX_ERROR = 2000
 
@@ -61,22 +62,31 @@ class Settings:
 
 
 def make_config(settings: Settings) -> vf.EnvConfig:
-    """Its configuration: what the user says, over what its authors say, over a chat loop on this machine.
+    """Its configuration: what the user says, over what its authors say, over a conversation on this machine.
 
     verifiers' own defaults are a shell for the model, and a sandbox that is rented; neither is meant by who names none.
     """
+    if _PLUGINS not in sys.path:
+        sys.path.append(_PLUGINS)
     given = {**settings.args, "taskset": {**settings.args.get("taskset", {}), "id": settings.id}}
     declared = loaders.env_config_type(settings.id, str(given.get("id", "")))
     brings_harness = loaders.default_harness_id(settings.id) == settings.id
+    talks = "null" if _has_tools(settings.id, given["taskset"]) else "corral_chat"
     for name, known in declared.model_fields.items():
         if isinstance(known.default, vf.AgentConfig):
             role = dict(given.get(name) or {})
             if known.default.harness is None and not brings_harness:
-                role.setdefault("harness", {"id": "null"})
+                role.setdefault("harness", {"id": talks})
             if "runtime" not in known.default.model_fields_set:
                 role.setdefault("runtime", {"type": "subprocess"})
             given[name] = role
     return loaders.resolve_env_config(given)
+
+
+def _has_tools(name: str, given: Mapping[str, Any]) -> bool:
+    taskset = loaders.taskset_class(name)
+    config = loaders.taskset_config_type(name).model_validate(given)
+    return bool(taskset.toolsets(config) or taskset.task_type().toolsets(config.task))
 
 
 def describe(config: vf.EnvConfig) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class SumTaskset(vf.Taskset[SumTask, SumTasksetConfig]):
 class SumEnvConfig(vf.EnvConfig):
     """Who plays."""
 
-    solver: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"})
+    solver: vf.AgentConfig = vf.AgentConfig()
 
 
 class SumEnv(vf.Env[SumEnvConfig]):
