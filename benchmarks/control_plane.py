@@ -197,6 +197,7 @@ async def _drive(
             eta=1,
             producers=(),
             on_drop=lambda uid, reason: None,
+            is_dropped=lambda uid: False,
         )
         calls = MeshCalls(spec, graph, gang, buffer, lineage)
         for step in range(num_steps + 1):

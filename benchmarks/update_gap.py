@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/update_gap.py [--staging-s 8] [--versions 3] [--sglang] [--eta 1]
 
-A real manager with three real servers of the embedded engine, all in this process; 24 groups of four answers of 256
-tokens are always under way, asked for as rollout workers ask. Versions are published one after the
-other, and each takes so many seconds to be staged on every host. The trainer waits for samples: each group is of its
-next batch.
+A real manager with three real servers, of the embedded engine in this process or SGLang's. 24 groups of four answers of
+256 tokens are always under way, asked for as rollout workers ask, and counted as they come there. Versions are published
+one after the other, and each takes so many seconds to be staged on every host. The trainer waits for samples: each
+group is of its next batch.
 
     before     the seconds before a version is published, with no update under way
     while      from its publication until the last server holds it
@@ -45,6 +45,7 @@ from corral.experiments.worker_specs import GserverManagerSpec  # noqa: E402
 from corral.name_resolve.keys import TrialKeys  # noqa: E402
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
+from corral.workers.episodes.partial_answer import PartialAnswer  # noqa: E402
 from corral.workers.generation.control import ControlServer  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
 from corral.workers.requests.manager_messages import Schedule  # noqa: E402
@@ -56,7 +57,7 @@ from corral.workers.weight_transport.staging import WeightStaging  # noqa: E402
 from tests.launcher.trials import make_plan  # noqa: E402
 from tests.name_services import MemoryNameService  # noqa: E402
 from tests.workers.backends.trained_versions import publish  # noqa: E402
-from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK, Served, serving  # noqa: E402
+from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK, serving  # noqa: E402
 from tests.workers.loop_thread import loop_thread  # noqa: E402
 from tests.workers.rollout.rollout_rig import prompt_dataset  # noqa: E402
 from tests.workers.trusted import trust  # noqa: E402
@@ -103,6 +104,8 @@ class Trial:
         self.plan = make_plan(trial.path).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
         self.step = 0
+        self.num_tokens = 0
+        """That have come from servers."""
         self.knows = ""
         """Why no server may answer, as the manager said last."""
 
@@ -144,7 +147,18 @@ class Trial:
             for turn in itertools.count():
                 order = self.step * BATCH + number
                 seeds = [ANSWERS * turn + index for index in range(ANSWERS)]
-                await client.sample_group(f"0:{number}-{turn}", PROMPT, seeds=seeds)
+                await asyncio.gather(*(self.make_answer(client, f"0:{number}-{turn}", seed) for seed in seeds))
+
+    async def make_answer(self, client: GenerationClient, uid: str, seed: int) -> None:
+        num_counted = 0
+
+        def count(answer: PartialAnswer) -> None:
+            nonlocal num_counted
+            self.num_tokens += len(answer.output_ids) - num_counted
+            num_counted = len(answer.output_ids)
+
+        answer = PartialAnswer(max_new_tokens=NEW_TOKENS, sampling_seed=seed)
+        await client.complete(uid, PROMPT, answer, sampling=client.sampling, watch=count)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -159,31 +173,27 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 class Meter:
     """Tokens of all servers."""
 
-    servers: Sequence[Served]
+    trial: Trial
 
     def rate(self, until: Callable[[], bool]) -> float:
         """Tokens per second from now until something holds."""
-        tokens, started = self._tokens(), time.monotonic()
+        tokens, started = self.trial.num_tokens, time.monotonic()
         wait_for(until, "the end of a phase")
-        return (self._tokens() - tokens) / (time.monotonic() - started)
+        return (self.trial.num_tokens - tokens) / (time.monotonic() - started)
 
     def rate_for(self, seconds: float) -> float:
         end = time.monotonic() + seconds
         return self.rate(lambda: time.monotonic() >= end)
-
-    def _tokens(self) -> int:
-        return sum(served.backend.progress()["tokens_generated"] for served in self.servers)
 
 
 @contextmanager
 def running(arguments: argparse.Namespace, folder: Path, model: Path) -> Iterator[tuple[Trial, Meter]]:
     trial = Trial(folder, arguments.eta)
     with ExitStack() as stack:
-        servers = []
         for index in range(NUM_SERVERS):
             host = folder / f"host-{index}"
             host.mkdir()
-            served = stack.enter_context(serving("hf", model, host))
+            served = stack.enter_context(serving("sglang" if arguments.sglang else "hf", model, host))
             staging = WeightStaging(HostWeights(host, trial.plan.trial.uuid, owner=f"generation_server/{index}"))
             staging.__class__, staging.staging_s = SlowStaging, arguments.staging_s  # type: ignore[attr-defined]
             served = stack.enter_context(served.taking(staging))
@@ -191,7 +201,6 @@ def running(arguments: argparse.Namespace, folder: Path, model: Path) -> Iterato
             record = {"url": served.client.url, "control": served.run(control.start()), "incarnation": "a", "place": ""}
             stack.callback(lambda served=served, control=control: served.run(control.stop()))
             trial.names.add(trial.keys.generation_server(index), json.dumps(record))
-            servers.append(served)
         loop = stack.enter_context(loop_thread(deadline_s=DEADLINE_S))
         context = worker_context(trial.plan, "gserver_manager", names=trial.names, secrets=trial.secrets)
         trial.manager = GserverManager(stack.enter_context(context))
@@ -199,7 +208,7 @@ def running(arguments: argparse.Namespace, folder: Path, model: Path) -> Iterato
         loop.run(trial.start())
         stack.callback(lambda: loop.run(trial.stop()))
         wait_for(lambda: trial.are_all_at(0), "the servers")
-        yield trial, Meter(servers)
+        yield trial, Meter(trial)
 
 
 def main() -> None:
@@ -207,6 +216,7 @@ def main() -> None:
     parser.add_argument("--staging-s", type=float, default=8.0)
     parser.add_argument("--versions", type=int, default=3)
     parser.add_argument("--eta", type=int, default=1)
+    parser.add_argument("--sglang", action="store_true")
     arguments = parser.parse_args()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -13,8 +13,8 @@ from corral.experiments.config.environment import EnvironmentConfig
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
 
-SINGLE_TURN = "corral.workers.rollout.agents:single_turn"
-"""Import path of the agent that answers once."""
+SINGLE_TURN = "corral.agents:single_turn"
+"""Import path of the agent that answers once: rollout workers do what it says themselves."""
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -56,13 +56,24 @@ class GenerationConfig(FrozenConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
     reward: ImportPath = EXACT_MATCH
-    """A function (problem, answer text) -> float, or (problem, answers) -> list of floats; async or not."""
+    """A function (problem, answer text) -> float; or of a group, (problem, answers) or (problem, episodes) -> list of floats. Async or not."""  # noqa: E501
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
     """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
     reward_processes: int | None = Field(default=None, ge=1)
     """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one."""  # noqa: E501
+
+
+class EpisodeConfig(FrozenConfig):
+    """What one episode of an agent may use up; at a limit nothing more is generated for it."""
+
+    max_turns: int = Field(default=32, ge=1)
+    """Answers of the model."""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """Of a sequence: everything that was given and made in it. None: what a micro-batch of each model, the actor's positions and the servers' cache can take."""  # noqa: E501
+    timeout_s: float | None = Field(default=None, gt=0.0)
+    """Seconds from its start to the end of its last answer, waiting for servers included; None: no limit."""
 
 
 class RolloutConfig(GenerationConfig):
@@ -83,16 +94,28 @@ class RolloutConfig(GenerationConfig):
     max_updating_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the generation servers, at least one of them, that may stand still at the same time to take over new weights; the others generate on with those before, where the staleness bound allows it. 1.0: all at once."""  # noqa: E501
     agent: ImportPath = SINGLE_TURN
-    """An async function (problem, prompt_ids, sample_group, judge) -> JudgedGroup, see workers/rollout/agents.py."""
+    """An async function (task, session) -> float, Outcome or None; see docs/agents.md."""
+    agent_settings: dict[str, Any] = {}
+    """Further arguments of the agent, by name, such as {max_turns: 3}."""
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
-    """How long an agent may wait at a time for something that is neither an answer nor a reward; those have deadlines
-    of their own."""
+    """How long an agent may wait at a time for something that is neither an answer nor a reward, and how long it may
+    keep the event loop to itself; those have deadlines of their own."""
+    agent_processes: int = Field(default=2, ge=1)
+    """Processes of each rollout worker that an agent of your own, or an environment, runs in, many episodes in each at a
+    time."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """Limits of an episode, where the agent is not the single turn."""
     environment: EnvironmentConfig | None = None
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
     first_token_timeout_s: float = Field(default=300.0, gt=0.0)
     """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)
     """So is one that brings no more tokens of an answer for so long; longer than it stands still to read weights."""
+
+    @property
+    def makes_episodes(self) -> bool:
+        """Whether an answer may be an episode of several sequences, with rewards of turns: samples say of it then."""
+        return self.agent != SINGLE_TURN or self.environment is not None
 
     @property
     def overtaking(self) -> int:

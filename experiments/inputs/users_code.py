@@ -42,6 +42,8 @@ class Question(FrozenConfig):
     """Texts that the reward is tried on; one that it can judge is enough."""
     agent: str | None = None
     """The function that has to be a coroutine function of an agent's form; None looks at none."""
+    agent_settings: dict[str, Any] = {}
+    """What it is called with besides."""
     calls: "tuple[CallQuestion, ...]" = ()
     """Calls that run something of the user's own, each of which is tried."""
 

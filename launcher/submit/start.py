@@ -10,9 +10,11 @@ An error in `create`, and one in the first `start`, remove what was made.
 import contextlib
 import logging
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +120,36 @@ def _start(submission: Submission, *, resume: bool) -> str:
 def _start_local(directory: TrialDirectory, attempt: int) -> str:
     log_path = directory.attempt_logs(attempt) / "supervisor.log"
     command = [*SUPERVISOR_COMMAND, "--trial", str(directory.path), "--attempt", str(attempt)]
-    supervisor = start_process(command, environment=clean_environment(), log_path=log_path)
+    supervisor: subprocess.Popen[bytes] | None = None
     try:
+        with _interrupts_held():  # or one could come when it is started and nobody knows it yet
+            supervisor = start_process(command, environment=clean_environment(), log_path=log_path)
         _wait_until_it_supervises(directory, supervisor, log_path)
     except BaseException:
-        supervisor.kill()
-        # Whoever called removes the folder: neither it nor what it has started may have the trial then.
-        has_ended = lambda: supervisor.poll() is not None and not is_locked(directory)  # noqa: E731
-        wait_until(has_ended, timeout_s=_SUPERVISOR_END_TIMEOUT_S)
+        if supervisor is not None:
+            supervisor.kill()
+            # Whoever called removes the folder: neither it nor what it has started may have the trial then.
+            has_ended = lambda: supervisor.poll() is not None and not is_locked(directory)  # noqa: E731
+            wait_until(has_ended, timeout_s=_SUPERVISOR_END_TIMEOUT_S)
         raise
     _note(directory, attempt=attempt, pid=supervisor.pid)
     return str(supervisor.pid)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A Ctrl-C is noted, and raised at the end; elsewhere than in the main thread there is none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _wait_until_it_supervises(directory: TrialDirectory, supervisor: subprocess.Popen[bytes], log_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.errors import ConfigError, display_path
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.inputs.users_code import CallQuestion, Findings, Question, users_paths
@@ -114,7 +115,7 @@ def _import_paths(plan: RunPlan) -> Iterator[str]:
 def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question:
     if not tries:
         return Question(roots=(users_root(),), import_paths=paths)
-    reward, dataset, agent = _judged(plan)
+    reward, dataset, rollout = _judged(plan)
     row = _first_row(dataset) if dataset else None
     return Question(
         roots=(users_root(),),
@@ -123,7 +124,8 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         reward_timeout_s=reward.timeout_s,
         problem=row.fields if row else {},
         answers=tuple(dict.fromkeys((*(row.answers if row else ()), row.prompt if row else "", ""))),
-        agent=agent if agent in paths else None,
+        agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
+        agent_settings=rollout.agent_settings if rollout is not None else {},
         calls=tuple(_call_questions(plan)),
     )
 
@@ -133,10 +135,10 @@ def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
     return next(iter(DatasetReader(config=dataset.config, kind=dataset.row_kind, left_out=left_out)), None)
 
 
-def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, str | None]:
-    """Who judges, answers to what, and the agent."""
+def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, RolloutConfig | None]:
+    """Who judges, answers to what, and how they are made."""
     for worker in plan.all_of(RolloutWorkerSpec):
-        return RewardSpec.of(worker.rollout), worker.dataset, worker.rollout.agent
+        return RewardSpec.of(worker.rollout), worker.dataset, worker.rollout
     rank = plan.all_of(ModelWorkerSpec)[0]
     return rank.reward, rank.dataset, None
 

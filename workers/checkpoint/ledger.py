@@ -108,6 +108,9 @@ class Ledger:
     def consumed(self, uid: str) -> bool:
         return self._state(uid) != OPEN
 
+    def dropped(self, uid: str) -> bool:
+        return self._state(uid) == DROPPED
+
     def beyond(self, other: "Ledger", *states: int) -> Iterator[str]:
         """Uids that are in one of these states here, and open in another ledger of the same rows."""
         for number, held in self._passes.items():

@@ -15,7 +15,7 @@ so each generation travels under a name of its own, its delivery id: the uid and
 "0:problem-17#412".
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.streams.codec import MessageBody
@@ -36,10 +36,12 @@ def order_of_delivery(name: str) -> int:
     return int(name.rpartition("#")[2])
 
 
-VerdictKind = Literal["duplicate", "stale", "consumed", "unreadable"]
-"""duplicate: another receiver holds it. consumed: it was trained on, which a commit has still to make final. Both last
-as long as the session; the others are final. stale: too old to train on. unreadable: said by the sender itself, whose
-spool could not give the payload."""
+VerdictKind = Literal["duplicate", "stale", "consumed", "dropped", "unreadable"]
+"""duplicate: another receiver holds it. consumed: it was trained on, dropped: its prompt was, by another's record; a
+commit has still to make that final. These last as long as the session; the others are final. stale: too old to train
+on. unreadable: said by the sender itself, whose spool could not give the payload."""
+UNTIL_A_COMMIT: Final = frozenset[VerdictKind](("duplicate", "consumed", "dropped"))
+"""Verdicts after which a record is still kept."""
 
 
 FILTERED = "filtered"

@@ -57,8 +57,8 @@ class TrajectorySender(AsyncClosing):
         """
         Args:
             spool: what is in it is delivered, too.
-            on_verdict: gets (delivery id, kind) of a record that its receiver does not need. After "duplicate" and
-                "consumed" it is sent again in the next session; the other kinds are final. It is kept until `remove`.
+            on_verdict: gets (delivery id, kind) of a record that its receiver does not need. After those of
+                UNTIL_A_COMMIT it is sent again in the next session; the others are final. It is kept until `remove`.
         """
         self._security = security
         self._spool = spool
@@ -69,6 +69,8 @@ class TrajectorySender(AsyncClosing):
         self._header_by_uid = {uid: headers.decode(spool.payload(uid)).body for uid in spool.uids()}
         for header in self._header_by_uid.values():
             self._book.add(header.uid, order=header.order)
+        self._void: set[str] = set()
+        """Uids of records with answers that nobody trains on: their prompts were dropped."""
         self._frames: dict[str, Sequence[Buffer]] = {}
         """By delivery id, of what has not been acknowledged since it was made."""
         self._removing = asyncio.Lock()
@@ -89,8 +91,13 @@ class TrajectorySender(AsyncClosing):
         return header is not None and header.uid == delivery
 
     def orders(self, status: Literal["finished", "dropped"]) -> dict[str, int]:
-        """Admission number by uid, of the records that hold answers, or of those that only say why there are none."""
-        return {uid: header.order for uid, header in self._header_by_uid.items() if header.status == status}
+        """Admission number by uid, of the records that hold answers, or of those of dropped prompts."""
+        is_wanted = status == "finished"
+        return {
+            uid: header.order
+            for uid, header in self._header_by_uid.items()
+            if (header.status == "finished" and uid not in self._void) == is_wanted
+        }
 
     async def put(self, header: TrajectoryHeader, tensors: Tensors) -> None:
         """Make a record durable and deliver it; OSError if it cannot be written."""
@@ -111,6 +118,7 @@ class TrajectorySender(AsyncClosing):
             if here:
                 await asyncio.to_thread(self._spool.discard, here)
             gone = [self._header_by_uid.pop(uid).uid for uid in here]
+            self._void.difference_update(here)
             for delivery in gone:
                 self._frames.pop(delivery, None)
             self._perform(self._book.covered(gone))
@@ -182,6 +190,8 @@ class TrajectorySender(AsyncClosing):
                 is_news, sends = self._book.verdict(index, body)
                 self._perform(sends)
                 if is_news:
+                    if body.kind == "dropped":
+                        self._void.add(uid_of_delivery(body.uid))
                     self._on_verdict(body.uid, body.kind)
 
     def _perform(self, sends: Sends) -> None:

@@ -6,8 +6,8 @@
          the receiver starts a new session, or is gone for good
 
 A record that was sent over a connection that then broke stays with its receiver, because it may be held there: it is
-sent there again, and acknowledged without being taken in twice. The verdicts "duplicate" and "consumed" count as an
-acknowledgement: they hold for one session.
+sent there again, and acknowledged without being taken in twice. Verdicts of UNTIL_A_COMMIT count as an acknowledgement:
+they hold for one session.
 
 Records go to receivers by turns of their admission numbers, which all senders draw from one sequence: so every
 receiver gets its share of all that the trial makes, however few of them one sender has. Another one takes a turn only
@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from corral.workers.delivery.messages import Ack, Verdict
+from corral.workers.delivery.messages import UNTIL_A_COMMIT, Ack, Verdict
 
 WINDOW = 4  # records on their way to one receiver: the next is sent while the last is taken in
 
@@ -110,7 +110,7 @@ class SenderBook:
         if self._entry_at(index, verdict) is None:
             return False, []
         # What another receiver holds, or what was trained on but not committed, is safe only while its session lasts.
-        is_held = verdict.kind in ("duplicate", "consumed")
+        is_held = verdict.kind in UNTIL_A_COMMIT
         self._leave(verdict.uid, RecordState.HELD if is_held else RecordState.JUDGED)
         return True, self._send()
 

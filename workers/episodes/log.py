@@ -43,6 +43,8 @@ class Branch:
     is_busy: bool = False
     """Whether an answer of its is being made: nothing else can go on from it meanwhile."""
     experts: AnswerExperts | None = None
+    first_turn: int = 0
+    """Number of the turn that it was begun for."""
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], answer: PartialAnswer) -> "Branch":
@@ -95,6 +97,7 @@ class EpisodeLog:
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
     branches: list[Branch] = field(default_factory=list)
+    """In the order in which they were begun."""
     num_turns: int = 0
     _made: dict[int, Segment] = field(default_factory=dict)
     """Of the finished turns, by number."""
@@ -104,7 +107,7 @@ class EpisodeLog:
         branch = max(
             (each for each in self.branches if not each.is_busy and _begins_with(prompt_ids, each)),
             key=lambda each: each.num_tokens,
-            default=Branch(),
+            default=Branch(first_turn=self.num_turns),
         )
         branch.is_busy = True
         answer = PartialAnswer(max_new_tokens=max_new_tokens, sampling_seed=sampling_seed)
@@ -124,6 +127,7 @@ class EpisodeLog:
         branch, answer = turn.branch, turn.answer
         if not branch.segments:
             self.branches.append(branch)
+            self.branches.sort(key=lambda each: each.first_turn)
         if turn.given_ids:
             branch.segments.append(Segment(turn.given_ids))
         made = Segment(answer.output_ids, answer, is_trained=is_trained)
@@ -142,6 +146,20 @@ class EpisodeLog:
             KeyError: if it is not finished.
         """
         self._made[turn].reward += value
+
+    def leave_out(self, *, turn: int) -> None:
+        """Nothing is learned from a finished turn.
+
+        Raises:
+            KeyError: if it is not finished.
+        """
+        self._made[turn].is_trained = False
+
+    @property
+    def answers(self) -> list[PartialAnswer]:
+        """Of the finished turns, in the order in which they were begun."""
+        answers = (self._made[number].answer for number in sorted(self._made))
+        return [answer for answer in answers if answer is not None]
 
     @property
     def oldest_version(self) -> str:

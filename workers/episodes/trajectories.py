@@ -35,6 +35,14 @@ class JudgedEpisode:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What its agent has noted, by name."""
+    ended: str = ""
+    """Why it ended early: length, turns, time, or a word of its agent's; "" if it did not."""
+
+    @property
+    def answers(self) -> list[PartialAnswer]:
+        """What was made in it, turn by turn of each branch."""
+        segments = (segment for branch in self.branches for segment in branch.segments)
+        return [segment.answer for segment in segments if segment.answer is not None]
 
     def sequences(self) -> list[Branch]:
         """The branches that something is learned from."""

@@ -18,12 +18,12 @@ from corral.workers.data.prompts import RowsById
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import WrongDevicesError
+from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.https import open_session
-from corral.workers.user_code.loading import load_callable
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 1800.0  # SGLang reads weights of any size from a shared file system
@@ -85,10 +85,10 @@ async def served_problems(
             token_timeout_s=rollout.token_timeout_s,
         )
         groups = GroupMaker(
-            load_callable(rollout.agent),
             judge,
             client,
             tokenizer,
+            await open_player(stack, rollout, judge, model=request.weights),
             config=rollout,
             trial_seed=request.seed,
             group_size=1,

@@ -281,6 +281,7 @@ class MasterWorker(Worker):
             eta=spec.max_head_offpolicyness,
             producers=self.context.workers("rollout_worker"),
             on_drop=ledger.drop,
+            is_dropped=ledger.dropped,
         )
 
     def _held_out_rows(self) -> list[str]:

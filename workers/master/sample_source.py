@@ -26,6 +26,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from types import MappingProxyType
 from typing import Protocol
 
@@ -273,6 +274,8 @@ class TrajectorySource:
     eta: int
     producers: Sequence[str]
     on_drop: Callable[[str, str], None]
+    is_dropped: Callable[[str], bool]
+    """Whether a uid is in the ledger as one that is not trained on."""
     _ready: ReadySamples = field(init=False)
     _missing: int = field(init=False)
     _behind: str = field(default="", init=False)
@@ -318,14 +321,20 @@ class TrajectorySource:
                 self._note_ready(group, keys)
             else:
                 orphans += [sample.uid for sample in group]
-        await self._turn_away([copy for copy in copies if self.buffer.is_consumed(copy.uid)], "consumed")
-        await self._turn_away([copy for copy in copies if not self.buffer.is_consumed(copy.uid)], "duplicate")
+        for why, turned_away in groupby(sorted(copies, key=self._why_not), self._why_not):
+            await self._turn_away(turned_away, why)
         if dropped:
             self.holders.clear(self.buffer.release(dropped))
         if orphans:
             logger.warning("%d samples are from weights that a failure took back; they are issued again", len(orphans))
         await self._give_up(orphans)
         return len(dropped)
+
+    def _why_not(self, copy: BufferedSample) -> Rejection:
+        if not self.buffer.is_consumed(copy.uid):
+            return "duplicate"
+        # Who made it anew since the drop's maker was away is told so: its place among what may run is free.
+        return "dropped" if self.is_dropped(copy.uid) else "consumed"
 
     def _note_ready(self, samples: Sequence[BufferedSample], keys: frozenset[str]) -> None:
         """These have the same keys, and are from the same versions."""

@@ -27,8 +27,9 @@ from corral.workers.streams.codec import MessageBody
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-Rejection = Literal["stale", "consumed", "duplicate"]
-"""stale: generate it again. consumed: it was trained on. duplicate: an earlier copy is held."""
+Rejection = Literal["stale", "consumed", "dropped", "duplicate"]
+"""stale: generate it again. consumed: it was trained on. dropped: nobody trains on its prompt. duplicate: an earlier
+copy is held."""
 
 
 class Fetch(MessageBody, frozen=True, tag="fetch"):

@@ -8,40 +8,18 @@ One object for all that may play: an agent's own session, the model endpoint and
 is trained does not depend on the door that a request came through. A finished turn is in the log, whatever comes after.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.episodes.log import EpisodeLog, Turn
 from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
-
-EndReason = Literal["", "length", "turns", "time", "closed"]
-
-
-class EpisodeEndedError(RuntimeError):
-    """The episode has come to one of its limits: nothing more is generated for it."""
-
-    def __init__(self, reason: EndReason, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """How one turn is to be sampled; None is what the trial's `sampling` says."""
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: Sequence[str] = ()
-    """Texts that end the answer; the token that completes one is its last."""
-    is_trained: bool = True
-    """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
-    is: the trainer's probabilities are those of the trial's sampling."""
+from corral.workers.rollout.turn_journal import EpisodeJournal, question_of
 
 
 @dataclass(slots=True)
@@ -57,12 +35,21 @@ class EpisodeSession:
     max_turns: int | None = None
     max_tokens: int | None = None
     """Of a sequence: what was given and what is made."""
+    timeout_s: float | None = None
+    """From now to the end of the last answer."""
+    journal: EpisodeJournal | None = None
+    """Of an agent that does the same on the same answers: turns that it has had before are not made again."""
+    num_replayed: int = 0
+    """Tokens that were in the journal."""
     log: EpisodeLog = field(init=False)
     ended: EndReason = ""
     """The limit that it has come to."""
+    _deadline: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.log = EpisodeLog(experts=self.client.experts)
+        if self.timeout_s is not None:
+            self._deadline = asyncio.get_running_loop().time() + self.timeout_s
 
     async def generate(self, prompt_ids: Sequence[int], request: TurnRequest) -> Turn:
         """The model's next answer, which is in the log from now on.
@@ -78,21 +65,33 @@ class EpisodeSession:
         number = self.log.num_turns
         turn = self.log.begin(prompt_ids, max_new_tokens=sampling.max_new_tokens, sampling_seed=self.seed_of(number))
         try:
-            await self.client.complete(
-                self.uid,
-                prompt_ids,
-                turn.answer,
-                sampling=sampling,
-                oldest_version=self.log.oldest_version,
-                watch=self._stopper(request.stop) if request.stop else None,
-            )
-        except BaseException:
+            async with asyncio.timeout_at(self._deadline) as time_is_up:
+                await self._make(turn, sampling, request.stop)
+        except BaseException as error:
             self.log.abandon(turn)
+            if isinstance(error, TimeoutError) and time_is_up.expired():
+                raise self.end("time", f"the episode has had its {self.timeout_s:g} s") from error
             raise
         length = {"max_new_tokens": sampling.max_new_tokens}
         is_as_trained = self.client.sampling.model_copy(update=length) == sampling
         self.log.finish(turn, is_trained=request.is_trained and is_as_trained)
         return turn
+
+    async def _make(self, turn: Turn, sampling: SamplingConfig, stop: Sequence[str]) -> None:
+        question = question_of(turn.prompt_ids, sampling, stop) if self.journal else b""
+        if self.journal is not None and self.journal.take(question, turn.answer):
+            self.num_replayed += len(turn.answer.output_ids)
+            return
+        await self.client.complete(
+            self.uid,
+            turn.prompt_ids,
+            turn.answer,
+            sampling=sampling,
+            oldest_version=self.log.oldest_version,
+            watch=self._stopper(stop) if stop else None,
+        )
+        if self.journal is not None:
+            self.journal.append(question, turn.answer)
 
     def end(self, reason: EndReason, text: str) -> EpisodeEndedError:
         """The error that says so; every later request meets it."""

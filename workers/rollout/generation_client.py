@@ -30,6 +30,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stream_events import stream_events
+from corral.workers.episodes.turn_request import RequestRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,6 @@ server's URL, or None while none is ready."""
 
 Watch = Callable[[PartialAnswer], None]
 """Looks at an answer whenever tokens have come, and may cut it."""
-
-
-class RequestRefusedError(RuntimeError):
-    """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
 
 
 class _Place:

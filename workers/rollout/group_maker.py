@@ -1,44 +1,42 @@
 """GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
 
-    row ──encode──► agent ⇄ generation servers, judge ──► checks ──► group, sample
-                      │ raised, gave back what no step can use, or waited too long for something of its own
+    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ──► sample
+                  └─ agent of one's own ──► EpisodePlayer, n at a time ──► judge┘
+                      │ an episode failed
                       ├── again, `rollout.reward_retries` times
                       ├── PromptFailedError: the prompt is dropped and counted
                       ├── PromptsFailError: so many in a row failed that something else is to blame
                       └── UserCodeError: and none was ever judged: the code is
 
-Whatever user code raises ends in one of these; what others are to blame for (servers, streams) passes through.
+What rewards and agents do wrong ends in one of these; what others are to blame for (servers, streams) passes through.
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.tokens import encode_prompt
-from corral.workers.data.answer_seed import group_seeds
+from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import FILTERED
-from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample
+from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.rollout.agent_run import AgentRun
-from corral.workers.rollout.agents import JudgedGroup
-from corral.workers.rollout.generation_client import GenerationClient, RequestRefusedError
+from corral.workers.rollout.agent_processes import AgentFailedError
+from corral.workers.rollout.episode_player import EpisodePlayer, Played
+from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.reward_processes import RewardHostError
-from corral.workers.user_code.blame import describe_error
-from corral.workers.user_code.trials import checked_reward
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_IN_A_ROW = 16  # if every second prompt failed by itself, a run of so many would come once in 65,536 prompts
-
-Agent = Callable[..., Awaitable[JudgedGroup]]
+_LIMITS = ("length", "turns", "time")  # of an episode
 
 
 class PromptTooLongError(ValueError):
@@ -49,13 +47,6 @@ class PromptFailedError(RuntimeError):
     """A prompt is given up, or nothing is learned from it; its text begins with why, as the ledger has it."""
 
 
-_FAILURES: dict[type[Exception], str] = {
-    RewardFailedError: "reward_error",
-    PromptTooLongError: "prompt_too_long",
-    RequestRefusedError: "request_refused",
-}
-
-
 class PromptsFailError(RuntimeError):
     """Agent or reward fail on everything now, and did not before: the worker starts again, as what they ask may do."""
 
@@ -64,10 +55,11 @@ class PromptsFailError(RuntimeError):
 class GroupMaker:
     """Makes the groups of one rollout worker, many at a time."""
 
-    agent: Agent
     judge: RewardJudge
     client: GenerationClient
     tokenizer: Any
+    player: EpisodePlayer | None
+    """None where the agent is the single turn, which needs none."""
     _: KW_ONLY
     config: RolloutConfig
     trial_seed: int
@@ -79,15 +71,18 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     _failed_in_a_row: int = field(default=0, init=False)
 
-    async def make(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
-        """The group of one prompt, whose answers follow from the trial's seed and the prompt's admission number.
+    async def make(
+        self, uid: str, row: DatasetRow, *, order: int
+    ) -> tuple[Sequence[JudgedEpisode], SequenceSample, Mapping[str, float]]:
+        """The group of one prompt, with its statistics; its answers follow from the trial's seed and the prompt's
+        admission number.
 
         Raises:
             PromptFailedError: the prompt is to be dropped and counted.
-            UserCodeError, PromptsFailError, RewardHostError: the worker has to end.
+            UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
-            made = await self.attempt(uid, row, order=order)
+            episodes = await self.attempt(uid, row, order=order)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
@@ -98,10 +93,12 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
-        rewards = made[0].rewards
+        rewards = [episode.reward for episode in episodes]
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
             raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
-        return made
+        says_episodes = self.player is not None
+        sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
+        return episodes, sample, statistics_of(episodes) if says_episodes else {}
 
     def _all_fail(self, what: str) -> RuntimeError:
         if self.has_judged:
@@ -111,72 +108,101 @@ class GroupMaker:
             "if it is your own, and rl-submit --resume it"
         )
 
-    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> tuple[JudgedGroup, SequenceSample]:
+    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Sequence[JudgedEpisode]:
         """As `make`, but nothing follows from how many prompts fail in a row."""
+        try:
+            prompt_ids = encode_prompt(self.tokenizer, row.prompt)
+            if len(prompt_ids) > self.max_prompt_tokens:
+                raise PromptTooLongError(
+                    f"the prompt has {len(prompt_ids)} tokens, more than dataset.max_prompt_tokens "
+                    f"{self.max_prompt_tokens}"
+                )
+            if self.player is None:
+                return await self._answers(uid, row, prompt_ids, order=order)
+            return await self._episodes(self.player, uid, row, prompt_ids, order=order)
+        except RewardFailedError as error:
+            raise PromptFailedError(f"reward_error: {error}") from error
+        except PromptTooLongError as error:
+            raise PromptFailedError(f"prompt_too_long: {error}") from error
+        except RequestRefusedError as error:
+            raise PromptFailedError(f"request_refused: {error}") from error
+        except AgentFailedError as error:
+            raise PromptFailedError(f"{error.kind}: {error}") from error
+
+    async def _answers(
+        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
+    ) -> list[JudgedEpisode]:
+        """The single turn: asked once, all judged at the same time."""
         num_answers = self.group_size + self.config.spare_answers
-        # One after the other for all tries: what made an agent fail may be the answers, so the next try has others.
-        seeds_by_call = (
-            group_seeds(self.trial_seed, order=order, group_size=num_answers, call=call) for call in itertools.count()
-        )
-        for tries_left in reversed(range(1 + self.config.reward_retries)):
+        seeds = group_seeds(self.trial_seed, order=order, group_size=num_answers)
+        answers = await self.client.sample_group(uid, prompt_ids, seeds=seeds, enough=self.group_size)
+        rewards = await self.judge.judge(row.fields, [answer.output_ids for answer in answers])
+        return judged_answers(prompt_ids, answers, rewards)
+
+    async def _episodes(
+        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
+    ) -> list[JudgedEpisode]:
+        """As many as end first, in the order of their numbers; the others are given up."""
+
+        async def episode(number: int) -> tuple[int, Played, float]:
+            played = await self._episode(player, uid, row, prompt_ids, order=order, number=number)
+            if self.judge.takes_groups:
+                return number, played, math.nan
+            if played.done.reward is not None:
+                return number, played, played.done.reward
+            return number, played, (await self.judge.judge_episodes(row.fields, [played.transcript]))[0]
+
+        num_episodes = self.group_size + self.config.spare_answers
+        tasks = [asyncio.create_task(episode(number)) for number in range(num_episodes)]
+        ended = list[tuple[int, Played, float]]()
+        try:
+            for done in asyncio.as_completed(tasks):
+                ended.append(await done)
+                if len(ended) == self.group_size:
+                    break
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        ended.sort(key=lambda each: each[0])
+        rewards = [reward for _, _, reward in ended]
+        if self.judge.takes_groups:
+            rewards = await self.judge.judge_episodes(row.fields, [played.transcript for _, played, _ in ended])
+        return [played.judged(reward) for (_, played, _), reward in zip(ended, rewards, strict=True)]
+
+    async def _episode(
+        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int, number: int
+    ) -> Played:
+        """One of a group, tried again as long as its agent fails."""
+        num_episodes = self.group_size + self.config.spare_answers
+        for attempt in range(1 + self.config.reward_retries):
+            # What made an agent fail may be the answers, so the next try has others.
+            answer = number + attempt * num_episodes
+
+            def seed_of(turn: int, answer: int = answer) -> int:
+                return answer_seed(self.trial_seed, order=order, answer=answer, call=turn)
+
             try:
-                return await self._try(uid, row, seeds_by_call)
-            except RewardHostError:
-                raise
-            except tuple(_FAILURES) as error:  # what a further try would meet again; the judge has made its own
-                kind = next(kind for cause, kind in _FAILURES.items() if isinstance(error, cause))
-                raise PromptFailedError(f"{kind}: {error}") from error
-            except BaseException as error:  # user code: even SystemExit may come out of it, and CancelledError
-                if _is_being_cancelled():
-                    raise
-                if tries_left == 0:
-                    raise PromptFailedError(f"agent_error: {describe_error(error)}") from error
-                logger.warning("the agent failed on prompt %s: %s", uid, describe_error(error))
+                return await player.play(
+                    uid, row, prompt_ids, number=number, client=self.client, tokenizer=self.tokenizer, seed_of=seed_of
+                )
+            except AgentFailedError as error:
+                if error.kind != "agent_error" or attempt == self.config.reward_retries:
+                    raise  # the judge has made its own tries, and a server would refuse again
+                logger.warning("the agent failed on prompt %s: %s\n%s", uid, error, error.traceback)
         raise AssertionError("the last try returns or raises")
 
-    async def _try(
-        self, uid: str, row: DatasetRow, seeds_by_call: Iterator[list[int]]
-    ) -> tuple[JudgedGroup, SequenceSample]:
-        async def sample_group(ids: Sequence[int]) -> list[PartialAnswer]:
-            self._check_prompt(ids)
-            return await self.client.sample_group(uid, ids, seeds=next(seeds_by_call), enough=self.group_size)
 
-        prompt_ids = encode_prompt(self.tokenizer, row.prompt)
-        self._check_prompt(prompt_ids)
-        run = AgentRun(self.config.agent, timeout_s=self.config.agent_timeout_s)
-        group = await run.wait(self.agent(row.fields, prompt_ids, run.asks(sample_group), run.asks(self.judge)))
-        self._check_group(group)
-        return group, make_sample(
-            uid, judged_answers(group.prompt_ids, group.answers, group.rewards), experts=self.client.experts
-        )
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if len(ids) > self.max_prompt_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, more than dataset.max_prompt_tokens {self.max_prompt_tokens}"
-            )
-
-    def _check_group(self, group: object) -> None:
-        """What the trainer relies on; ValueError if an agent of somebody's own does not keep to it."""
-        if not isinstance(group, JudgedGroup):
-            raise ValueError(f"an agent returns a JudgedGroup, got {type(group).__name__}")
-        if not group.answers or len(group.answers) != len(group.rewards):
-            raise ValueError(
-                f"a group has one reward for each of its answers, got {len(group.rewards)} for {len(group.answers)}"
-            )
-        if not group.prompt_ids:
-            raise ValueError("a prompt has at least one token, got none")
-        self._check_prompt(group.prompt_ids)
-        for answer, reward in zip(group.answers, group.rewards, strict=True):
-            checked_reward(reward)
-            if len(answer.output_ids) > self.config.sampling.max_new_tokens:
-                raise ValueError(
-                    f"an answer has {len(answer.output_ids)} tokens, more than rollout.sampling.max_new_tokens "
-                    f"{self.config.sampling.max_new_tokens}"
-                )
-
-
-def _is_being_cancelled() -> bool:
-    """Whether the running task was asked to end, and did not just meet a CancelledError of an agent's making."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def statistics_of(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
+    """Means over the episodes of a group, as a step's line has those of its groups: turns, sequences, how many ended
+    early by which limit or otherwise, and what agents have noted."""
+    ends = Counter(episode.ended if episode.ended in ("", *_LIMITS) else "other" for episode in episodes)
+    values: dict[str, list[float]] = {
+        "episode/turns": [float(len(episode.answers)) for episode in episodes],
+        "episode/sequences": [float(len(episode.sequences())) for episode in episodes],
+    }
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values.setdefault(f"notes/{name}", []).append(value)
+    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+    return means | {f"episode/ended/{reason}": ends[reason] / len(episodes) for reason in (*_LIMITS, "other")}

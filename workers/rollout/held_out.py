@@ -67,11 +67,11 @@ class HeldOutProblems:
         """
         row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
         try:
-            group, _ = await self._groups.attempt(problem.uid, row, order=order)
+            episodes = await self._groups.attempt(problem.uid, row, order=order)
         except PromptFailedError as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
-        lengths = [len(answer.output_ids) for answer in group.answers]
-        versions = {span.version for answer in group.answers for span in answer.spans}
-        sums = sums_of(group.rewards, lengths, asked=self._num_answers)
+        lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]
+        versions = {span.version for episode in episodes for answer in episode.answers for span in answer.spans}
+        sums = sums_of([episode.reward for episode in episodes], lengths, asked=self._num_answers)
         return Answered(problem=problem, sums=sums, versions=sorted(versions))

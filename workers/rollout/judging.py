@@ -1,17 +1,18 @@
 """RewardJudge: calls the reward function with a deadline and retries; what fails is a failure, never a reward of zero.
 
-answer ids ──decode──► a process ──a finite number in time──► reward
-                           └──raised, too late, not finite, died──► next try ... ──► RewardFailedError
+answers, episodes ──text──► a process ──a finite number in time──► reward
+                                └──raised, too late, not finite, died──► next try ... ──► RewardFailedError
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any, overload
+from dataclasses import asdict
+from typing import Any
 
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.agents.contract import Episode
 from corral.workers.rollout.reward_processes import RewardProcesses
 from corral.workers.rollout.rewards import Problem
 from corral.workers.user_code.reward_host import Call
@@ -42,25 +43,29 @@ class RewardJudge:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._processes = RewardProcesses(reward.function, number=reward.processes)
 
-    @overload
-    async def __call__(self, problem: Problem, answers: PartialAnswer) -> float: ...
-    @overload
-    async def __call__(self, problem: Problem, answers: Sequence[PartialAnswer]) -> list[float]: ...
-    async def __call__(self, problem: Problem, answers: PartialAnswer | Sequence[PartialAnswer]) -> float | list[float]:
-        """`judge` answers as an agent holds them."""
-        if isinstance(answers, PartialAnswer):
-            return (await self.judge(problem, [answers.output_ids]))[0]
-        return await self.judge(problem, [answer.output_ids for answer in answers])
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the reward judges the answers or episodes of a prompt together."""
+        return self._processes.start().takes != "answer"
 
     async def judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[float]:
-        """The rewards of a group of answers, judged at the same time, or by one call if the reward takes groups.
+        """The rewards of a group of answers, as `judge_episodes` gives those of episodes of one answer each."""
+        return await self.judge_episodes(problem, [Episode([self.text_of(output)]) for output in outputs])
+
+    async def judge_episodes(self, problem: Problem, episodes: Sequence[Episode]) -> list[float]:
+        """The rewards of a group of episodes, by their last answers, judged at the same time; or by one call if the
+        reward takes groups.
 
         Raises:
-            RewardFailedError: naming the last cause of the first answer that failed.
+            RewardFailedError: naming the last cause of the first one that failed.
             CancelledError: if the worker leaves: nothing was judged, so nothing failed, and its prompt is not dropped.
         """
-        shown, texts = json.dumps(problem), [self._text(output) for output in outputs]
-        groups = [texts] if self._processes.start().takes_group else [[text] for text in texts]
+        shown, takes = json.dumps(problem), self._processes.start().takes
+        if takes == "episodes":
+            texts = [json.dumps(asdict(episode)) for episode in episodes]
+        else:
+            texts = [episode.turns[-1] if episode.turns else "" for episode in episodes]
+        groups = [[text] for text in texts] if takes == "answer" else [texts]
         calls = [Call(shown, group, self._reward.timeout_s) for group in groups]
         judged = await asyncio.gather(*map(self._try, calls), return_exceptions=True)
         rewards: list[float] = []
@@ -88,7 +93,8 @@ class RewardJudge:
             )
         raise RewardFailedError(f"the reward function failed {tries} times, last: {cause}")
 
-    def _text(self, output_ids: Sequence[int]) -> str:
+    def text_of(self, output_ids: Sequence[int]) -> str:
+        """An answer without the token that ended it."""
         ended = len(output_ids) > 0 and output_ids[-1] in self._stop_token_ids
         text: str = self._tokenizer.decode(list(output_ids[:-1] if ended else output_ids))
         return text

@@ -18,7 +18,6 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,6 +29,7 @@ from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.prompts import load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
+    UNTIL_A_COMMIT,
     TrajectoryHeader,
     VerdictKind,
     delivery_id,
@@ -38,6 +38,7 @@ from corral.workers.delivery.messages import (
 )
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
+from corral.workers.episodes.trajectories import version_spans
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
     Admitted,
@@ -53,7 +54,7 @@ from corral.workers.requests.manager_messages import (
     Route,
     Schedule,
 )
-from corral.workers.rollout.agent_run import blocking_interrupted
+from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
@@ -61,14 +62,12 @@ from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
-from corral.workers.user_code.loading import load_callable
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BLINDNESS_S = 300.0  # of receivers and commits, should news of them be lost
 _SENDER_LOOK_S = 1.0
 _REQUEST_DEADLINE_S = 60.0
-_WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent is interrupted
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
 _LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while,
 _LONGEST_WAIT_FOR_SERVER_S = 50.0  # and a server, after it has said why there is none
@@ -90,7 +89,7 @@ class RolloutWorker(Worker):
         """Why there was no other prompt when the manager spoke last."""
         self._no_server = ""
         """Why no server may answer, as the manager said last."""
-        self._verdicts: asyncio.Queue[str] = asyncio.Queue()
+        self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
 
     def run(self) -> None:
@@ -99,10 +98,7 @@ class RolloutWorker(Worker):
     async def _main(self) -> None:
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
-            agent_timeout_s = self._spec.rollout.agent_timeout_s
-            wind = stack.enter_context(blocking_interrupted(agent_timeout_s))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.every(agent_timeout_s / _WINDS_PER_TIMEOUT, wind))
                 tasks.create_task(self._take_prompts(tasks))
                 tasks.create_task(self._settle_verdicts(tasks))
                 keys = self.context.keys
@@ -146,10 +142,10 @@ class RolloutWorker(Worker):
         stack.callback(judge.close)
         judge.start()
         self._groups = GroupMaker(
-            load_callable(spec.rollout.agent),
             judge,
             client,
             self._tokenizer,
+            await open_player(stack, spec.rollout, judge, model=spec.tokenizer),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
@@ -217,19 +213,19 @@ class RolloutWorker(Worker):
         """One group, from admission to the spool."""
         dataset_epoch, row_id = split_uid(uid)
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
-        started = time.monotonic()
         try:
-            group, sample = await self._groups.make(uid, self._rows[row_id], order=order)
+            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
         except PromptFailedError as error:
             header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})
             return
+        branches = [branch for episode in episodes for branch in episode.sequences()]
         header = header_of(
-            num_answers=len(group.answers),
+            num_answers=len(branches),
             status="finished",
             seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
-            version_spans=[list(answer.spans) for answer in group.answers],
-            scalars={"rollout/seconds": time.monotonic() - started},
+            version_spans=[version_spans(branch) for branch in branches],
+            scalars=dict(statistics),
         )
         await self._finish(uid, header, dict(sample.data))
 
@@ -295,19 +291,22 @@ class RolloutWorker(Worker):
         await self._sender.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
-        """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again."""
-        if kind not in ("duplicate", "consumed"):
+        """The trainer will not train on a record; unless it has, or holds a copy, the prompt is issued again. If the
+        prompt was dropped, the record has no place any more among those that may be trained."""
+        if kind not in UNTIL_A_COMMIT:
             logger.info("record %s was rejected as %s; its prompt is issued again", delivery, kind)
-            self._verdicts.put_nowait(delivery)
+            self._verdicts.put_nowait((delivery, "again"))
+        elif kind == "dropped":
+            self._verdicts.put_nowait((delivery, "dropped"))
 
     async def _settle_verdicts(self, tasks: asyncio.TaskGroup) -> None:
         while not self.context.stopping.is_set():
-            delivery = await self._verdicts.get()
+            delivery, outcome = await self._verdicts.get()
             if not self._sender.holds(delivery):
                 continue
-            order = order_of_delivery(delivery)
-            for uid in await self._sender.remove([uid_of_delivery(delivery)]):
-                tasks.create_task(self._tell_end(uid, order, "again"))
+            order, uids = order_of_delivery(delivery), [uid_of_delivery(delivery)]
+            for uid in await self._sender.remove(uids) if outcome == "again" else uids:
+                tasks.create_task(self._tell_end(uid, order, outcome))
 
     # Helpers
 

@@ -45,7 +45,7 @@ class _Look:
         for path, found in loaded.items() if question.interfaces is not None else ():
             self._try(path, partial(self._note_keys, path, found))
         if question.agent in loaded:
-            self._try(question.agent, lambda: check_agent(loaded[str(question.agent)]))
+            self._try(question.agent, lambda: check_agent(loaded[str(question.agent)], question.agent_settings))
         if question.reward in loaded:
             with self._deadline("one call of it", question.reward_timeout_s, str(question.reward)):
                 self._try(

@@ -28,7 +28,7 @@ import msgspec
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.loading import load_callable
-from corral.workers.user_code.trials import checked_rewards, is_async, takes_group
+from corral.workers.user_code.trials import Takes, as_taken, checked_rewards, is_async, what_it_takes
 
 _BLOCKED_AFTER_S = 0.5  # beyond its deadline: what awaits is cancelled at it, so what is left blocks its loop
 
@@ -37,7 +37,7 @@ class Form(msgspec.Struct):
     """The host's first word: how the reward wants to be called, or why it cannot be."""
 
     is_async: bool = False
-    takes_group: bool = False
+    takes: Takes = "answer"
     error: str = ""
 
 
@@ -47,7 +47,7 @@ class Call(msgspec.Struct):
     problem: str
     """JSON."""
     answers: list[str]
-    """One, unless the reward takes groups."""
+    """One, unless the reward takes groups; each an episode as JSON if it takes these."""
     timeout_s: float
 
 
@@ -81,7 +81,7 @@ def main(import_path: str, descriptor: int) -> None:
     worker, children = socket.socket(fileno=descriptor), set[int]()
     try:
         reward = load_callable(import_path)
-        form = Form(is_async(reward), takes_group(reward))
+        form = Form(is_async(reward), what_it_takes(reward))
     except BaseException as error:
         form = Form(error=f"{import_path} cannot be imported: {describe_error(error)}")
     try:
@@ -182,7 +182,7 @@ async def _await_call(connection: socket.socket, reward: Callable[..., Any]) -> 
 
 def _call(reward: Callable[..., Any], call: Call) -> Any:
     problem = json.loads(call.problem)  # unlike msgspec's: NaN, integers of any size, half a surrogate pair
-    return reward(problem, call.answers if takes_group(reward) else call.answers[0])
+    return reward(problem, as_taken(what_it_takes(reward), call.answers))
 
 
 @contextmanager

@@ -2,12 +2,18 @@
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
+from corral.workers.agents.contract import Episode
 from corral.workers.user_code.blame import describe_error, shown_path
+
+Takes = Literal["answer", "answers", "episodes"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
@@ -28,17 +34,26 @@ def checked_reward(value: Any) -> float:
     return reward
 
 
-def takes_group(reward: Callable[..., Any]) -> bool:
-    """Whether a reward is called with all answers of a group: its second parameter is called `answers`."""
+def what_it_takes(reward: Callable[..., Any]) -> Takes:
+    """What a reward is called with beside the problem, by the name of its second parameter: all answers, or all
+    episodes of a group, or else one answer."""
     try:
-        return list(inspect.signature(reward).parameters)[1:2] == ["answers"]
+        second = list(inspect.signature(reward).parameters)[1:2]
     except (TypeError, ValueError):
-        return False  # a compiled one says nothing
+        return "answer"  # a compiled one says nothing
+    return "answers" if second == ["answers"] else "episodes" if second == ["episodes"] else "answer"
+
+
+def as_taken(takes: Takes, texts: Sequence[str]) -> str | list[str] | list[Episode]:
+    """The second argument of a reward: a text, texts, or episodes, each of which is JSON here."""
+    if takes == "answer":
+        return texts[0]
+    return list(texts) if takes == "answers" else [Episode(**json.loads(text)) for text in texts]
 
 
 def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) -> list[float]:
     """What a reward returned, as one number for each answer; TypeError or ValueError if it is not."""
-    rewards = [checked_reward(one) for one in (value if takes_group(reward) else [value])]
+    rewards = [checked_reward(one) for one in ([value] if what_it_takes(reward) == "answer" else value)]
     if len(rewards) != num_answers:
         raise ValueError(f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}")
     return rewards
@@ -50,12 +65,14 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
     Raises:
         UnfitError: if it can never be called, or judged none of them.
     """
-    is_of_groups = takes_group(reward)
-    _check_arguments(reward, ("problem", "answers" if is_of_groups else "answer"))
+    takes = what_it_takes(reward)
+    is_of_groups = takes != "answer"
+    _check_arguments(reward, ("problem", takes))
     causes: list[str] = []
     for group in [list(answers)] if is_of_groups else [[answer] for answer in answers]:
         try:
-            value = reward(problem, group if is_of_groups else group[0])
+            texts = [json.dumps(asdict(Episode([text]))) for text in group] if takes == "episodes" else group
+            value = reward(problem, as_taken(takes, texts))
             if is_async(reward):
                 value = asyncio.run(_result(value))
         except BaseException as error:
@@ -71,23 +88,26 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
     raise UnfitError(f"it judged no answer to the first row of the data set, tried with {tried}: {causes[0]}")
 
 
-def check_agent(agent: Callable[..., Any]) -> None:
-    """UnfitError if it is no coroutine function of an agent's four arguments."""
-    _check_arguments(agent, ("problem", "prompt_ids", "sample_group", "judge"))
+def check_agent(agent: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """UnfitError if it is no coroutine function of a task, a session and its settings."""
+    _check_arguments(agent, ("task", "session"), settings)
     if not is_async(agent):
         raise UnfitError(f"{_where(agent)}: {_name(agent)} is not an async function; write 'async def {_name(agent)}'")
 
 
-def _check_arguments(function: Callable[..., Any], names: Sequence[str]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], names: Sequence[str], settings: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a compiled one says nothing
     try:
-        signature.bind(*names)
+        signature.bind(*names, **settings)
     except TypeError as error:
+        given = ", ".join((*names, *(f"{name}=" for name in settings)))
         raise UnfitError(
-            f"{_where(function)}: {_name(function)}{signature} cannot be called with ({', '.join(names)}): {error}"
+            f"{_where(function)}: {_name(function)}{signature} cannot be called with ({given}): {error}"
         ) from error
 
 

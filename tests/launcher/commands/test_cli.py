@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -400,6 +401,28 @@ def test_a_start_that_is_interrupted_ends_the_supervisor_before_its_folder_goes(
         start.start(submission)
     interrupter.join()
     assert process_start_ticks(int(told.read_text())) is None
+    assert not submission.directory.path.exists()
+
+
+@pytest.mark.usefixtures("obeys_ctrl_c")
+def test_an_interrupt_that_comes_while_the_supervisor_is_being_started_ends_it(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    started: list[subprocess.Popen[bytes]] = []
+    start_process = start.start_process
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(start_process(*args, **kwargs))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(start, "start_process", interrupted)
+    submission = prepare.prepare(experiment, _small(tmp_path), trial_name="t", mode="local")
+    start.create(submission)
+    with pytest.raises(KeyboardInterrupt):
+        start.start(submission)
+    assert started[0].returncode is not None
     assert not submission.directory.path.exists()
 
 

@@ -290,7 +290,7 @@ def test_a_judged_record_is_not_sent_in_the_next_session() -> None:
     assert book.verdict(0, late) == (False, []), "a verdict of an earlier session is no news"
 
 
-@pytest.mark.parametrize("kind", ["duplicate", "consumed"])
+@pytest.mark.parametrize("kind", ["duplicate", "consumed", "dropped"])
 def test_what_was_held_or_trained_on_but_not_committed_is_sent_again_in_the_next_session(kind: str) -> None:
     """The copy that made it a duplicate is gone with its session, and so is the train step that no commit covers."""
     book = ready()

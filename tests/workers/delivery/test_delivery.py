@@ -218,6 +218,25 @@ def test_a_verdict_reaches_the_sender_and_ends_the_delivery(as_role: AsRole, rec
     with_sender(as_role("rollout_worker"), run, verdicts)
 
 
+def test_a_record_whose_prompt_was_dropped_is_kept_and_has_nothing_to_train(
+    as_role: AsRole, receiver: TrajectoryReceiver
+) -> None:
+    verdicts: list[tuple[str, str]] = []
+
+    async def run(sender: TrajectorySender) -> None:
+        await put(sender, 0, 1)
+        sender.set_receivers({0: receiver.endpoint})
+        await until(lambda: acked(sender) == 2, waiting_for="the acknowledgements")
+        assert sender.orders("finished") == {"0:problem-0": 0, "0:problem-1": 1}
+        await asyncio.to_thread(receiver.verdict, header(1).uid, "dropped")
+        await until(lambda: bool(verdicts), waiting_for="the verdict")
+        assert (sender.orders("finished"), sender.orders("dropped")) == ({"0:problem-0": 0}, {"0:problem-1": 1})
+        await asyncio.to_thread(receiver.start_session, "2-a")
+        await until(lambda: receiver.num_held == 2, waiting_for="both, again: the drop may be lost with its session")
+
+    with_sender(as_role("rollout_worker"), run, verdicts)
+
+
 def test_an_unreadable_payload_is_said_and_holds_nobody_up(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     verdicts: list[tuple[str, str]] = []
 

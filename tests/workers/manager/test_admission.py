@@ -142,6 +142,20 @@ def test_what_a_dead_rollout_worker_ran_goes_on_elsewhere_and_so_does_what_it_ne
     assert list(take_all(admission, OTHER)) == ["0:0"], "the gate counts it no longer"
 
 
+def test_what_was_made_anew_after_its_drop_had_arrived_gives_its_place_to_the_next_prompt() -> None:
+    """At eta 0 and one prompt a step, nothing would ever be trained again while it kept its place."""
+    admission = opened(WORKER, OTHER, batch_size=1)
+    assert take_all(admission) == {"0:0": 0}
+    admission.finish(WORKER, "0:0", order=0, outcome="dropped")  # whose record the trainer has
+    admission.look([OTHER], now=0.0)
+    admission.look([OTHER], now=SPOOL_GRACE_S)
+    assert take_all(admission, OTHER) == {"0:0": 1}
+    admission.finish(OTHER, "0:0", order=1, outcome="finished")
+    assert take_all(admission, OTHER) == {}
+    admission.finish(OTHER, "0:0", order=1, outcome="dropped")  # the trainer's verdict
+    assert take_all(admission, OTHER) == {"0:1": 2}
+
+
 def test_a_name_service_that_forgets_everybody_for_a_while_takes_nothing_from_anybody() -> None:
     admission = opened(WORKER, OTHER)
     take_all(admission)

@@ -75,6 +75,7 @@ def source_of(
         eta=eta,
         producers=["rollout_worker/0"],
         on_drop=dropped.__setitem__,
+        is_dropped=dropped.__contains__,
     )
     return source, buffer, dropped
 
@@ -146,6 +147,16 @@ def test_only_the_rank_that_took_a_copy_in_is_told_to_refuse_it() -> None:
     ]
     asyncio.run(source.poll(version=0, remaining=9))
     assert holders.told == [({5: ["0:done"]}, "consumed"), ({3: ["0:a"]}, "duplicate")]
+
+
+def test_who_made_anew_what_is_dropped_is_told_so() -> None:
+    holders, consumed = Holders(), set[str]()
+    source, _, dropped = source_of(holders, consumed=consumed)
+    dropped["0:gone"] = "reward_error: boom"
+    consumed |= {"0:gone", "0:done"}
+    holders.arrivals = [sample("0:gone", version="0.0", owner=2), sample("0:done", version="0.0", owner=5)]
+    asyncio.run(source.poll(version=0, remaining=9))
+    assert holders.told == [({5: ["0:done"]}, "consumed"), ({2: ["0:gone"]}, "dropped")]
 
 
 def test_a_second_copy_is_thrown_away_and_the_first_stays() -> None:

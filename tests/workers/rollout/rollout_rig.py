@@ -131,7 +131,9 @@ class RolloutRig:
     ) -> None:
         self.server = server or FakeGenerationServer()
         self.received: list[TrajectoryHeader] = []
-        """Everything that was delivered."""
+        """Everything that was delivered,"""
+        self.tensors: list[Mapping[str, Any]] = []
+        """and the values of each."""
         self.trial = TrialDirectory(folder / "exp" / "trial")
         self.trial.create()
         self.phase: Callable[[], str] = lambda: ""
@@ -224,7 +226,9 @@ class RolloutRig:
             yield RolloutWorker(self.context(stack, "rollout_worker"))
 
     def _drain(self) -> None:
-        self.received += [header for header, _ in self.receiver.drain(max_records=64)]
+        for header, tensors in self.receiver.drain(max_records=64):
+            self.received.append(header)
+            self.tensors.append(tensors)
 
     def _running_manager(self) -> ExitStack:
         stack = ExitStack()

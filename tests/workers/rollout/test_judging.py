@@ -16,8 +16,8 @@ import psutil
 import pytest
 from math_verify import parse, verify
 
+from corral.agents import Episode
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 
 HERE = __name__
@@ -37,7 +37,7 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-ANSWER = PartialAnswer(max_new_tokens=4, output_ids=[52, 50, 0])
+ANSWER = [52, 50, 0]
 
 
 def does(problem: Mapping[str, Any], answer: str) -> float:
@@ -73,6 +73,10 @@ def compares(problem: Mapping[str, Any], answers: list[str]) -> list[float]:
     return [float(len(answer) - len(answers[0])) for answer in answers][: problem["number"]]
 
 
+def weighs(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
+    return [len(each.turns) + sum(each.notes.values()) + len(each.ended) + (each.reward or 0.0) for each in episodes]
+
+
 def verifies(problem: Mapping[str, Any], answer: str) -> float:
     """With math-verify's own timeouts, which are signals: in a thread that is not the main one it raises."""
     return float(verify(parse(problem["answer"]), parse(answer)))
@@ -92,18 +96,22 @@ def judges() -> Iterator[Any]:
         each.close()
 
 
+async def reward_of(judge: RewardJudge, problem: Mapping[str, Any], ids: list[int]) -> float:
+    return (await judge.judge(problem, [ids]))[0]
+
+
 def judged(judge: RewardJudge, *problems: Mapping[str, Any]) -> list[Any]:
     async def judge_all() -> list[Any]:
         async with asyncio.timeout(240):
-            return await asyncio.gather(*(judge(each, ANSWER) for each in problems), return_exceptions=True)
+            return await asyncio.gather(*(reward_of(judge, each, ANSWER) for each in problems), return_exceptions=True)
 
     return asyncio.run(judge_all())
 
 
 @pytest.mark.parametrize("ids", [[52, 50, 0], [52, 50, 1], [52, 50]])
 def test_an_answer_is_judged_without_its_end_in_one_event_loop_after_the_other(ids: list[int], judges: Any) -> None:
-    judge, answer = judges(), PartialAnswer(max_new_tokens=4, output_ids=ids)
-    assert [asyncio.run(judge({"do": "nothing"}, answer)) for _ in range(2)] == [1.0, 1.0]
+    judge = judges()
+    assert [asyncio.run(reward_of(judge, {"do": "nothing"}, ids)) for _ in range(2)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("error", sorted(ERRORS))
@@ -145,8 +153,7 @@ def test_math_verify_judges_a_thousand_answers_as_it_does_by_itself(judges: Any)
     judge = judges("verifies", processes=4)
 
     async def judge_all() -> list[float]:
-        answers = [PartialAnswer(max_new_tokens=99, output_ids=list(map(ord, text))) for _, text in pairs]
-        return await asyncio.gather(*(judge(pair[0], answer) for pair, answer in zip(pairs, answers, strict=True)))
+        return await asyncio.gather(*(reward_of(judge, problem, list(map(ord, text))) for problem, text in pairs))
 
     rewards = asyncio.run(judge_all())
     assert rewards == [verifies(*pair) for pair in pairs]
@@ -160,10 +167,9 @@ def test_a_call_that_nobody_waits_for_any_more_blocks_nobody_else(judges: Any) -
     async def give_up_and_judge() -> float:
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(judge({"do": "hang"}, ANSWER), 0.05)
+                await asyncio.wait_for(reward_of(judge, {"do": "hang"}, ANSWER), 0.05)
         async with asyncio.timeout(60):
-            reward: float = await judge({"do": "nothing"}, ANSWER)
-            return reward
+            return await reward_of(judge, {"do": "nothing"}, ANSWER)
 
     assert asyncio.run(give_up_and_judge()) == 1.0
 
@@ -179,11 +185,18 @@ def test_async_rewards_are_awaited_at_the_same_time_and_one_that_blocks_fails_al
     assert judged(judge, {"do": "", "value": 2}) == [2.0]
 
 
+def test_a_reward_of_episodes_gets_all_that_was_said_noted_and_given(judges: Any) -> None:
+    episodes = [Episode(["1", "2"], {"calls": 3.0}, "turns", 0.5), Episode(["4"])]
+    rewards = asyncio.run(judges("weighs").judge_episodes({}, episodes))
+    assert rewards == [2 + 3.0 + 5 + 0.5, 1.0]
+    assert asyncio.run(judges("does").judge_episodes({"do": "nothing"}, [Episode(["41", "42"])])) == [1.0], "the last"
+
+
 def test_a_reward_of_groups_gets_all_answers_and_returns_as_many_numbers(judges: Any) -> None:
-    answers = [PartialAnswer(max_new_tokens=4, output_ids=[52] * (1 + number)) for number in range(3)]
-    assert asyncio.run(judges("compares")({"number": 3}, answers)) == [0.0, 1.0, 2.0]
+    answers = [[52] * (1 + number) for number in range(3)]
+    assert asyncio.run(judges("compares").judge({"number": 3}, answers)) == [0.0, 1.0, 2.0]
     with pytest.raises(RewardFailedError, match="one number for each answer, got 2 for 3"):
-        asyncio.run(judges("compares")({"number": 2}, answers))
+        asyncio.run(judges("compares").judge({"number": 2}, answers))
 
 
 def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judges: Any) -> None:
@@ -192,7 +205,7 @@ def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judge
     host = psutil.Process(judge._processes._process.pid)
 
     async def leave() -> None:
-        call = asyncio.create_task(judge({"do": "hang"}, ANSWER))
+        call = asyncio.create_task(reward_of(judge, {"do": "hang"}, ANSWER))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         judge.close()

@@ -1,14 +1,9 @@
 """The rollout worker among real parts: whatever user code does, no prompt waits for ever, nothing ends in silence."""
 
-import asyncio
 import errno
-import logging
-import math
 import os
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,105 +17,15 @@ from corral.workers.data.answer_seed import group_seeds
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
 from corral.workers.requests.manager_messages import Allocate, Allocation
-from corral.workers.rollout import agents
-from corral.workers.rollout.agents import JudgedGroup
 from tests.workers.checkpoint.test_committed_ledger import Trainer
 from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
 
 HERE = __name__
-SampleGroup = Callable[..., Awaitable[list[Any]]]
-
-
-async def raises_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
-    """An agent of a user: one row makes it raise, others give back what no train step can use."""
-    group = await agents.single_turn(problem, prompt_ids, sample_group, judge)
-    match problem["id"]:
-        case "1":
-            return problem["no such field"]
-        case "2":
-            raise SystemExit(0)
-        case "3":
-            raise asyncio.CancelledError
-        case "4":
-            return None
-        case "5":
-            return JudgedGroup(prompt_ids=prompt_ids, answers=group.answers, rewards=[math.nan, 1.0])
-        case "6":
-            group.answers[0].logprobs.pop()
-    return group
-
-
-async def waits_for_some(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
-    """An agent of a user: what it awaits never comes for two rows, and one of them does not take that for an end."""
-    if problem["id"] == "1":
-        await asyncio.Event().wait()
-    if problem["id"] == "2":
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(60.0)  # longer than anybody waits for it
-    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
-
-
-async def blocks_for_one(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
-    """An agent of a user that keeps the event loop to itself, in a task of its own, and once more when interrupted."""
-
-    async def block() -> None:
-        try:
-            time.sleep(600.0)
-        finally:
-            time.sleep(600.0)
-
-    if problem["id"] == "1":
-        await asyncio.gather(block())
-    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
-
-
-async def always_raises(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
-    return problem["no such field"]
-
-
-async def asks_long(problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any) -> Any:
-    return await agents.single_turn(problem, prompt_ids * int(problem["prompt"]), sample_group, judge)
-
-
-async def asks_twice_and_fails_at_first(
-    problem: Mapping[str, Any], prompt_ids: list[int], sample_group: Any, judge: Any
-) -> Any:
-    await sample_group(prompt_ids)
-    if not first_try_is_over.is_set():
-        first_try_is_over.set()
-        raise KeyError
-    return await agents.single_turn(problem, prompt_ids, sample_group, judge)
-
-
-first_try_is_over = threading.Event()
-
-
-def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
-    """A reward of a user that takes longer for row 3 than any agent may be at work of its own."""
-    if problem["id"] == "3":
-        Path(os.environ["OTHERS_ARE_DROPPED"]).open().close()  # a FIFO: until it has a writer
-    return 1.0
 
 
 def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
     """A reward of a user that knows no end to row 1."""
     return 1.0 / (int(problem["id"]) - 1)
-
-
-def test_a_prompt_whose_agent_fails_is_tried_again_then_dropped_with_its_cause(tmp_path: Path) -> None:
-    rollout = {"agent": f"{HERE}:raises_for_some", "reward_retries": 1}
-    with RolloutRig(tmp_path, ["1+2="] * 8, rollout=rollout) as rig:
-        rig.run_until(lambda: len(rig.received) == 8, "eight prompts")
-        outcomes = rig.outcomes()
-        assert outcomes["0"] == outcomes["7"] == "finished"
-        assert outcomes["1"].startswith("agent_error: KeyError: 'no such field' (test_rollout_worker.py:")
-        assert [outcomes[number].split()[1] for number in ("2", "3")] == ["SystemExit:", "CancelledError"]
-        assert outcomes["4"] == "agent_error: ValueError: an agent returns a JudgedGroup, got NoneType"
-        assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
-        assert outcomes["6"].startswith("agent_error: ValueError")
-        assert rig.server.num_requests == 2 * (8 + 6)  # one more try of all that reached the server
 
 
 @pytest.mark.parametrize(
@@ -149,64 +54,6 @@ def test_a_worker_asks_once_and_gets_a_prompt_when_the_gate_opens(
         rig.run_until(all_came, "three prompts")
     # It is told to report first; then it asks for each prompt, and is told each time what the next one waits for.
     assert 4 <= len(asked) <= 8, asked
-
-
-def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollout = {"agent": f"{HERE}:waits_for_some", "agent_timeout_s": 0.5, "reward_retries": 1}
-    rollout |= {"reward": f"{HERE}:waits_for_the_others", "reward_timeout_s": 600.0}
-    os.mkfifo(fifo := tmp_path / "others_are_dropped")
-    monkeypatch.setenv("OTHERS_ARE_DROPPED", str(fifo))
-
-    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig, ExitStack() as stack:
-
-        def all_came() -> bool:
-            if {"1", "2"} <= rig.outcomes().keys():
-                stack.callback(os.close, os.open(fifo, os.O_RDWR))
-            return len(rig.received) == 4
-
-        rig.run_until(all_came, "four prompts")
-        outcomes = rig.outcomes()
-    assert outcomes["0"] == outcomes["3"] == "finished"
-    why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
-    line = waits_for_some.__code__.co_firstlineno + 3
-    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in test_rollout_worker.py:{line}")
-    assert outcomes["2"].startswith(why)
-
-
-def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_others_go_on(tmp_path: Path) -> None:
-    rollout = {"agent": f"{HERE}:blocks_for_one", "agent_timeout_s": 1.0, "reward_retries": 0}
-    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout) as rig:
-        rig.run_until(lambda: len(rig.received) == 4, "four prompts")
-        outcomes = rig.outcomes()
-    assert [outcomes[number] for number in ("0", "2", "3")] == ["finished"] * 3
-    why = f"agent_error: AgentBlocksError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
-    line = blocks_for_one.__code__.co_firstlineno + 10
-    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f"(test_rollout_worker.py:{line})")
-
-
-def test_an_agent_that_always_fails_ends_the_worker_with_its_file_and_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What rl-logs --errors shows are the last lines of the worker's log."""
-    rollout = {"agent": f"{HERE}:always_raises", "reward_retries": 0}
-    with RolloutRig(tmp_path, ["1+2="] * 20, rollout=rollout) as rig, caplog.at_level(logging.INFO):
-        assert rig.run_to_its_end() == WorkerExit.USER_CODE
-    last_line = caplog.records[-1].getMessage().splitlines()[-1]
-    line = always_raises.__code__.co_firstlineno + 1
-    assert f"KeyError: 'no such field' (test_rollout_worker.py:{line})" in last_line
-    assert f"{HERE}:always_raises" in last_line
-
-
-def test_a_prompt_that_an_agent_makes_too_long_is_dropped_and_counted(tmp_path: Path) -> None:
-    with RolloutRig(tmp_path, ["1", "9", "3"], rollout={"agent": f"{HERE}:asks_long"}, max_prompt_tokens=8) as rig:
-        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
-        assert rig.outcomes() == {
-            "0": "finished",
-            "1": "prompt_too_long: the prompt has 9 tokens, more than dataset.max_prompt_tokens 8",
-            "2": "finished",
-        }
 
 
 def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_path: Path) -> None:
@@ -313,15 +160,6 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
         expected = [seed for order in range(3) for seed in group_seeds(rig.plan.seed, order=order, group_size=2)]
         assert sorted(rig.server.seeds[:4]) == sorted(expected[:4])
         assert sorted(rig.server.seeds[4:]) == sorted(expected[4:]), "the same answers might be rejected for ever"
-
-
-def test_each_time_that_an_agent_asks_it_gets_other_answers_after_a_failure_too(tmp_path: Path) -> None:
-    first_try_is_over.clear()
-    rollout = {"agent": f"{HERE}:asks_twice_and_fails_at_first", "reward_retries": 1}
-    with RolloutRig(tmp_path, ["1+1="], rollout=rollout) as rig:
-        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
-        expected = [seed for call in range(3) for seed in group_seeds(rig.plan.seed, order=0, group_size=2, call=call)]
-        assert sorted(rig.server.seeds) == sorted(expected)
 
 
 def test_spare_answers_are_asked_for_and_a_group_has_as_many_as_ever(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """One run of an agent: what it asks of servers and rewards has deadlines of its own, what else it does has one here.
 
-    agent ──sample_group, judge──► own time stands still until they answer, then begins anew
+    agent ──generate, judge──► own time stands still until they answer, then begins anew
       ├──anything else it awaits──► own time runs ──`rollout.agent_timeout_s`──► cancelled, AgentHangsError
       └──does not await──► the loop stands still ──`rollout.agent_timeout_s`──► AgentBlocksError, raised where it stands
 
@@ -45,7 +45,7 @@ class AgentRun:
 
     Example:
         run = AgentRun("my.agents:chess", timeout_s=300.0)
-        group = await run.wait(agent(problem, prompt_ids, run.asks(sample_group), run.asks(judge)))
+        outcome = await run.wait(agent(task, Session(run.asks(model), language, run.asks(judge), prompt_ids)))
     """
 
     name: str

@@ -1,0 +1,191 @@
+"""Agents of a user, good and bad, which the processes of a rollout worker import; a row's `id` says who misbehaves."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from corral.agents import Episode, EpisodeEndedError, Outcome, Session, Task
+
+FOLDER = "CORRAL_TEST_FOLDER"
+
+
+async def asks_twice(task: Task, session: Session) -> None:
+    first = await session.generate()
+    session.reward(0.25, turn=first)
+    await session.say("+")
+    await session.generate()
+    session.note(episode=task.episode, asked=2.0)
+
+
+async def asks_in_branches(task: Task, session: Session) -> Outcome:
+    """Two sequences that begin alike, one of which nothing is learned from in its second turn."""
+    first = await session.generate()
+    other = session.branch(history=task.prompt_ids)
+    await session.say("1")
+    await session.generate(train=False)
+    await other.say("2")
+    last = await other.generate()
+    assert list(other.ids) == [*task.prompt_ids, *other.ids[len(task.prompt_ids) : -len(last.ids)], *last.ids]
+    assert first.number == 0 and last.number == 2 and last.text == "7"
+    return Outcome(await session.judge(last), metrics={"branches": 2.0}, ended="enough")
+
+
+async def asks_for_ever(task: Task, session: Session) -> None:
+    while True:
+        await session.generate()
+        await session.say("+")
+
+
+async def asks_until_the_end(task: Task, session: Session) -> float:
+    try:
+        await asks_for_ever(task, session)
+    except EpisodeEndedError as error:
+        return {"turns": 0.75, "length": 0.5}[error.reason]
+    raise AssertionError
+
+
+async def misbehaves(task: Task, session: Session, *, extra: int) -> Any:
+    """Each row in another way, after an answer."""
+    await session.generate()
+    match task["id"]:
+        case "1":
+            return task["no such field"]
+        case "2":
+            raise SystemExit(0)
+        case "3":
+            raise asyncio.CancelledError
+        case "4":
+            return "7"
+        case "5":
+            return math.nan
+        case "6":
+            print("line\n" * 100_000)
+        case "7":
+            if os.fork() == 0:
+                return None  # in the child, which does not come back
+        case "8":
+            os._exit(3)
+        case "9":
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600.0)  # it takes a moment
+    return float(extra)
+
+
+async def kills_once(task: Task, session: Session) -> float:
+    """Row 0 ends the process as soon as all others wait for something."""
+    folder = Path(os.environ[FOLDER])
+    await session.generate()
+    (folder / f"{task['id']}-{task.episode}").touch()
+    if task["id"] == "0" and not (folder / "killed").exists():
+        while len(list(folder.iterdir())) < 8:
+            await asyncio.sleep(0.01)
+        (folder / "killed").touch()
+        os._exit(3)
+    while not (folder / "killed").exists():
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
+async def waits_for_some(task: Task, session: Session) -> float:
+    """What it awaits never comes for two rows, and one of them does not take that for an end."""
+    if task["id"] == "1":
+        await asyncio.Event().wait()
+    if task["id"] == "2":
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(60.0)  # longer than anybody waits for it
+    await session.generate()
+    return await session.judge()
+
+
+async def blocks_for_one(task: Task, session: Session) -> float:
+    """Keeps the event loop to itself, in a task of its own, and once more when interrupted."""
+
+    async def block() -> None:
+        try:
+            time.sleep(600.0)
+        finally:
+            time.sleep(600.0)
+
+    await session.generate()
+    if task["id"] == "1":
+        await asyncio.gather(block())
+    return 1.0
+
+
+async def cannot_be_interrupted(task: Task, session: Session) -> float:
+    """Takes the signal away that would interrupt it, and does not come back."""
+    await session.generate()
+    if task["id"] == "1":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(600.0)
+    return 1.0
+
+
+async def always_raises(task: Task, session: Session) -> Any:
+    return task["no such field"]
+
+
+async def fails_at_first(task: Task, session: Session) -> float:
+    first = Path(os.environ[FOLDER]) / "first"
+    await session.generate()
+    if not first.exists():
+        first.touch()
+        raise KeyError
+    await session.say("+")
+    await session.generate()
+    return 1.0
+
+
+async def looks_around(task: Task, session: Session) -> float:
+    """Writes down everything that it can find in its own process."""
+    await session.generate()
+    opened = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    seen = {
+        "opened": opened,
+        "environment": Path("/proc/self/environ").read_bytes().decode(errors="replace"),
+        "arguments": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
+        "memory": _memory().decode("latin-1"),
+    }
+    (Path(os.environ[FOLDER]) / "seen").write_text(json.dumps(seen))
+    return 1.0
+
+
+def _memory() -> bytes:
+    """Of this process, as far as it can be written: what it was given is somewhere in it."""
+    parts = []
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            span, mode = line.split()[:2]
+            if mode.startswith("rw"):
+                start, end = (int(part, 16) for part in span.split("-"))
+                try:
+                    memory.seek(start)
+                    parts.append(memory.read(end - start))
+                except (OSError, OverflowError, ValueError):
+                    continue
+    return b"".join(parts)
+
+
+def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
+    """A reward that takes longer for row 3 than any agent may be at work of its own."""
+    if problem["id"] == "3":
+        (Path(os.environ[FOLDER]) / "fifo").open().close()  # until it has a writer
+    return 1.0
+
+
+def ranks(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
+    """A judge of groups: each by its note, and by how many turns it had."""
+    return [episode.notes["episode"] + 10.0 * len(episode.turns) for episode in episodes]

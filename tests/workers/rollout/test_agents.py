@@ -1,0 +1,216 @@
+"""Agents of a user's own among real parts, in processes without keys: what they do is learned from, and what they do
+wrong costs their prompt, and nobody else."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.workers.data.answer_seed import answer_seed
+from tests.workers.data.tiny_tokenizer import EOS, ids_of
+from tests.workers.rollout import some_agents
+from tests.workers.rollout.rollout_rig import RolloutRig
+from tests.workers.rollout.some_agents import FOLDER
+
+HERE = some_agents.__name__
+FILE = "some_agents.py"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What agents write to."""
+    (folder := tmp_path / "folder").mkdir()
+    monkeypatch.setenv(FOLDER, str(folder))
+    return folder
+
+
+def plays(agent: str, **settings: Any) -> dict[str, Any]:
+    return {"agent": f"{HERE}:{agent}", "agent_processes": 1, "reward_retries": 0, **settings}
+
+
+def one_group(
+    tmp_path: Path, rollout: Mapping[str, Any], *, group_size: int = 2
+) -> tuple[RolloutRig, Mapping[str, Any]]:
+    """What is delivered of the only prompt "1+1="."""
+    with RolloutRig(tmp_path, ["1+1="], rollout=rollout, group_size=group_size) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+    assert rig.outcomes() == {"0": "finished"}
+    return rig, rig.tensors[0]
+
+
+def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp_path: Path) -> None:
+    rig, tensors = one_group(tmp_path, plays("asks_twice"))
+    prompt, made = ids_of("1+1="), [*ids_of("7"), EOS]
+    sequence = [*prompt, *made, *ids_of("+"), *made]
+    np.testing.assert_array_equal(tensors["input_ids"], sequence * 2)
+    np.testing.assert_array_equal(tensors["prompt_mask"], ([True] * 4 + [False] * 2 + [True] + [False] * 2) * 2)
+    np.testing.assert_array_equal(tensors["rewards"], [1.0, 1.0])  # the judge's, of the last answer
+    np.testing.assert_array_equal(tensors["turn_rewards"], [0, 0, 0, 0, 0.25, 0, 0, 0] * 2)
+    np.testing.assert_array_equal(tensors["episodes"], [0, 1])
+    np.testing.assert_allclose(tensors["old_logprobs"], [0, 0, 0, -0.5, -0.5, 0, -0.5, -0.5] * 2)
+    expected = {answer_seed(rig.plan.seed, order=0, answer=each, call=turn) for each in (0, 1) for turn in (0, 1)}
+    assert set(rig.server.seeds) == expected and len(rig.server.seeds) == 4
+    [header] = rig.received
+    assert [[(span.start, span.end) for span in spans] for spans in header.version_spans] == [[(0, 2), (2, 4)]] * 2
+    assert header.scalars == {
+        "episode/turns": 2.0,
+        "episode/sequences": 1.0,
+        "notes/episode": 0.5,
+        "notes/asked": 2.0,
+        **dict.fromkeys((f"episode/ended/{why}" for why in ("length", "turns", "time", "other")), 0.0),
+    }
+
+
+def test_a_branch_is_a_sequence_of_its_own_and_an_untrained_turn_is_given(tmp_path: Path) -> None:
+    rig, tensors = one_group(tmp_path, plays("asks_in_branches"))
+    prompt, made = ids_of("1+1="), [*ids_of("7"), EOS]
+    first, second = [*prompt, *made, *ids_of("1"), *made], [*prompt, *ids_of("2"), *made]
+    np.testing.assert_array_equal(tensors["input_ids"], [*first, *second] * 2)
+    mask = [*[True] * 4, *[False] * 2, *[True] * 3, *[True] * 5, *[False] * 2]
+    np.testing.assert_array_equal(tensors["prompt_mask"], mask * 2)
+    np.testing.assert_array_equal(tensors["episodes"], [0, 0, 1, 1])
+    np.testing.assert_array_equal(tensors["rewards"], [1.0] * 4)
+    assert rig.received[0].scalars["episode/ended/other"] == 1.0 and rig.received[0].scalars["notes/branches"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "why", "reward"),
+    [({"max_turns": 3}, 3, "turns", 0.75), ({"max_tokens": 11}, 3, "length", 0.5)],
+)
+def test_an_episode_ends_at_its_limits_and_its_agent_may_say_what_it_is_worth(
+    limits: Mapping[str, int], turns: int, why: str, reward: float, tmp_path: Path
+) -> None:
+    """A sequence has 4 + 2 tokens, and 3 more with each turn; the last one may be cut."""
+    for agent, expected in (("asks_for_ever", 1.0), ("asks_until_the_end", reward)):
+        (tmp_path / agent).mkdir()
+        rig, tensors = one_group(tmp_path / agent, plays(agent, episode=limits))
+        np.testing.assert_array_equal(tensors["rewards"], [expected] * 2)
+        scalars = rig.received[0].scalars
+        assert (scalars["episode/turns"], scalars[f"episode/ended/{why}"]) == (turns, 1.0)
+        assert len(tensors["input_ids"]) <= 2 * limits.get("max_tokens", 99)
+
+
+def test_a_judge_of_groups_sees_each_episode(tmp_path: Path) -> None:
+    _, tensors = one_group(tmp_path, plays("asks_twice", reward=f"{HERE}:ranks"), group_size=3)
+    np.testing.assert_array_equal(tensors["rewards"], [20.0, 21.0, 22.0])
+
+
+def test_spare_episodes_are_given_up_when_a_group_is_complete(tmp_path: Path) -> None:
+    rig, tensors = one_group(tmp_path, plays("asks_twice", spare_answers=2))
+    assert len(tensors["rewards"]) == 2 and rig.received[0].num_answers == 2
+
+
+def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = plays("misbehaves", reward_retries=1, agent_settings={"extra": 2})
+    with caplog.at_level(logging.INFO), RolloutRig(tmp_path, ["1+2="] * 11, rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 11, "all prompts")
+    outcomes = rig.outcomes()
+    line = some_agents.misbehaves.__code__.co_firstlineno
+    assert [outcomes[number] for number in ("0", "6", "7", "10")] == ["finished"] * 4
+    assert outcomes["1"] == f"agent_error: KeyError: 'no such field' ({FILE}:{line + 5})"
+    assert outcomes["2"] == f"agent_error: SystemExit: 0 ({FILE}:{line + 7})"
+    assert outcomes["3"] == f"agent_error: CancelledError ({FILE}:{line + 9})"
+    assert outcomes["4"] == "agent_error: TypeError: an agent returns a number, an Outcome or None, got str"
+    assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
+    assert outcomes["8"] == "agent_error: its process ended by itself, exit code 3"
+    assert outcomes["9"] == "agent_error: its process ended by itself, killed by signal 9"
+    assert sum(len(record.getMessage()) for record in caplog.records) < 400_000, "the rest is said in a number"
+    assert any("bytes more" in record.getMessage() for record in caplog.records)
+
+
+def test_episodes_whose_process_another_one_ended_are_played_again_as_if_nothing_were(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RolloutRig(tmp_path, ["1+2="] * 8, rollout=plays("kills_once"), group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 8, "all prompts")
+    outcomes = rig.outcomes()
+    assert outcomes.pop("0") == "agent_error: its process ended by itself, exit code 3"
+    assert set(outcomes.values()) == {"finished"}
+
+
+def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_slow_reward_is_not(
+    tmp_path: Path, folder: Path
+) -> None:
+    rollout = plays(
+        "waits_for_some", agent_timeout_s=0.5, reward=f"{HERE}:waits_for_the_others", reward_timeout_s=600.0
+    )
+    os.mkfifo(fifo := folder / "fifo")
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout, group_size=1) as rig, ExitStack() as stack:
+
+        def all_came() -> bool:
+            if {"1", "2"} <= rig.outcomes().keys():
+                stack.callback(os.close, os.open(fifo, os.O_RDWR))
+            return len(rig.received) == 4
+
+        rig.run_until(all_came, "four prompts")
+        outcomes = rig.outcomes()
+    assert outcomes["0"] == outcomes["3"] == "finished"
+    why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
+    line = some_agents.waits_for_some.__code__.co_firstlineno + 3
+    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in {FILE}:{line}")
+    assert outcomes["2"].startswith(why)
+
+
+def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_others_go_on(tmp_path: Path) -> None:
+    rollout = plays("blocks_for_one", agent_timeout_s=1.0)
+    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 4, "four prompts")
+        outcomes = rig.outcomes()
+    assert [outcomes[number] for number in ("0", "2", "3")] == ["finished"] * 3
+    why = f"agent_error: AgentBlocksError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
+    line = some_agents.blocks_for_one.__code__.co_firstlineno + 11
+    assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f"({FILE}:{line})")
+
+
+def test_an_agent_that_cannot_be_interrupted_is_ended_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.workers.rollout.agent_processes._SILENCE_GRACE_S", 0.5)
+    rollout = plays("cannot_be_interrupted", agent_timeout_s=0.5)
+    with RolloutRig(tmp_path, ["1+2="] * 3, rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        outcomes = rig.outcomes()
+    assert [outcomes[number] for number in ("0", "2")] == ["finished"] * 2
+    assert outcomes["1"].startswith("agent_error: its event loop stood still for ")
+
+
+def test_each_try_has_other_answers(tmp_path: Path, folder: Path) -> None:
+    rig, _ = one_group(tmp_path, plays("fails_at_first", reward_retries=1), group_size=1)
+    seeds = [answer_seed(rig.plan.seed, order=0, answer=answer, call=turn) for answer, turn in ((0, 0), (1, 0), (1, 1))]
+    assert rig.server.seeds == seeds
+
+
+@pytest.mark.parametrize("agent", ["always_raises", "is_not_there"])
+def test_an_agent_that_always_fails_ends_the_worker_and_is_named(
+    agent: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What rl-logs --errors shows are the last lines of the worker's log."""
+    with RolloutRig(tmp_path, ["1+2="] * 20, rollout=plays(agent)) as rig, caplog.at_level(logging.INFO):
+        assert rig.run_to_its_end() == WorkerExit.USER_CODE
+    last_line = caplog.records[-1].getMessage().splitlines()[-1]
+    assert f"{HERE}:{agent}" in last_line
+    if agent == "always_raises":
+        line = some_agents.always_raises.__code__.co_firstlineno + 1
+        assert f"KeyError: 'no such field' ({FILE}:{line})" in last_line
+
+
+def test_a_process_that_plays_holds_no_secret_of_the_trial(tmp_path: Path, folder: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1="], rollout=plays("looks_around"), group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+        secrets = {path.name: path.read_bytes() for path in rig.trial.secrets_path.iterdir() if path.is_file()}
+    assert rig.outcomes() == {"0": "finished"}
+    seen = json.loads((folder / "seen").read_text())
+    assert not any(str(tmp_path) in target for target in seen["opened"].values()), "no file of the trial is open"
+    words = {word for content in secrets.values() for word in content.decode("latin-1").split('"') if len(word) >= 24}
+    assert words, "there are secrets"
+    for where in ("environment", "arguments", "memory"):
+        assert not any(word in seen[where] for word in words), where

@@ -1,0 +1,215 @@
+"""Session: how an agent speaks to the model; what it says, gets, rewards and notes of one episode.
+
+    say ──► history of token ids ──generate──► Model ──Reply──► history, Turn
+                │                                                 reward(turn=), note ──► Record ──► the worker
+                └──branch──► another Session of the same episode, with a history of its own
+
+A history only grows: the trainer learns from tokens as they were sampled, and never sees them cut into others. What
+goes on from all tokens of a sequence stays in it; anything else is another sequence, in which all before it is given.
+
+It knows neither HTTP nor the worker: `Model` is one, and whoever tests an agent may bring another.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from corral.workers.agents.contract import ToolCall, Turn, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model has made."""
+
+    number: int
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Model(Protocol):
+    """Who makes the answers."""
+
+    async def __call__(
+        self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
+    ) -> Reply:
+        """What follows these tokens.
+
+        Raises:
+            EpisodeEndedError: at a limit of the episode.
+            RefusedError: if the request can never be answered.
+        """
+
+
+class Language(Protocol):
+    """Between words and tokens."""
+
+    def encode(
+        self, words: Words, *, before: Sequence[int], stopped: bool, tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """The tokens that words are behind others.
+
+        Args:
+            before: the history so far; words that begin one get the special tokens that a text begins with.
+            stopped: whether it ends with an answer that came to its own end.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of an answer, without the token that ended it."""
+
+    def calls(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Sequence[ToolCall]:
+        """The tools that an answer asks for."""
+
+
+Judge = Callable[[str], Awaitable[float]]
+"""The answer's text -> what `rollout.reward` gives it; JudgeError after its last try."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What an agent says of its episode, beside its tokens."""
+
+    notes: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    untrained: list[int] = field(default_factory=list)
+    """Turns from which nothing is to be learned."""
+
+
+class Session:
+    """One history of an episode."""
+
+    def __init__(
+        self,
+        model: Model,
+        language: Language,
+        judge: Judge,
+        history: Sequence[int],
+        *,
+        record: Record | None = None,
+        behind: dict[int, list[int]] | None = None,
+    ) -> None:
+        """
+        Args:
+            history: the tokens that it begins with; an agent finds the prompt there.
+            record: of the episode, if it has another session already.
+            behind: the history behind each turn of the episode, likewise.
+        """
+        self._model, self._language, self._judge = model, language, judge
+        self._history = list(history)
+        self._record = record if record is not None else Record()
+        self._behind = behind if behind is not None else {}
+        self._last: Turn | None = None
+        self._tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The history: everything that was said and made in it."""
+        return tuple(self._history)
+
+    @property
+    def record(self) -> Record:
+        """What was noted of the episode so far."""
+        return self._record
+
+    async def say(self, words: Words, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Add to the history what the model is told; nothing is learned from it.
+
+        Args:
+            words: text as it is, without special tokens; token ids; or messages of a conversation, which the model's
+                chat template renders. Messages go on from what the history is: a tool's output, a user's reply.
+            tools: schemas that the template shows the model, if the history begins here.
+
+        Raises:
+            ValueError: for messages, if the model has no chat template.
+        """
+        self._tools = tools or self._tools
+        stopped = self._last is not None and self._last.finish_reason == "stop"
+        self._history += self._language.encode(words, before=self._history, stopped=stopped, tools=self._tools)
+        self._last = None if words else self._last
+
+    async def generate(
+        self,
+        max_new_tokens: int | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        temperature: float | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        train: bool = True,
+    ) -> Turn:
+        """The model's next answer, which is part of the history from now on.
+
+        Args:
+            max_new_tokens: at most; None is `rollout.sampling.max_new_tokens`, which is the most that there is.
+            stop: texts that end the answer; the token that completes one is its last.
+            temperature: None is that of the trial. From an answer that is sampled in another way nothing is learned.
+            tools: schemas of what the answer may ask for; None are those of the last `say`.
+            train: False for an answer from which nothing is to be learned.
+
+        Raises:
+            EpisodeEndedError: if a limit of the episode leaves no room for an answer.
+        """
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        reply = await self._model(
+            tuple(self._history), max_new_tokens=max_new_tokens, stop=stops, temperature=temperature
+        )
+        self._history += reply.ids
+        self._behind[reply.number] = list(self._history)
+        if not train:
+            self._record.untrained.append(reply.number)
+        stopped = reply.finish_reason == "stop"
+        self._last = Turn(
+            number=reply.number,
+            text=self._language.decode(reply.ids),
+            ids=reply.ids,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+            tool_calls=self._language.calls(reply.ids, stopped=stopped, tools=tools or self._tools),
+        )
+        return self._last
+
+    def branch(self, after: Turn | int | None = None, *, history: Sequence[int] | None = None) -> "Session":
+        """Another history of the same episode: what is generated there is a sequence of its own.
+
+        Args:
+            after: go on behind this turn of the episode; None goes on from here.
+            history: begin with these tokens instead; [] with none.
+        """
+        if history is None:
+            number = after.number if isinstance(after, Turn) else after
+            history = self._history if number is None else self._behind[number]
+        return Session(self._model, self._language, self._judge, history, record=self._record, behind=self._behind)
+
+    async def judge(self, answer: Turn | str | None = None) -> float:
+        """What `rollout.reward` says of an answer, None of the last one; it counts only if the agent returns it.
+
+        Raises:
+            JudgeError: if the reward fails, or judges groups only.
+        """
+        given = self._last if answer is None else answer
+        if given is None:
+            raise ValueError("there is no answer to judge: nothing was generated, or something was said since")
+        return await self._judge(given.text if isinstance(given, Turn) else given)
+
+    def reward(self, value: float, *, turn: Turn | int) -> None:
+        """Add to the reward of one turn, beside the episode's own.
+
+        Raises:
+            ValueError: if it is not finite.
+            KeyError: if there is no such turn.
+        """
+        number = turn.number if isinstance(turn, Turn) else turn
+        if number not in self._behind:
+            raise KeyError(f"the episode has no turn {number}; it has {sorted(self._behind)}")
+        self._record.turn_rewards.append((number, _finite(value, "a turn's reward")))
+
+    def note(self, **numbers: float) -> None:
+        """Numbers of the episode, whose means over a train step stand in `metrics.jsonl` as `notes/NAME`."""
+        self._record.notes |= {name: _finite(value, f"the note {name}") for name, value in numbers.items()}
+
+
+def _finite(value: float, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be a finite number, got {number}")
+    return number

@@ -1,0 +1,124 @@
+"""The agent `tools`: plain Python functions that a model may call, as its chat template says, or by a pattern of text.
+
+    function ──signature, docstring──► schema ──► the model's template
+    answer ──calls──► function(**arguments) ──► what it returned, or what it raised ──► said to it ──► next answer
+           └── none: the episode is over, and `rollout.reward` judges it
+
+A tool runs in the agent's process, between answers: it has to be quick, or async. One that raises is answered with its
+error: the model may learn from it.
+"""
+
+import inspect
+import json
+import pkgutil
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_origin, get_type_hints
+
+from corral.workers.agents.contract import Message, Outcome, Task, ToolCall, Turn
+from corral.workers.agents.session import Session
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+Tool = Callable[..., Any]
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """A function as chat templates show it: name, first paragraph of its docstring, parameters with their types.
+
+    Example:
+        schema_of(calculator)["function"]["parameters"]["required"] == ["expression"]
+    """
+    hints = get_type_hints(tool)
+    parameters = inspect.signature(tool).parameters
+    properties = {name: _type_of(hints.get(name)) for name in parameters}
+    required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.__name__,
+            "description": (inspect.getdoc(tool) or "").partition("\n\n")[0],
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+def _type_of(hint: Any) -> dict[str, Any]:
+    known = _JSON_TYPES.get(get_origin(hint) or hint)
+    return {} if known is None else {"type": known}
+
+
+async def run_tool(by_name: Mapping[str, Tool], call: ToolCall) -> str:
+    """What a tool says to a call, as text; of one that is not there or raises, the error."""
+    try:
+        if call.name not in by_name:
+            raise LookupError(f"there is no tool {call.name!r}; there are {', '.join(by_name)}")
+        result = by_name[call.name](**call.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+async def tools(
+    task: Task,
+    session: Session,
+    *,
+    tools: Sequence[str],
+    call: str = "",
+    stop: Sequence[str] = (),
+    reply: str = "{output}\n",
+    max_calls: int = 4,
+) -> Outcome:
+    """Let the model call functions until it answers without a call; `rollout.reward` judges that answer.
+
+    Args:
+        tools: import paths of the functions.
+        call: for models without a chat template: the pattern of a call at the end of an answer. Its named groups are
+            the arguments, but for `tool`, which names the function where there are several.
+        stop: texts that end an answer, such as the last character of a call.
+        reply: how the output is said where `call` is given.
+        max_calls: calls that are run in an episode; an answer with a further one is the last.
+    """
+    by_name = {tool.__name__: tool for tool in map(pkgutil.resolve_name, tools)}
+    schemas = [] if call else [schema_of(tool) for tool in by_name.values()]
+    num_calls = 0
+    turn = await session.generate(stop=stop, tools=schemas)
+    while (asked := _calls_of(turn, call, by_name)) and num_calls < max_calls:
+        num_calls += len(asked)
+        outputs = [await run_tool(by_name, each) for each in asked]
+        if call:
+            await session.say("".join(reply.format(output=output) for output in outputs))
+        else:
+            await session.say(list(map(_answer_to, asked, outputs)))
+        turn = await session.generate(stop=stop, tools=schemas)
+    return Outcome(None, metrics={"tool_calls": float(num_calls)})
+
+
+def _calls_of(turn: Turn, pattern: str, by_name: Mapping[str, Tool]) -> Sequence[ToolCall]:
+    if not pattern:
+        return turn.tool_calls
+    found = re.search(f"(?:{pattern})$", turn.text)
+    if found is None:
+        return ()
+    arguments = found.groupdict()
+    return [ToolCall(arguments.pop("tool", None) or next(iter(by_name)), arguments)]
+
+
+def _answer_to(call: ToolCall, output: str) -> Message:
+    named = {"tool_call_id": call.id} if call.id else {}
+    return {"role": "tool", "name": call.name, "content": output, **named}
+
+
+def calculator(expression: str) -> str:
+    """Adds, subtracts and multiplies whole numbers, as in 12+34*2."""
+    if not re.fullmatch(r"\d{1,12}([+*-]\d{1,12}){0,16}", expression):
+        raise ValueError(f"cannot compute {expression!r}; write whole numbers with + - * between them")
+    total = 0
+    for sign, term in re.findall(r"([+-]?)(\d+(?:\*\d+)*)", expression):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor)
+        total += -product if sign == "-" else product
+    return str(total)

@@ -1,0 +1,34 @@
+"""What is asked of a model for one turn of an episode, and why nothing may come of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+EndReason = Literal["", "length", "turns", "time", "closed"]
+
+
+class EpisodeEndedError(RuntimeError):
+    """The episode has come to one of its limits: nothing more is generated for it."""
+
+    def __init__(self, reason: EndReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class RequestRefusedError(RuntimeError):
+    """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """How one turn is to be sampled; None is what the trial's `sampling` says."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: Sequence[str] = ()
+    """Texts that end the answer; the token that completes one is its last."""
+    is_trained: bool = True
+    """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
+    is: the trainer's probabilities are those of the trial's sampling."""

@@ -1,0 +1,294 @@
+"""AgentProcesses: the worker's side of the processes that agents run in (`workers/user_code/agent_host.py`).
+
+    play ──► the process with the fewest runs ──Done──► what came of it
+                └── it ends, or says nothing any more ──► killed with all that it has started, and another one started
+                      ├── in a step of this run ──► AgentFailedError: this one's fault
+                      └── in another's, or nobody's ──► EpisodeLostError: to be played again, which is no failure of it
+
+What they print goes to the worker's log, as much of it as a log can bear.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done, Setup, command
+
+logger = logging.getLogger(__name__)
+
+_IMPORT_TIMEOUT_S = 120.0
+_SILENT_BEATS = 3.0  # pauses between beats, beyond the agent's own time, after which a process has no loop any more
+_SILENCE_GRACE_S = 5.0
+_END_TIMEOUT_S = 10.0
+_LOG_BYTES, _LOG_INTERVAL_S = 2**16, 10.0  # of what a process prints, the worker's log takes so much in so long
+
+
+class AgentFailedError(RuntimeError):
+    """An agent failed in an episode; the text is one line, with file and line where they are known."""
+
+    def __init__(self, text: str, *, kind: str = "agent_error", traceback: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+        """agent_error, reward_error or request_refused."""
+        self.traceback = traceback
+
+
+class EpisodeLostError(RuntimeError):
+    """The process of an episode ended, and not in a step of it."""
+
+    def __init__(self, text: str, *, by_another: bool) -> None:
+        super().__init__(text)
+        self.by_another = by_another
+        """Whether it was in a step of another one; else nobody knows who is to blame."""
+
+
+class AgentHostError(RuntimeError):
+    """No process can be started that plays; the worker has to start again."""
+
+
+Judge = Callable[[str], Awaitable[float]]
+
+
+@dataclass(slots=True)
+class _Run:
+    outcome: "asyncio.Future[Done]"
+    judge: Judge
+
+
+@dataclass(eq=False, slots=True)
+class _Process:
+    """One host that is up."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    mark: mmap.mmap
+    _: KW_ONLY
+    silence_s: float
+    runs: dict[int, _Run] = field(default_factory=dict)
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+    is_ended: bool = False
+
+    def start(self, coroutine: Any) -> None:
+        self.tasks.add(task := asyncio.create_task(coroutine))
+        task.add_done_callback(self.tasks.discard)
+
+    async def say(self, message: Mapping[str, Any]) -> None:
+        with suppress(ConnectionError):  # who waits for an answer hears of the end of the process
+            self.writer.write(json.dumps(message).encode() + b"\n")
+            await self.writer.drain()
+
+    async def read(self) -> str:
+        """Take in what it says, until it ends; why it has to be ended, "" if it ended by itself."""
+        silent = 0
+        while True:
+            try:
+                async with asyncio.timeout(self.silence_s):
+                    line = await self.reader.readline()
+            except TimeoutError:
+                silent += 1  # once may be this worker's own standing still
+                if silent == 2:
+                    return f"its event loop stood still for {2 * self.silence_s:g} s, and could not be interrupted"
+                continue
+            except (ConnectionError, ValueError):  # a line without end
+                return ""
+            if not line:
+                return ""
+            silent = 0
+            try:
+                self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+                return f"it said what no agent's process says: {error}"
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "done" in message:
+            done = msgspec.convert(message, Done)
+            run = self.runs.pop(done.done, None)
+            if run is not None and not run.outcome.done():
+                run.outcome.set_result(done)
+        elif "judge" in message and (run := self.runs.get(message["run"])) is not None:
+            self.start(self._judge(run.judge, int(message["judge"]), str(message["answer"])))
+
+    async def _judge(self, judge: Judge, call: int, answer: str) -> None:
+        try:
+            reply: dict[str, Any] = {"judged": call, "reward": await judge(answer)}
+        except Exception as error:
+            reply = {"judged": call, "error": str(error)}
+        await self.say(reply)
+
+    async def pass_output_on(self, name: str) -> None:
+        """To the log: so much at a time, and of the rest how much it was."""
+        assert self.process.stdout is not None
+        loop, since, left, lost = asyncio.get_running_loop(), 0.0, 0, 0
+        while text := await self.process.stdout.read(_LOG_BYTES):
+            if loop.time() - since >= _LOG_INTERVAL_S:
+                if lost:
+                    logger.info("%s printed %d bytes more", name, lost)
+                since, left, lost = loop.time(), _LOG_BYTES, 0
+            shown, left = text[:left], max(left - len(text), 0)
+            lost += len(text) - len(shown)
+            if shown:
+                logger.info("%s printed:\n%s", name, shown.decode(errors="replace").rstrip())
+        if lost:
+            logger.info("%s printed %d bytes more", name, lost)
+
+    async def end(self) -> str:
+        """Kill it with all that it has started; how it ended, which may have been before."""
+        self.is_ended = True
+        self.writer.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = await self.process.wait()
+        for task in self.tasks - {asyncio.current_task()}:
+            task.cancel()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class AgentProcesses:
+    """The processes of one agent; each is started when it is needed first, but for the first one.
+
+    Example:
+        async with AgentProcesses("my_agents:solve", settings={}, ...) as processes:
+            done = await processes.play(task, endpoint=endpoint.address, key=key, judge=judge)
+    """
+
+    def __init__(self, agent: str, *, settings: Mapping[str, Any], model: Path, timeout_s: float, number: int) -> None:
+        """
+        Args:
+            model: folder with the tokenizer.
+            timeout_s: `rollout.agent_timeout_s`.
+            number: processes at most.
+        """
+        self._agent, self._settings, self._model = agent, dict(settings), model
+        self._timeout_s, self._number = timeout_s, number
+        self._processes: list[_Process] = []
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "AgentProcesses":
+        try:
+            await self._add()
+        except AgentHostError as error:
+            raise UserCodeError(str(error)) from error
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for watch in list(self._watches):
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        for process in self._processes:
+            await process.end()
+
+    async def play(self, task: Mapping[str, Any], *, endpoint: str, key: str, judge: Judge) -> Done:
+        """What comes of one episode.
+
+        Args:
+            task: the fields of a `Task`.
+            endpoint: path of the model endpoint's Unix socket.
+            key: what opens it for this episode.
+            judge: asks the trial's reward about a text.
+
+        Raises:
+            AgentFailedError: if the agent fails, by whatever it does.
+            EpisodeLostError: if its process ended through no fault of it.
+            AgentHostError: if no process can be started.
+        """
+        process, number = await self._least_loaded(), next(self._numbers)
+        outcome: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        process.runs[number] = _Run(outcome, judge)
+        try:
+            await process.say({"run": number, "task": dict(task), "endpoint": {"unix": endpoint}, "key": key})
+            done = await outcome
+        finally:
+            if process.runs.pop(number, None) is not None and not process.is_ended:
+                process.start(process.say({"cancel": number}))
+        if done.error is not None:
+            raise AgentFailedError(done.error.cause, kind=done.error.kind, traceback=done.error.traceback)
+        return done
+
+    async def _least_loaded(self) -> _Process:
+        async with self._starting:
+            if not self._processes or (
+                len(self._processes) < self._number and all(process.runs for process in self._processes)
+            ):
+                await self._add()
+        return min(self._processes, key=lambda process: len(process.runs))
+
+    async def _add(self) -> None:
+        """Start a process, and wait until it has imported the agent."""
+        process = await self._start()
+        name = f"agent process {process.process.pid}"
+        process.start(process.pass_output_on(name))
+        try:
+            async with asyncio.timeout(_IMPORT_TIMEOUT_S):
+                first = json.loads(await process.reader.readline() or "{}")
+        except (TimeoutError, ConnectionError, ValueError) as error:
+            await process.end()
+            raise AgentHostError(
+                f"the process that imports {self._agent} says nothing within {_IMPORT_TIMEOUT_S:.0f} s: {error!r}"
+            ) from error
+        if "ready" not in first:
+            ending = await process.end()
+            raise AgentHostError(first.get("failed") or f"the process that imports {self._agent} has ended, {ending}")
+        self._processes.append(process)
+        self._watches.add(watch := asyncio.create_task(self._watch(process)))
+        watch.add_done_callback(self._watches.discard)
+
+    async def _start(self) -> _Process:
+        ours, theirs = socket.socketpair()
+        mark = os.memfd_create("corral-agent")
+        os.truncate(mark, MARK_BYTES)
+        setup = Setup(
+            self._agent, self._settings, str(self._model), self._timeout_s, os.getpid(), theirs.fileno(), mark
+        )
+        with theirs, os.fdopen(mark, "rb+", closefd=True):
+            process = await asyncio.create_subprocess_exec(
+                *command(setup, sys.path),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=[theirs.fileno(), mark],
+                start_new_session=True,  # it is ended with whatever it has started
+            )
+            memory = mmap.mmap(mark, MARK_BYTES)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_LINE)
+        silence_s = self._timeout_s + _SILENT_BEATS * setup.beat_s + _SILENCE_GRACE_S
+        return _Process(process, reader, writer, memory, silence_s=silence_s)
+
+    async def _watch(self, process: _Process) -> None:
+        """Until it ends; then everybody who waits for it hears why."""
+        reading = asyncio.create_task(process.read())
+        ending = asyncio.create_task(process.process.wait())  # what it has forked may keep the connection open
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():  # what it said last is still on its way
+                await asyncio.wait([reading], timeout=1.0)
+        finally:
+            ending.cancel()
+            reading.cancel()
+        why = reading.result() if reading.done() and not reading.cancelled() else ""
+        culprit = int.from_bytes(process.mark[:], "little")
+        self._processes.remove(process)
+        how = await process.end()
+        cause = why or f"its process ended by itself, {how}"
+        logger.warning("agent process %d with %d episodes: %s", process.process.pid, len(process.runs), cause)
+        lost = EpisodeLostError(cause, by_another=culprit in process.runs)
+        for number, run in process.runs.items():
+            if not run.outcome.done():
+                run.outcome.set_exception(AgentFailedError(cause) if number == culprit else lost)
+        process.runs.clear()

@@ -1,0 +1,147 @@
+"""EpisodePlayer: one episode of an agent of the user's own, from its task to what the trainer can learn from.
+
+    task ──► agent's process ⇄ model endpoint ⇄ EpisodeSession ⇄ generation servers
+                  │ done                             │ log
+                  └──► reward, notes, ended ─────────┴──► Played ──judge, or the agent's own reward──► JudgedEpisode
+
+The process has the session's key, and the session the tokens: what an agent says of its turns are numbers of them.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.workers.agents.contract import Episode
+from corral.workers.episodes.trajectories import JudgedEpisode
+from corral.workers.model_endpoint.server import ModelEndpoint
+from corral.workers.rollout.agent_processes import AgentFailedError, AgentProcesses, EpisodeLostError
+from corral.workers.rollout.episode_session import EpisodeSession
+from corral.workers.rollout.generation_client import GenerationClient
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.user_code.agent_host import Done
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOST = 3  # processes that end around an episode in nobody's step: then it may well be why
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that is over, before a group's judge has seen it."""
+
+    session: EpisodeSession
+    done: Done
+    transcript: Episode
+
+    def judged(self, reward: float) -> JudgedEpisode:
+        """As the trainer gets it."""
+        return JudgedEpisode(self.session.log.branches, reward, self.transcript.notes, self.transcript.ended)
+
+
+async def open_player(
+    stack: AsyncExitStack, config: RolloutConfig, judge: RewardJudge, *, model: Path
+) -> "EpisodePlayer | None":
+    """What plays the episodes of a trial's agent, until the stack is closed; None for the single turn.
+
+    Args:
+        model: folder with the tokenizer.
+
+    Raises:
+        UserCodeError: if the agent cannot be imported.
+    """
+    if not config.makes_episodes:
+        return None
+    processes = AgentProcesses(
+        config.agent,
+        settings=config.agent_settings,
+        model=model,
+        timeout_s=config.agent_timeout_s,
+        number=config.agent_processes,
+    )
+    endpoint = await stack.enter_async_context(ModelEndpoint())
+    return EpisodePlayer(await stack.enter_async_context(processes), endpoint, judge, config=config)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePlayer:
+    """Plays the episodes of one rollout worker."""
+
+    processes: AgentProcesses
+    endpoint: ModelEndpoint
+    judge: RewardJudge
+    _: KW_ONLY
+    config: RolloutConfig
+
+    async def play(
+        self,
+        uid: str,
+        row: DatasetRow,
+        prompt_ids: Sequence[int],
+        *,
+        number: int,
+        client: GenerationClient,
+        tokenizer: Any,
+        seed_of: Callable[[int], int],
+    ) -> Played:
+        """One episode.
+
+        Args:
+            number: which one of its group.
+            client: asks generation servers, with the sampling that the episode has.
+            seed_of: the sampling seed of a turn, by its number.
+
+        Raises:
+            AgentFailedError: if the agent fails, or nothing can be learned from what it did.
+            AgentHostError: if no process can be started for it.
+        """
+        num_lost, limits = 0, self.config.episode
+        while True:
+            session = EpisodeSession(
+                uid,
+                client,
+                tokenizer,
+                seed_of=seed_of,
+                max_turns=limits.max_turns,
+                max_tokens=limits.max_tokens,
+                timeout_s=limits.timeout_s,
+            )
+            try:
+                return await self._play(session, row, prompt_ids, number)
+            except EpisodeLostError as error:
+                num_lost += not error.by_another
+                if num_lost == _MAX_LOST:
+                    raise AgentFailedError(f"{num_lost} processes that played it ended, the last: {error}") from error
+                logger.info("an episode of prompt %s is played again: %s", uid, error)
+
+    async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
+        async def judge(answer: str) -> float:
+            if self.judge.takes_groups:
+                raise ValueError(f"reward {self.config.reward} judges groups, and no single answer")
+            return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0]
+
+        task = {"fields": row.fields, "prompt": row.prompt, "prompt_ids": list(prompt_ids), "episode": number}
+        key = self.endpoint.open_episode(session)
+        try:
+            done = await self.processes.play(task, endpoint=self.endpoint.socket_path, key=key, judge=judge)
+        finally:
+            self.endpoint.close_episode(key)
+        log = session.log
+        try:
+            for turn, value in done.turn_rewards:
+                log.reward(value, turn=turn)
+            for turn in done.untrained:
+                log.leave_out(turn=turn)
+        except KeyError as error:
+            raise AgentFailedError(f"agent {self.config.agent} speaks of a turn {error} that was not made") from error
+        if not JudgedEpisode(log.branches, 0.0).sequences():
+            ended = f", and came to its limit: {session.ended}" if session.ended else ""
+            raise AgentFailedError(
+                f"agent {self.config.agent} ended without an answer from which something can be learned{ended}"
+            )
+        turns = [self.judge.text_of(answer.output_ids) for answer in log.answers]
+        return Played(session, done, Episode(turns, done.metrics, done.ended or session.ended, done.reward))
