@@ -206,13 +206,11 @@ class AsyncPPOExperiment(PolicyExperiment):
         ]
 
     def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
-        count, environment = self.num_workers("rollout_worker"), None
-        if (config := self.rollout.environment) is not None and (found := self.environment) is not None:
-            environment = EnvironmentSpec(
-                config=config.model_copy(update={"python": environment_python(config)}),
-                packages=dict(found.packages),
-                sha256=found.sha256,
-            )
+        count, rollout, environment = self.num_workers("rollout_worker"), self.rollout, None
+        if (config := rollout.environment) is not None and (found := self.environment) is not None:
+            environment = EnvironmentSpec(packages=dict(found.packages), sha256=found.sha256)
+            config = config.model_copy(update={"python": environment_python(config)})
+            rollout = rollout.model_copy(update={"environment": config})
         return [
             RolloutWorkerSpec(
                 index=index,
@@ -220,7 +218,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dataset=dataset,
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
-                rollout=self.rollout,
+                rollout=rollout,
                 experts=self.routed_experts,
                 held_out=held_out,
                 environment=environment,

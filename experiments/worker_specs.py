@@ -9,7 +9,6 @@ from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConf
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
     EXACT_MATCH,
@@ -334,10 +333,8 @@ class GserverManagerSpec(FrozenConfig):
 
 
 class EnvironmentSpec(FrozenConfig):
-    """An environment as it was at submission."""
+    """What an environment was at submission."""
 
-    config: EnvironmentConfig
-    """`python` is never None."""
     packages: dict[str, str]
     """Versions of what it is made of, by name."""
     sha256: str
@@ -360,7 +357,7 @@ class RolloutWorkerSpec(FrozenConfig):
     held_out: HeldOutSpec | None = None
     """What it answers besides, and trains nobody with; None where nothing is held out."""
     environment: EnvironmentSpec | None = None
-    """What plays and judges in place of an agent and a reward."""
+    """What `rollout.environment` was when the trial was submitted; its `python` is never None then."""
 
 
 WorkerSpec = Annotated[

@@ -55,6 +55,7 @@ RANKS: dict[str, list[set[str]]] = {
             "backends",
             "delivery",
             "engine",
+            "environments",
             "lifecycle",
             "model_endpoint",
             "requests",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, split_remedy
+from corral.experiments.errors import ConfigProblem, KeyPath, dotted, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora

@@ -9,7 +9,7 @@ from corral.experiments.config.base import FrozenConfig
 
 
 class EnvironmentConfig(FrozenConfig):
-    """An environment of `verifiers` as it is installed, in processes and a Python of its own; see docs/environments.md."""
+    """An environment of `verifiers` as it is installed, in processes of a Python of its own: docs/environments.md."""
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]*$")
     """Its taskset, by the name of its package."""

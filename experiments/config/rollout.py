@@ -101,7 +101,7 @@ class RolloutConfig(GenerationConfig):
     """How long an agent may wait at a time for something that is neither an answer nor a reward, and how long it may
     keep the event loop to itself; those have deadlines of their own."""
     agent_processes: int = Field(default=2, ge=1)
-    """Processes of each rollout worker that an agent of your own, or an environment, runs in, many episodes in each at a
+    """Processes of each rollout worker that an agent of your own or an environment runs in, many episodes in each at a
     time."""
     episode: EpisodeConfig = EpisodeConfig()
     """Limits of an episode, where the agent is not the single turn."""

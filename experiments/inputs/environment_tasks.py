@@ -1,6 +1,6 @@
 """The tasks of an environment, listed at submission by its host program in the Python that it is installed in.
 
-    EnvironmentConfig ──► host.py list ──► {"described": versions, digest}, rows ──► FoundEnvironment ──► tasks.jsonl of the trial
+    EnvironmentConfig ──► host.py list ──► what it is, a row a task ──► FoundEnvironment ──► tasks.jsonl of the trial
 
 From then on tasks are rows as those of any dataset: their order, and which of them a commit covers, follow from their
 ids. The Python cannot be corral's own: what environments need pins other versions of what corral needs.
@@ -83,7 +83,9 @@ def find_environment(config: EnvironmentConfig, *, lists: bool, held_out: bool =
     verifiers_version(python)
     with tempfile.TemporaryDirectory(prefix="corral-environment-") as folder:
         output = Path(folder) / "tasks.jsonl"
-        command = host_command(python, "list" if lists else "describe", host_settings(config, held_out=held_out), str(output))
+        command = host_command(
+            python, "list" if lists else "describe", host_settings(config, held_out=held_out), str(output)
+        )
         try:
             done = subprocess.run(
                 command,
@@ -102,8 +104,8 @@ def find_environment(config: EnvironmentConfig, *, lists: bool, held_out: bool =
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
             raise ValueError(
-                f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or install "
-                f"it there: {python} -m pip install ..."
+                f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
+                f"install it there: {python} -m pip install ..."
             )
         first, _, rows = output.read_bytes().partition(b"\n")
     described = json.loads(first)["described"]

@@ -1,7 +1,7 @@
-"""The environment of a trial around its submission: its tasks among the trial's files, and whether it is still the same.
+"""The environment of a trial at its submission: tasks among the trial's files, and whether it is still the same.
 
-    submission ──listed_rows──► tasks.jsonl, held-out-tasks.jsonl ──kept_rows──► a resume with other ranks: listed once
-    resume ──changed_environment──► what is installed now, beside what the plan says of it
+submission ──listed_rows──► tasks.jsonl, held-out-tasks.jsonl ──kept_rows──► a resume with other ranks: listed once
+resume ──changed_environment──► what is installed now, beside what the plan says of it
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,17 +38,17 @@ def changed_environment(plan: RunPlan) -> tuple[str, ...]:
         ConfigError: if it cannot be loaded any more.
     """
     workers = plan.all_of(RolloutWorkerSpec)
-    if not workers or (spec := workers[0].environment) is None:
+    if not workers or (spec := workers[0].environment) is None or (config := workers[0].rollout.environment) is None:
         return ()
     try:
-        found = find_environment(spec.config, lists=False)
+        found = find_environment(config, lists=False)
     except ValueError as error:
         message, hint = split_remedy(str(error))
         raise ConfigError.of(message, hint=hint, path=("rollout", "environment", "id")) from error
     if found.sha256 == spec.sha256 and dict(found.packages) == spec.packages:
         return ()
     return (
-        f"environment {spec.config.id} is not what the trial began with: {_versions(spec.packages)} then, "
+        f"environment {config.id} is not what the trial began with: {_versions(spec.packages)} then, "
         f"{_versions(found.packages)} now; its tasks stay those of {plan.trial.directory.name}/tasks.jsonl",
     )
 

@@ -130,9 +130,9 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
 def _environment(plan: RunPlan) -> Iterator[str]:
     """What plays and judges in place of an agent and a reward."""
     workers = plan.all_of(RolloutWorkerSpec)
-    if workers and (spec := workers[0].environment) is not None:
+    if workers and (spec := workers[0].environment) is not None and (config := workers[0].rollout.environment):
         versions = ", ".join(f"{name} {version}" for name, version in sorted(spec.packages.items()))
-        yield f"plays      environment {spec.config.id} ({versions}); {display_path(Path(str(spec.config.python)))}"
+        yield f"plays      environment {config.id} ({versions}); {display_path(Path(str(config.python)))}"
 
 
 def _data(plan: RunPlan) -> str:

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}" + END_OF_ANSWER + "{% endif %}{% endfor %}"
 )
-"""A conversation is what was said, one after the other: its first answer is that to the same prompt without a template."""
+"""A conversation is what was said, one after the other: to its first prompt the model answers as without a template."""
 NUM_HELD_OUT = 512
 NUM_SFT = 3072
 

@@ -1,6 +1,6 @@
-"""What the host of an environment sees of the machine: a folder of its own for HOME and temporary files, and few names.
+"""What the host of an environment sees: a folder of its own for HOME and temporary files, and few variables.
 
-    the worker's environment ──few names──► the host's ──► programs that it starts, by verifiers' own rule without API_KEY
+    the worker's environment ──few names──► the host's ──verifiers' rule: nothing with API_KEY──► programs it starts
     DIR/harnesses (`make environments`) ──linked──► the folder: what verifiers would fetch for its programs is there
 
 No key of the trial is in it. What it starts leaves its session, and is found by a mark when it is to be ended.

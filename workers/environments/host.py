@@ -8,11 +8,13 @@
        ▲                           │ any failure is the episode's own                              │ token ids, logprobs
        └──done: reward, metrics────┘◄──────────────────────────────────────────────────────────────┘
 
-It is started by its path and imports nothing of corral. Lines of JSON in both directions; SETTINGS is JSON as well, see
-`Settings`. What the environment prints is the worker's log.
+It is started by its path and imports nothing of corral. Lines of JSON go in both directions, as with an agent's process
+(`corral/workers/user_code/agent_host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
+the worker's log. It ends when the worker closes its end, or dies.
 """
 
 import asyncio
+import ctypes
 import hashlib
 import itertools
 import json
@@ -20,10 +22,12 @@ import math
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -37,12 +41,22 @@ from verifiers.v1.utils import loaders
 
 _MODEL = "policy"  # what the endpoint calls it
 _BEAT_S = 1.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MOST_EMPTY = 8  # answers without a token to an episode that has ended: then whoever plays it does not listen
+_EMPTY = {"index": 0, "token_ids": [], "finish_reason": "length", "logprobs": {"content": []}}
+_LIMITS = {
+    "max_turns": "turns",
+    "max_input_tokens": "length",
+    "max_output_tokens": "length",
+    "max_total_tokens": "length",
+}
+"""Of an agent, by verifiers' words and ours."""
 _LONGEST_LINE = 1 << 28
 _KEY_VARIABLE = "CORRAL_RELAY_API_KEY"  # programs that verifiers starts do not inherit names with API_KEY
 _GENERATE = "/inference/v1/generate"
 _PLUGINS = str(Path(__file__).parent / "plugins")
 _PASSED_ON = ("Content-Type", "X-Session-ID")
-_MAX_ERROR = 2000
+_MAX_ERROR, _MAX_TRACEBACK = 2000, 8000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,10 @@ class Settings:
     renderer: Mapping[str, Any] | None = None
     model_directory: str = ""
     """With the tokenizer and its template; to play only."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 300.0
+    """How long an episode may be at work of its own at a time."""
+    parent: int = 0
+    """The worker's process."""
 
 
 # The environment
@@ -131,13 +148,22 @@ def rows_of(taskset: vf.Taskset, *, num_tasks: int | None) -> Iterator[dict[str,
 # The model
 
 
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """Where the model of one episode is, and by which key."""
+@dataclass(slots=True)
+class Played:
+    """One episode under way: where its model is, and by which key; what it asked."""
 
-    url: str
     socket: str
     key: str
+    turns: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers of the turns of each trace."""
+    num_asked: int = 0
+    """Requests that wait for an answer."""
+    last_answer: float = field(default_factory=time.monotonic)
+    num_empty: int = 0
+
+    def left_s(self, timeout_s: float) -> float:
+        """How long it may still be at work of its own, unless it asks."""
+        return timeout_s if self.num_asked else self.last_answer + timeout_s - time.monotonic()
 
 
 class Relay:
@@ -148,7 +174,7 @@ class Relay:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.secret = secrets.token_urlsafe(24)
-        self.episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, Played] = {}
         """By the id of a trace."""
         self._stack = stack
         self._sessions: dict[str, aiohttp.ClientSession] = {}
@@ -174,25 +200,42 @@ class Relay:
             return web.json_response({"error": {"message": "the episode is over"}}, status=409)
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         headers["Authorization"] = f"Bearer {episode.key}"
+        episode.num_asked += 1
         try:
-            async with self._session(episode).request(
-                request.method, episode.url + request.path, data=await request.read(), headers=headers
+            session, body = self._session(episode.socket), await request.read()
+            async with session.request(
+                request.method, f"http://model{request.path}", data=body, headers=headers
             ) as reply:
-                return web.Response(
-                    status=reply.status, body=await reply.read(), content_type=reply.content_type or "application/json"
-                )
+                return self._answer(episode, trace, reply.status, await reply.read())
         except aiohttp.ClientError as error:
             return web.json_response({"error": {"message": f"the model does not answer: {error}"}}, status=503)
+        finally:
+            episode.num_asked -= 1
+            episode.last_answer = time.monotonic()
 
-    def _session(self, episode: Episode) -> aiohttp.ClientSession:
-        if episode.socket not in self._sessions:
-            connector = aiohttp.UnixConnector(episode.socket, limit=0) if episode.socket else None
-            session = aiohttp.ClientSession(
-                connector=connector or aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-            )
+    def _answer(self, episode: Played, trace: str | None, status: int, body: bytes) -> web.Response:
+        """What the environment is told. That an episode has come to a limit is no failure of it: it is judged as it
+        stands, so whoever still asks gets an answer of no token.
+        """
+        if status == 200 and trace is not None:
+            episode.turns.setdefault(trace, []).append(json.loads(body).get("turn", -1))
+        elif status in (400, 409) and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
+            episode.num_empty += 1
+            return web.json_response({"request_id": "", "choices": [_EMPTY]})
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    def _session(self, path: str) -> aiohttp.ClientSession:
+        if path not in self._sessions:
+            connector = aiohttp.UnixConnector(path, limit=0)
+            session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
             self._stack.push_async_callback(session.close)
-            self._sessions[episode.socket] = session
-        return self._sessions[episode.socket]
+            self._sessions[path] = session
+        return self._sessions[path]
+
+
+def _has_ended(body: bytes) -> bool:
+    error = json.loads(body).get("error", {})
+    return "episode_ended" in (error.get("type"), error.get("code")) or error.get("code") == "context_length_exceeded"
 
 
 # Episodes
@@ -201,29 +244,38 @@ class Relay:
 class Player:
     """Plays the episodes that the worker asks for, all at the same time."""
 
-    def __init__(self, env: vf.Env, relay: Relay, context: vf.ModelContext) -> None:
+    def __init__(self, env: vf.Env, relay: Relay, context: vf.ModelContext, *, timeout_s: float) -> None:
         self._env = env
+        self._timeout_s = timeout_s
         self._relay = relay
         self._context = context
         self._task_class = type(env.taskset).task_type()
 
     async def play(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """What came of one episode; an environment's failure is a value."""
-        endpoint = run["endpoint"]
-        episode = Episode(str(endpoint["url"]).rstrip("/"), str(endpoint.get("socket") or ""), str(run["key"]))
-        traces: list[str] = []
+        episode, traces = Played(run["endpoint"]["unix"], run["key"]), list[str]()
 
         def note(trace: vf.Trace) -> None:
             traces.append(trace.id)
             self._relay.episodes[trace.id] = episode
 
         try:
-            data = self._task_class.data_type().model_validate(run["task"]["task"])
+            data = self._task_class.data_type().model_validate(run["task"]["fields"]["task"])
             (slot,) = self._env.slots(self._task_class(data, self._env.config.taskset.task))
-            verdict = judged(await self._env.run_slot(slot, self._context, on_trace=note))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # SystemExit too: it is the episode's, and not the host's
+            playing = asyncio.ensure_future(_settled(self._env.run_slot(slot, self._context, on_trace=note)))
+            try:
+                while not playing.done() and (left_s := episode.left_s(self._timeout_s)) > 0.0:
+                    await asyncio.wait([playing], timeout=left_s)
+                if not playing.done():
+                    text = f"it neither ended nor asked the model for {self._timeout_s:g} s (rollout.agent_timeout_s)"
+                    verdict = failed("TimeoutError", text, "".join(_stack_of(playing)))
+                elif isinstance(outcome := playing.result(), BaseException):
+                    verdict = failed(type(outcome).__name__, str(outcome), "".join(traceback.format_exception(outcome)))
+                else:
+                    verdict = judged(outcome, episode)
+            finally:
+                playing.cancel()
+        except Exception as error:
             verdict = failed(type(error).__name__, str(error), traceback.format_exc())
         finally:
             for trace in traces:
@@ -231,7 +283,20 @@ class Player:
         return {"done": run["run"], **verdict}
 
 
-def judged(episode: vf.Episode) -> dict[str, Any]:
+async def _settled(playing: Awaitable[vf.Episode]) -> vf.Episode | BaseException:
+    """What comes of it, an error as a value: SystemExit of a task would end the loop that plays all the others."""
+    try:
+        return await playing
+    except BaseException as error:
+        return error
+
+
+def _stack_of(task: "asyncio.Task[Any]") -> list[str]:
+    """Where a task waits, as a traceback has it."""
+    return [line for frame in task.get_stack() for line in traceback.format_stack(frame, limit=1)]
+
+
+def judged(episode: vf.Episode, played: Played) -> dict[str, Any]:
     """Reward and metrics of an episode: of several agents that learn, the mean of theirs."""
     errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
     if errors or not episode.ok:
@@ -239,27 +304,28 @@ def judged(episode: vf.Episode) -> dict[str, Any]:
         text = error.message if error else "the episode did not come to its end"
         return failed(error.type if error else "EnvError", text, (error.traceback if error else "") or "")
     taught = [trace for trace in episode.traces if trace.agent.trainable]
-    for trace in episode.traces:
-        if trace not in taught and trace.calls and getattr(trace.agent.config.client, "type", "") == "train":
-            name = trace.agent.name
-            text = f"agent {name} learns nothing and speaks for the policy; give it a model: args.{name}.client"
-            return failed("UntrainableAgent", text, "")
+    learning = {trace.id for trace in taught}
+    untrained = [turn for name, turns in played.turns.items() if name not in learning for turn in turns]
+    if not taught:
+        return failed("EnvError", "no agent of it learns anything", "")
     metrics = {"turns": float(sum(trace.num_turns for trace in taught))}
     for trace in taught:
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
         metrics |= {f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
-    reward = sum(trace.reward for trace in taught) / max(1, len(taught))
+    reward = sum(trace.reward for trace in taught) / len(taught)
     if not math.isfinite(reward):
         return failed("ValueError", f"the reward is {reward}", "")
-    ended = "length" if any(trace.is_truncated for trace in taught) else ""
-    return {"reward": reward, "metrics": metrics, "turn_rewards": {}, "ended": ended, "error": None}
+    ended = next((limit for trace in taught if (limit := _LIMITS.get(trace.stop_condition or ""))), "")
+    return {"reward": reward, "metrics": metrics, "untrained": untrained, "ended": ended}
 
 
 def failed(kind: str, text: str, said: str) -> dict[str, Any]:
     """An episode without a reward."""
-    place = next((line.strip() for line in reversed(said.splitlines()) if line.lstrip().startswith("File ")), "")
-    error = {"type": kind, "text": text[:_MAX_ERROR], "place": place}
-    return {"reward": 0.0, "metrics": {}, "turn_rewards": {}, "ended": "", "error": error}
+    # The last line of somebody's own: what catches and wraps is verifiers'.
+    places = [line.strip() for line in said.splitlines() if line.lstrip().startswith("File ")]
+    own = [place for place in places if f"{os.sep}verifiers{os.sep}" not in place] or places
+    cause = " ".join(f"{kind}: {text}".split())[:_MAX_ERROR] + (f" ({own[-1]})" if own else "")
+    return {"error": {"kind": "agent_error", "cause": cause, "traceback": said[-_MAX_TRACEBACK:]}}
 
 
 async def serve(settings: Settings, descriptor: int) -> None:
@@ -281,9 +347,10 @@ async def serve(settings: Settings, descriptor: int) -> None:
                 renderer_model_name=settings.model_directory,
                 renderer=settings.renderer,
             )
-            sampling = vf.SamplingConfig(**settings.sampling)
             await stack.enter_async_context(env.serving())
-            player = Player(env, relay, vf.ModelContext(model=_MODEL, client=client, sampling=sampling))
+            # How answers are sampled is the trial's business; what an environment's agents say of it is passed on.
+            context = vf.ModelContext(model=_MODEL, client=client)
+            player = Player(env, relay, context, timeout_s=settings.timeout_s)
             say(ready=describe(config))
         except Exception as error:
             traceback.print_exc()
@@ -336,6 +403,9 @@ def main(mode: str, settings_text: str, where: str) -> int:
     """Describes, lists, or plays; 1 with the reason as the last line of stderr if the environment cannot be used."""
     settings = Settings(**json.loads(settings_text))
     if mode == "play":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != settings.parent:  # it went away before the wish was registered
+            return 1
         asyncio.run(serve(settings, int(where)))
         return 0
     try:

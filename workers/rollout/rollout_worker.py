@@ -145,7 +145,7 @@ class RolloutWorker(Worker):
             judge,
             client,
             self._tokenizer,
-            await open_player(stack, spec.rollout, judge, model=spec.tokenizer),
+            await open_player(stack, spec.rollout, judge, model=spec.tokenizer, planned=spec.environment),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
