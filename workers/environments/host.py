@@ -2,7 +2,7 @@
 
     host.py describe SETTINGS OUTPUT    ──► OUTPUT: {"described": {...}}
     host.py list SETTINGS OUTPUT        ──► the same, then a row for each task
-    host.py play SETTINGS FD            ──► {"ready": {...}} or {"failed": why}, then episodes as long as FD is open
+    host.py play SETTINGS FD,MARK       ──► {"ready": {...}} or {"failed": why}, then episodes as long as FD is open
 
     worker ──run, key, task──► Env.run_slot ──► harness ──► train client ──Relay, by trace──► the episode's endpoint
        ▲                           │ any failure is the episode's own                              │ token ids, logprobs
@@ -10,7 +10,8 @@
 
 It is started by its path and imports nothing of corral. Lines of JSON go in both directions, as with an agent's process
 (`corral/workers/user_code/agent_host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
-the worker's log. It ends when the worker closes its end, or dies.
+the worker's log. It ends when the worker closes its end, or dies. Eight bytes behind MARK, which it shares with the
+worker, hold the run whose step is being made: if the process dies, they say by whom.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import secrets
@@ -27,8 +29,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +44,9 @@ from verifiers.v1.utils import loaders
 
 _MODEL = "policy"  # what the endpoint calls it
 _BEAT_S = 1.0
+_MARK_BYTES = 8
+_RUN: ContextVar[int] = ContextVar("run", default=0)
+"""Whose task this is."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_EMPTY = 8  # answers without a token to an episode that has ended: then whoever plays it does not listen
 _EMPTY = {"index": 0, "token_ids": [], "finish_reason": "length", "logprobs": {"content": []}}
@@ -262,6 +268,7 @@ class Player:
         try:
             data = self._task_class.data_type().model_validate(run["task"]["fields"]["task"])
             (slot,) = self._env.slots(self._task_class(data, self._env.config.taskset.task))
+            _RUN.set(run["run"])
             playing = asyncio.ensure_future(_settled(self._env.run_slot(slot, self._context, on_trace=note)))
             try:
                 while not playing.done() and (left_s := episode.left_s(self._timeout_s)) > 0.0:
@@ -291,9 +298,55 @@ async def _settled(playing: Awaitable[vf.Episode]) -> vf.Episode | BaseException
         return error
 
 
+class Marked(Coroutine[Any, Any, Any]):
+    """A coroutine that notes before each of its steps whose it is, and behind it that it is nobody's."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], mark: Callable[[int], None], number: int) -> None:
+        self._coroutine, self._mark, self._number = coroutine, mark, number
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def _step(self, step: Callable[..., Any], *values: Any) -> Any:
+        self._mark(self._number)
+        try:
+            return step(*values)
+        finally:
+            self._mark(0)
+
+
+def mark_steps(descriptor: int) -> None:
+    """Has every task of the running loop that comes from an episode note its steps."""
+    memory = mmap.mmap(descriptor, _MARK_BYTES)
+
+    def mark(number: int) -> None:
+        memory[:] = number.to_bytes(_MARK_BYTES, "little")
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+        number = _RUN.get()
+        return asyncio.Task(Marked(coroutine, mark, number) if number else coroutine, loop=loop, **options)
+
+    asyncio.get_running_loop().set_task_factory(make)
+
+
 def _stack_of(task: "asyncio.Task[Any]") -> list[str]:
     """Where a task waits, as a traceback has it."""
-    return [line for frame in task.get_stack() for line in traceback.format_stack(frame, limit=1)]
+    waits, lines = task.get_coro(), list[str]()
+    while waits is not None:
+        waits = getattr(waits, "_coroutine", waits)
+        if (frame := getattr(waits, "cr_frame", None)) is not None:
+            lines += traceback.format_stack(frame, limit=1)
+        waits = getattr(waits, "cr_await", None)
+    return lines
 
 
 def judged(episode: vf.Episode, played: Played) -> dict[str, Any]:
@@ -328,8 +381,9 @@ def failed(kind: str, text: str, said: str) -> dict[str, Any]:
     return {"error": {"kind": "agent_error", "cause": cause, "traceback": said[-_MAX_TRACEBACK:]}}
 
 
-async def serve(settings: Settings, descriptor: int) -> None:
+async def serve(settings: Settings, descriptor: int, mark: int) -> None:
     """Plays until the worker closes its end."""
+    mark_steps(mark)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=_LONGEST_LINE)
 
     def say(**words: Any) -> None:
@@ -406,7 +460,7 @@ def main(mode: str, settings_text: str, where: str) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != settings.parent:  # it went away before the wish was registered
             return 1
-        asyncio.run(serve(settings, int(where)))
+        asyncio.run(serve(settings, *map(int, where.split(","))))
         return 0
     try:
         with Path(where).open("w") as output:

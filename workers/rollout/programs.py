@@ -106,7 +106,7 @@ class EnvironmentProgram:
 
     def prepare(self, channel: int, mark: int) -> Started:
         confinement = Confinement(self._python, variables=self._config.variables)
-        command = host_command(self._python, "play", self._settings, str(channel))
+        command = host_command(self._python, "play", self._settings, f"{channel},{mark}")
         return Started(command, confinement.environment, confinement.folder, confinement.end)
 
     def greet(self, ready: Any) -> None:
