@@ -100,7 +100,9 @@ class AsyncPPOExperiment(PolicyExperiment):
         if config is None or (held_out and config.held_out_args is None):
             return None
         try:
-            return find_environment(config, lists=lists, held_out=held_out)
+            has_tokenizer = (self.actor.path / "tokenizer.json").exists()  # else that is told beside all else
+            model = self.actor.path if has_tokenizer and not held_out else None
+            return find_environment(config, lists=lists, model=model, held_out=held_out)
         except ValueError as error:
             message, hint = split_remedy(str(error))
             path = ("rollout", "environment", "id" if config.python is None else "python")

@@ -1,8 +1,6 @@
 """The Python that environments run in, for tests that play some."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -40,6 +40,7 @@ from typing import Any, TextIO
 import aiohttp
 import verifiers.v1 as vf
 from aiohttp import web
+from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils import loaders
 
 _MODEL = "policy"  # what the endpoint calls it
@@ -61,6 +62,7 @@ _LONGEST_LINE = 1 << 28
 _KEY_VARIABLE = "CORRAL_RELAY_API_KEY"  # programs that verifiers starts do not inherit names with API_KEY
 _GENERATE = "/inference/v1/generate"
 _PLUGINS = str(Path(__file__).parent / "plugins")
+_STANDARD = str(Path(os.__file__).parent) + os.sep
 _PASSED_ON = ("Content-Type", "X-Session-ID")
 _MAX_ERROR, _MAX_TRACEBACK = 2000, 8000  # characters
 
@@ -74,7 +76,7 @@ class Settings:
     num_tasks: int | None = None
     renderer: Mapping[str, Any] | None = None
     model_directory: str = ""
-    """With the tokenizer and its template; to play only."""
+    """With the tokenizer and its template; "" where nobody plays."""
     timeout_s: float = 300.0
     """How long an episode may be at work of its own at a time."""
     parent: int = 0
@@ -376,7 +378,7 @@ def failed(kind: str, text: str, said: str) -> dict[str, Any]:
     """An episode without a reward."""
     # The last line of somebody's own: what catches and wraps is verifiers'.
     places = [line.strip() for line in said.splitlines() if line.lstrip().startswith("File ")]
-    own = [place for place in places if f"{os.sep}verifiers{os.sep}" not in place] or places
+    own = [place for place in places if _STANDARD not in place and f"{os.sep}verifiers{os.sep}" not in place] or places
     cause = " ".join(f"{kind}: {text}".split())[:_MAX_ERROR] + (f" ({own[-1]})" if own else "")
     return {"error": {"kind": "agent_error", "cause": cause, "traceback": said[-_MAX_TRACEBACK:]}}
 
@@ -395,12 +397,8 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
             env = loaders.load_environment(config)
             relay = Relay(stack)
             os.environ[_KEY_VARIABLE] = relay.secret
-            client = vf.TrainClientConfig(
-                base_url=await relay.start(),
-                api_key_var=_KEY_VARIABLE,
-                renderer_model_name=settings.model_directory,
-                renderer=settings.renderer,
-            )
+            client = client_config(settings, await relay.start())
+            await check_renderer(client)
             await stack.enter_async_context(env.serving())
             # How answers are sampled is the trial's business; what an environment's agents say of it is passed on.
             context = vf.ModelContext(model=_MODEL, client=client)
@@ -438,10 +436,37 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
         await asyncio.gather(beating, *running.values(), return_exceptions=True)
 
 
+def client_config(settings: Settings, url: str) -> vf.TrainClientConfig:
+    """Where the policy is, and how it is written to."""
+    return vf.TrainClientConfig(
+        base_url=url,
+        api_key_var=_KEY_VARIABLE,
+        renderer_model_name=settings.model_directory,
+        renderer=settings.renderer,
+    )
+
+
+async def check_renderer(client: vf.TrainClientConfig) -> None:
+    """Have the renderer made before anybody waits for it, and see that it can write a message down.
+
+    Raises:
+        ValueError: if it cannot, as it has no template.
+    """
+    pool = ElasticRendererPool(str(client.renderer_model_name), client.renderer, multiplex=client.multiplex)
+    async with pool.acquire() as slot:
+        try:
+            words = [{"role": "user", "content": "1"}]
+            await slot.run(lambda: slot.renderer.render(words, add_generation_prompt=True))
+        except Exception as error:
+            raise ValueError(f"messages cannot be written down for {client.renderer_model_name}: {error}") from error
+
+
 def tell(settings: Settings, output: TextIO, *, lists: bool) -> None:
     """Writes what the environment is, and its tasks."""
     config = make_config(settings)
     env = loaders.load_environment(config)
+    if settings.model_directory:
+        asyncio.run(check_renderer(client_config(settings, "http://nowhere")))
     output.write(json.dumps({"described": describe(config)}) + "\n")
     if lists:
         output.writelines(json.dumps(row) + "\n" for row in rows_of(env.taskset, num_tasks=settings.num_tasks))

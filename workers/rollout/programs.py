@@ -96,9 +96,7 @@ class EnvironmentProgram:
         """
         self.name, self.start_timeout_s = f"environment {config.id}", config.load_timeout_s
         self._config, self._planned, self._python = config, planned, environment_python(config)
-        self._settings = host_settings(config) | {
-            "renderer": config.renderer,
-            "model_directory": str(model),
+        self._settings = host_settings(config, model=model) | {
             "timeout_s": rollout.agent_timeout_s,
             "parent": os.getpid(),
         }

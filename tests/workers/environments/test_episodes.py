@@ -66,13 +66,13 @@ def test_what_another_agent_says_of_the_policy_is_given_and_not_trained(tmp_path
 
 def test_what_an_environment_does_wrong_costs_its_prompt_alone(tmp_path: Path) -> None:
     tasks = [{"does": does} for does in ("", "raises", "exits", "hangs", "")]
-    with rig_of(tmp_path, tasks, group_size=1, agent_timeout_s=3.0) as rig:
+    with rig_of(tmp_path, tasks, group_size=1, agent_timeout_s=5.0) as rig:
         rig.run_until(lambda: len(rig.received) == 5, "all prompts")
     outcomes = rig.outcomes()
     assert (outcomes["0"], outcomes["4"]) == ("finished", "finished")
     assert outcomes["1"].startswith("agent_error: TaskError: ") and "no such field" in outcomes["1"]
     assert outcomes["2"].startswith("agent_error: SystemExit: 3") and "adding.py" in outcomes["2"]
-    assert outcomes["3"].startswith("agent_error: TimeoutError: it neither ended nor asked the model for 3 s")
+    assert outcomes["3"].startswith("agent_error: TimeoutError: it neither ended nor asked the model for 5 s")
 
 
 def test_a_host_that_dies_is_started_again_and_whoever_kills_it_each_time_is_dropped(tmp_path: Path) -> None:
