@@ -309,6 +309,7 @@ def on_this_machine() -> Iterator[str]:
                 environment={"CORRAL_TEST_ANSWERS": str(answers)},
                 overrides={
                     "rollout.agent": "slow_agents:heavy_tailed",
+                    "rollout.agent_processes": 1,
                     "rollout.max_head_offpolicyness": policy.eta,
                     "rollout.max_concurrent_rollouts": min(policy.eta + 1, 2) * 8,
                     "control.commit_every_steps": 5,

@@ -137,6 +137,10 @@ class AsyncPPOExperiment(PolicyExperiment):
     def max_head_offpolicyness(self) -> int:
         return self.rollout.max_head_offpolicyness
 
+    @property
+    def makes_episodes(self) -> bool:
+        return self.rollout.makes_episodes
+
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
             sampling=self.rollout.sampling,
@@ -208,11 +212,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         ]
 
     def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
-        count, rollout, environment = self.num_workers("rollout_worker"), self.rollout, None
-        if (config := rollout.environment) is not None and (found := self.environment) is not None:
-            environment = EnvironmentSpec(packages=dict(found.packages), sha256=found.sha256)
-            config = config.model_copy(update={"python": environment_python(config)})
-            rollout = rollout.model_copy(update={"environment": config})
+        count, found = self.num_workers("rollout_worker"), self.environment
+        environment = EnvironmentSpec(packages=dict(found.packages), sha256=found.sha256) if found else None
         return [
             RolloutWorkerSpec(
                 index=index,
@@ -220,13 +221,45 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dataset=dataset,
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
-                rollout=rollout,
+                rollout=self.planned_rollout,
                 experts=self.routed_experts,
                 held_out=held_out,
                 environment=environment,
             )
             for index in range(count)
         ]
+
+    @property
+    def planned_rollout(self) -> RolloutConfig:
+        """The settings with how long a sequence of an episode may be: what all that read or make it can take; and with
+        the Python of an environment."""
+        longest = self.rollout.episode.max_tokens or min(self._episode_bounds().values())
+        changes: dict[str, Any] = {"episode": self.rollout.episode.model_copy(update={"max_tokens": longest})}
+        if (environment := self.rollout.environment) is not None:
+            changes["environment"] = environment.model_copy(update={"python": environment_python(environment)})
+        return self.rollout.model_copy(update=changes)
+
+    def _episode_bounds(self) -> dict[str, int]:
+        """By name; there is one of the actor's micro-batches at least."""
+        return {name: limit for name, limit in self.length_bounds().items() if limit is not None}
+
+    def _episode_problems(self) -> Iterator[ConfigProblem]:
+        path, longest = ("rollout", "episode", "max_tokens"), self.rollout.episode.max_tokens
+        if longest is None:
+            return
+        for name, limit in self._episode_bounds().items():
+            if longest > limit:
+                yield ConfigProblem(
+                    f"a sequence of {longest} tokens does not fit {name} = {limit}",
+                    f"lower rollout.episode.max_tokens to {limit}, or leave it out: it is then as long as all can take",
+                    path=path,
+                )
+        if longest <= self.dataset.max_prompt_tokens:
+            yield ConfigProblem(
+                f"a prompt of {self.dataset.max_prompt_tokens} tokens leaves no room for an answer in {longest}",
+                "raise rollout.episode.max_tokens, or lower dataset.max_prompt_tokens",
+                path=path,
+            )
 
     def length_bounds(self) -> dict[str, int | None]:
         return {"engine.max_total_tokens": self.engine.max_total_tokens} | super().length_bounds()
@@ -243,6 +276,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 is_in_container=group is not None and group.container_image is not None,
             )
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
+        yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go"):
             yield ConfigProblem(
                 f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {self.ppo.advantage} something: "
@@ -287,6 +321,10 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
+        if not self.rollout.makes_episodes:
+            unread = {"agent_settings", "agent_timeout_s", "agent_processes", "episode"}
+            for name in sorted(unread & self.rollout.model_fields_set):
+                yield f"rollout.{name} has no effect on the single turn; name an agent with rollout.agent"
         if self.writes_deltas and self.actor.dtype != "bfloat16":
             yield (
                 f"weights.transport: delta saves nothing with actor.dtype: {self.actor.dtype}, of which a train step "

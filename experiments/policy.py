@@ -27,11 +27,11 @@ from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
-from corral.experiments.inputs.tokens import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import ROUTED_EXPERTS, Key
+from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -93,7 +93,8 @@ class PolicyExperiment(Experiment):
     @property
     def trajectory_keys(self) -> tuple[str, ...]:
         """What comes with the answers."""
-        return TRAJECTORY_KEYS if self.routed_experts is None else (*TRAJECTORY_KEYS, ROUTED_EXPERTS)
+        of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
+        return (*TRAJECTORY_KEYS, *of_experts, *(EPISODE_KEYS if self.makes_episodes else ()))
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
@@ -107,10 +108,29 @@ class PolicyExperiment(Experiment):
         what the train step computes anyway. Not so with dropout, which a train step alone has, nor for whoever else
         reads the numbers.
         """
-        if not self.ppo.use_decoupled_loss:
-            return False
+        return self.ppo.use_decoupled_loss and (self._proximal_may_differ or self._counts_what_is_left)
+
+    @property
+    def _proximal_may_differ(self) -> bool:
+        """Whether what the train step computes may be another thing, or somebody else reads the proximal policy's."""
         is_read = ":" in self.actor.interface or PROXIMAL in self._own_keys()
         return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout
+
+    @property
+    def _counts_what_is_left(self) -> bool:
+        """Whether it has to be known before the train step which tokens the cap drops.
+
+        A mean over answers divides by the tokens that are left of all sequences of an episode, of which a micro-batch
+        may have some.
+        """
+        ppo = self.ppo
+        drops = ppo.behav_imp_weight_cap is not None and ppo.behav_imp_weight_mode == "drop"
+        return self.makes_episodes and drops and ppo.loss_reduction != "token_mean"
+
+    @property
+    def makes_episodes(self) -> bool:
+        """Whether an answer may be several sequences."""
+        return False
 
     @property
     def _trains_with_dropout(self) -> bool:
@@ -182,7 +202,8 @@ class PolicyExperiment(Experiment):
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
         rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
-        keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values")
+        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values", *of_episodes)
         return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
 
     def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:
@@ -275,7 +296,7 @@ class PolicyExperiment(Experiment):
 
     def _clip_warnings(self) -> Iterator[str]:
         """Bounds of a ratio that is 1 for every token, as far as they were written down."""
-        if not self.ppo.use_decoupled_loss or self.calls_for_proximal or ":" in self.ppo.loss:
+        if not self.ppo.use_decoupled_loss or self._proximal_may_differ or ":" in self.ppo.loss:
             return
         bounds = ("eps_clip", "eps_clip_high", "c_clip", "early_stop_imp_ratio", "early_stop_kl")
         for name in bounds:

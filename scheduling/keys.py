@@ -78,9 +78,11 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
         key.name: key
         for key in (
             Key("input_ids", "per_token", "int32"),
-            Key("prompt_mask", "per_token", "bool"),  # True on prompt tokens
-            Key("old_logprobs", "per_shifted_token", "float32"),  # of the behaviour policy; 0 on prompt tokens
-            Key("versions", "per_shifted_token", "int32"),  # policy version that made the token; -1 on prompt tokens
+            Key(
+                "prompt_mask", "per_token", "bool"
+            ),  # True on tokens that were given, not made: the prompt, tools' outputs
+            Key("old_logprobs", "per_shifted_token", "float32"),  # of the behaviour policy; 0 on given tokens
+            Key("versions", "per_shifted_token", "int32"),  # policy version that made the token; -1 on given tokens
             Key("logprobs", "per_shifted_token", "float32"),  # an inference call's output, before it is renamed
             Key("proximal_logprobs", "per_shifted_token", "float32"),
             Key("ref_logprobs", "per_shifted_token", "float32"),
@@ -90,15 +92,22 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
             Key("loss_mask", "per_shifted_token", "bool"),  # True on the tokens that are trained on
             Key("values", "per_token", "float32"),  # a critic's, in units of reward
             Key("returns", "per_shifted_token", "float32"),
-            Key("rewards", "per_answer", "float32"),
-            Key("episodes", "per_answer", "int32"),  # which of its group a sequence is of; an episode may be several
-            Key("turn_rewards", "per_shifted_token", "float32"),  # beside `rewards`, at the last token of a turn
+            Key("rewards", "per_answer", "float32"),  # an episode's outcome stands on each of its sequences
+            Key("episodes", "per_answer", "int32"),  # which episode of its group a sequence is of, from 0
+            Key("turn_rewards", "per_shifted_token", "float32"),  # at a turn's last made token, 0 elsewhere
+            Key("episode_tokens", "per_answer", "int32"),  # in the loss mask, of all sequences of the episode
+            Key("counts_episode", "per_answer", "bool"),  # True on the one sequence of an episode that counts it
             Key("is_chosen", "per_answer", "bool"),  # True where the answer is the preferred one of a pair
             Key("seq_no_eos_mask", "per_answer", "bool"),  # True where the answer was cut off by the token limit
         )
     }
 )
 
+
+EPISODES, TURN_REWARDS = "episodes", "turn_rewards"
+EPISODE_KEYS = (EPISODES, TURN_REWARDS)
+"""What samples carry besides where an answer may be an episode of several sequences. Those of one episode lie next to
+each other, and in the order in which they were begun. Without these keys each sequence is an episode."""
 
 ROUTED_EXPERTS = "routed_experts"
 

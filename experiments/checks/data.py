@@ -8,9 +8,9 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowK
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, dotted, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
-from corral.experiments.inputs.tokens import LengthLimits
 from corral.scheduling.mesh import Mesh
 
 MODEL_CONTEXT = "the model's max_position_embeddings"
@@ -43,15 +43,16 @@ def check_dataset(
     reader = DatasetReader(config=config, kind=kind, content=content)
     problems: list[ConfigProblem] = []
     too_long: list[int] = []
-    first = ""
+    first, where_read = "", ""
     try:
         for row in reader:
-            if excess := limits.find_excess(row.prompt, row.answers):
+            where_read = "" if isinstance(row.prompt, str) else f"{reader.name}:{row.line}: "
+            if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
                 first = first or f"{reader.name}:{row.line}: {excess}"
                 too_long.append(row.line)
     except ValueError as error:
         message, hint = split_remedy(str(error))
-        problems.append(ConfigProblem(message, hint))
+        problems.append(ConfigProblem(where_read + message, hint))
     num_rows = reader.num_rows - len(too_long)
     if too_long and not num_rows:
         hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"

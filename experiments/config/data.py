@@ -25,7 +25,11 @@ class DatasetConfig(FrozenConfig):
     path: Path | None = None
     """File with one JSON object a line; None only with `rollout.environment`, whose tasks are the rows then."""
     prompt_key: str = Field(default="prompt", min_length=1)
-    """Field that holds the prompt, a non-empty string."""
+    """Field that holds the prompt: a non-empty string; or, where answers are rewarded, a list of messages, which the
+    model's own chat template writes down, or a list of token ids."""
+    tools_key: str = Field(default="tools", min_length=1)
+    """Field that holds what the model is told that it may call, beside a prompt of messages: a list of OpenAI's
+    {"type": "function", "function": {...}}. A row need not have it."""
     answer_key: str = Field(default="answer", min_length=1)
     """Field that holds the reference answer, a string or a number, which is taken as its text."""
     chosen_key: str = Field(default="chosen", min_length=1)

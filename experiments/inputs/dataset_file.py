@@ -15,7 +15,9 @@ import msgspec
 
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
+from corral.experiments.inputs.messages import ToolSchema, check_tools, plain_messages
 from corral.experiments.inputs.regular_file import open_regular
+from corral.experiments.inputs.row_prompts import Prompt, is_ids
 from corral.experiments.worker_specs import DatasetSpec
 from corral.scheduling.worker_information import fold_numbers
 
@@ -42,16 +44,19 @@ class DatasetRow:
     """One problem.
 
     row_id: unique in the file; with the dataset epoch it makes the sample's uid.
+    prompt: text, messages, or token ids.
+    tools: what the model is told that it may call, beside messages.
     answers: the reference answer if there is one, or the chosen and the rejected answer.
     fields: everything that the row says, for rewards and agents of one's own.
     line: line of the file, from 1.
     """
 
     row_id: str
-    prompt: str
+    prompt: Prompt
     answers: tuple[str, ...]
     fields: dict[str, Any]
     line: int
+    tools: tuple[ToolSchema, ...] = ()
 
 
 @dataclass(slots=True)
@@ -124,8 +129,10 @@ class DatasetReader:
         """The row; None, and a problem more, if something is wrong with it."""
         try:
             fields = self._fields(line)
+            prompt = self._prompt(fields)
             return DatasetRow(
-                prompt=self._prompt(fields),
+                prompt=prompt,
+                tools=() if isinstance(prompt, str) or is_ids(prompt) else self._tools(fields),
                 answers=self._answers(fields),
                 row_id=self._row_id(fields, number),
                 fields=fields,
@@ -147,13 +154,30 @@ class DatasetReader:
             raise _RowError(f"row is no JSON object but {show_value(fields)}", hint)
         return fields
 
-    def _prompt(self, fields: dict[str, Any]) -> str:
-        prompt = fields.get(self.config.prompt_key)
-        if not isinstance(prompt, str) or not prompt:
-            raise _missing(
-                fields, self.config.prompt_key, "prompt", "the prompt must be text with at least one character"
-            )
+    def _prompt(self, fields: dict[str, Any]) -> Prompt:
+        key = self.config.prompt_key
+        prompt = fields.get(key)
+        if isinstance(prompt, str) and prompt:
+            return prompt
+        if not isinstance(prompt, list) or not prompt:
+            hint = "the prompt must be text with at least one character, a list of messages, or a list of token ids"
+            raise _missing(fields, key, "prompt", hint)
+        if is_ids(prompt):
+            return prompt
+        try:
+            plain_messages(prompt)
+        except ValueError as error:
+            hint = 'a message is {"role": "user", "content": "..."}, and a token id is a whole number'
+            raise _RowError(f"{key!r} is neither messages nor token ids: {error}", hint) from error
         return prompt
+
+    def _tools(self, fields: dict[str, Any]) -> tuple[ToolSchema, ...]:
+        key = self.config.tools_key
+        try:
+            return check_tools(fields.get(key) or ())
+        except ValueError as error:
+            hint = f"name another field with tools_key if {key!r} is not what the model may call"
+            raise _RowError(f"{key!r} {error}", hint) from error
 
     @property
     def _answer_keys(self) -> dict[str, str]:

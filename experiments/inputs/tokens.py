@@ -5,9 +5,6 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +12,6 @@ from corral.experiments.inputs.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_SPECIAL_TOKENS = 4  # no tokenizer puts more around a text
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
@@ -71,62 +66,6 @@ def end_of_answer_id(directory: Path, tokenizer: Any) -> int:
     text = named.get("content") if isinstance(named, dict) else named
     own = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return own if own in ids else ids[0]
-
-
-@dataclass(frozen=True)
-class LengthLimits:
-    """How long the rows of a dataset may be, in tokens of a model. Reads its tokenizer when a row could be too long.
-
-    Example:
-        limits = LengthLimits(model, max_prompt_tokens=1024)
-        limits.find_excess(prompt)            # "", or "the prompt has 1100 tokens, more than ..."
-    """
-
-    model: Path
-    """Directory with the tokenizer."""
-    _: KW_ONLY
-    max_prompt_tokens: int
-    """Of the prompt, special tokens included."""
-    max_row_tokens: int | None = None
-    """Of all sequences of a row together, each a prompt, an answer and its end: they share a micro-batch. None where
-    answers are not trained on."""
-    max_sequence_tokens: int | None = None
-    """Of each of these sequences; None where the model does not say how many positions it has."""
-
-    def find_excess(self, prompt: str, answers: Sequence[str] = ()) -> str:
-        """What of a row is too long; empty if nothing is.
-
-        Raises:
-            ValueError: if the tokenizer cannot be used.
-        """
-        at_most = [_at_most(prompt) + _at_most(answer) for answer in answers]
-        if _at_most(prompt) <= self.max_prompt_tokens and not self._excess_of_row(at_most):
-            return ""
-        num_prompt = len(encode_prompt(self._tokenizer, prompt))
-        if num_prompt > self.max_prompt_tokens:
-            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
-        num_tokens = [len(encode_answer(self._tokenizer, answer)) + 1 for answer in answers]
-        if excess := self._excess_of_row([num_prompt + num for num in num_tokens]):
-            sequences = " and ".join(f"{num_prompt} + {num}" for num in num_tokens)
-            return f"prompt and answer have {sequences} tokens, more than {excess}"
-        return ""
-
-    def _excess_of_row(self, num_tokens: Sequence[int]) -> str:
-        """The limit that a row with these sequences breaks; empty if none."""
-        if self.max_row_tokens is not None and sum(num_tokens) > self.max_row_tokens:
-            return f"max_tokens_per_micro_batch {self.max_row_tokens}"
-        if self.max_sequence_tokens is not None and max(num_tokens, default=0) > self.max_sequence_tokens:
-            return f"the model's max_position_embeddings {self.max_sequence_tokens}"
-        return ""
-
-    @cached_property
-    def _tokenizer(self) -> "Tokenizer":
-        return load_tokenizer(self.model)
-
-
-def _at_most(text: str) -> int:
-    """As many tokens as a text can have, for nearly nothing: each stands for a byte at least, or is a special one."""
-    return len(text.encode(errors="surrogatepass")) + _SPECIAL_TOKENS
 
 
 def _read(path: Path) -> dict[str, Any]:

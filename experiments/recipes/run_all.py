@@ -2,8 +2,8 @@
 
     arithmetic data, an untrained model ──► arithmetic_sft.yaml ──export──► all other recipes ──► one table
 
-Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft what SFT has
-made of it, and all others are files of the data.
+Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft and
+demo/tools_sft are what SFT has made of it, and all others are files of the data.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
 
 EXAMPLES = "demo/"
-UNTRAINED, AFTER_SFT = "model", "sft"
+UNTRAINED, AFTER_SFT, AFTER_TOOLS_SFT = "model", "sft", "tools_sft"
+_SFT, _TOOLS_SFT = "arithmetic-sft", "arithmetic-tools-sft"  # the recipes' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ def render(results: Sequence[Result]) -> str:
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
+def export_of(name: str, *, root: Path, trial: str) -> Path:
+    """What a recipe of this name has made, or will have."""
+    return root / name / trial / "exports" / "final"
+
+
 def train(recipe: Path, *, root: Path, trial: str, data: Path, sft_export: Path, overrides: Sequence[str] = ()) -> Path:
     """Train a recipe to its end on this machine; returns its metrics.jsonl, which may be missing if it failed.
 
@@ -118,8 +124,9 @@ def train(recipe: Path, *, root: Path, trial: str, data: Path, sft_export: Path,
         overrides: settings in place of the recipe's, such as "seed=2".
     """
     options = []
+    made = {AFTER_SFT: sft_export, AFTER_TOOLS_SFT: export_of(_TOOLS_SFT, root=root, trial=trial)}
     for key, example in example_paths(recipe).items():
-        options += ["-s", f"{key}={sft_export if example == AFTER_SFT else data / example}"]
+        options += ["-s", f"{key}={made.get(example, data / example)}"]
     for override in overrides:
         options += ["-s", override]
     submit = [str(Path(sys.executable).parent / "rl-submit"), str(recipe), "--local", "--wait"]
@@ -132,7 +139,7 @@ def run(recipe: Path, *, root: Path, trial: str, data: Path, overrides: Sequence
     promise = PROMISES[kind_of(recipe)]
     print(f"== {recipe.name}: {promise.words}", flush=True)
     started = time.monotonic()
-    sft_export = root / "arithmetic-sft" / trial / "exports" / "final"
+    sft_export = export_of(_SFT, root=root, trial=trial)
     metrics = train(recipe, root=root, trial=trial, data=data, sft_export=sft_export, overrides=overrides)
     values = read_values(metrics, promise.metric)
     return Result(recipe=recipe.name, promise=promise, values=values, seconds=time.monotonic() - started)

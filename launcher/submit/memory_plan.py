@@ -178,9 +178,10 @@ class TrainingMemory:
         return CallSizes(name=call.name, kind=kind, tokens=min((limit for limit in limits if limit), default=0))
 
     def _most_tokens(self, call: ModelFunctionCall, dims: ParallelDims) -> int | None:
-        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows."""
+        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows, as
+        where an answer may be several sequences of many turns."""
         longest = longest_answer(self.plan)
-        if longest is None:
+        if longest is None or any(worker.rollout.makes_episodes for worker in self.plan.all_of(RolloutWorkerSpec)):
             return None
         # Samples are dealt by their lengths: a rank may get one more than the mean.
         return (call.n_seqs // dims.dp + 1) * (answers_per_prompt(self.plan) or 1) * longest
@@ -216,6 +217,8 @@ def longest_answer(plan: RunPlan) -> int | None:
     """Tokens of the longest prompt with its answer; None where rows bring answers of their own."""
     for worker in plan.workers:
         if isinstance(worker, RolloutWorkerSpec):
+            if worker.rollout.makes_episodes and worker.rollout.episode.max_tokens is not None:
+                return worker.rollout.episode.max_tokens
             return worker.dataset.config.max_prompt_tokens + worker.rollout.sampling.max_new_tokens
         if isinstance(worker, ModelWorkerSpec) and worker.generation is not None and worker.dataset is not None:
             return worker.dataset.config.max_prompt_tokens + worker.generation.sampling.max_new_tokens

@@ -117,13 +117,14 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         return Question(roots=(users_root(),), import_paths=paths)
     reward, dataset, rollout = _judged(plan)
     row = _first_row(dataset) if dataset else None
+    prompt = row.prompt if row is not None and isinstance(row.prompt, str) else ""
     return Question(
         roots=(users_root(),),
         import_paths=paths,
         reward=reward.function if row is not None and reward.function in paths else None,
         reward_timeout_s=reward.timeout_s,
         problem=row.fields if row else {},
-        answers=tuple(dict.fromkeys((*(row.answers if row else ()), row.prompt if row else "", ""))),
+        answers=tuple(dict.fromkeys((*(row.answers if row else ()), prompt, ""))),
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
         agent_settings=rollout.agent_settings if rollout is not None else {},
         calls=tuple(_call_questions(plan)),

@@ -130,6 +130,29 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
     assert [w.behaviour.routes_anew for w in without.workers if isinstance(w, ModelWorkerSpec)] == [True]
 
 
+def test_samples_say_of_episodes_where_an_agent_may_make_several_sequences(folder: Path) -> None:
+    keys = {"episodes", "turn_rewards"}
+    more = ("ppo.advantage=gae", f"critic.path={folder / 'model'}", "ppo.n_minibatches=2")
+    single = _plan(folder / "ppo.yaml", *more)
+    assert not any(keys & set(call.input_keys) for call in single.master.calls)
+    by_agent = _plan(folder / "ppo.yaml", *more, "rollout.agent=json:loads")
+    readers = {call.name for call in by_agent.master.calls if keys <= set(call.input_keys)}
+    assert readers == {"actor_train", "critic_train"}
+    assert not any(keys & set(c.input_keys) for c in by_agent.master.calls if c.name not in readers)
+
+
+def test_a_mean_over_episodes_knows_before_the_step_which_tokens_the_cap_drops(folder: Path) -> None:
+    by_agent, mean = "rollout.agent=json:loads", "ppo.loss_reduction=answer_mean"
+    assert _levels(_plan(folder / "ppo.yaml", mean)) == (("actor_train",),)
+    assert _names(_plan(folder / "ppo.yaml", by_agent)) == ["actor_train"]
+    assert _names(_plan(folder / "ppo.yaml", by_agent, mean)) == ["actor_inf", "actor_train"]
+    assert _names(_plan(folder / "ppo.yaml", by_agent, mean, "ppo.behav_imp_weight_mode=truncate")) == ["actor_train"]
+
+
+def _names(plan: RunPlan) -> list[str]:
+    return [call.name for call in plan.master.calls]
+
+
 def test_a_mixture_whose_routers_cannot_be_told_is_warned_of(folder: Path) -> None:
     config = json.loads((folder / "model" / "config.json").read_text())
     other = MIXTURE | {"model_type": "olmoe"}
@@ -165,7 +188,7 @@ def test_edited_plan_is_refused(folder: Path, old: bytes, new: bytes) -> None:
 def test_a_plan_of_another_version_is_refused_with_a_way_out(folder: Path) -> None:
     plan = _plan(folder / "sft.yaml")
     text = plan.model_copy(update={"schema_version": 1}).to_json()
-    with pytest.raises(ValueError, match="plans of form 1, this one reads form 6.*submit a new trial"):
+    with pytest.raises(ValueError, match="plans of form 1, this one reads form 7.*submit a new trial"):
         RunPlan.from_json(text)
 
 

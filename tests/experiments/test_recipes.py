@@ -12,6 +12,7 @@ from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.recipes.run_all import (
     AFTER_SFT,
+    AFTER_TOOLS_SFT,
     PROMISES,
     UNTRAINED,
     Promise,
@@ -38,7 +39,9 @@ def _load(recipe: Path, folder: Path, *more: str) -> Experiment:
         if name.endswith(".jsonl"):
             count = 10 if name.startswith("heldout") else 128
             (folder / name).write_text(pairs(count) if "preferences" in name else rows(count))
-    paths = {key: folder / (UNTRAINED if name == AFTER_SFT else name) for key, name in examples.items()}
+    paths = {
+        key: folder / (UNTRAINED if name in (AFTER_SFT, AFTER_TOOLS_SFT) else name) for key, name in examples.items()
+    }
     overrides = [f"{key}={path}" for key, path in paths.items()]
     return load_experiment(recipe, [*overrides, *more])
 
@@ -69,7 +72,7 @@ def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("recipe", _RECIPES, ids=lambda path: path.name)
 def test_recipe_looks_for_its_files_beside_itself_until_told_otherwise(recipe: Path) -> None:
-    with pytest.raises(ValueError, match="demo/(model|sft) does not exist"):
+    with pytest.raises(ValueError, match="demo/(model|sft|tools_sft) does not exist"):
         load_experiment(recipe)
 
 

@@ -1,9 +1,10 @@
-"""Agents with mistakes in them, imported by the rollout workers of trials here."""
+"""Agents with mistakes in them, imported by the agents' processes of trials here."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from corral.agents import Session, Task
 
-async def reads_a_field_that_no_row_has(problem: Mapping[str, Any], prompt_ids: list[int], *others: Any) -> Any:
+
+async def reads_a_field_that_no_row_has(task: Task, session: Session) -> Any:
     """As a user would write it before the first try."""
-    return problem["solution"]
+    return task["solution"]

@@ -1,4 +1,4 @@
-"""An agent for the trials here, imported by their rollout workers: it keeps what the generation servers have said.
+"""An agent for the trials here: it keeps what the generation servers have said.
 
 A line of the file that CORRAL_TEST_ANSWERS names is an answer: prompt_ids, output_ids, logprobs, spans.
 """
@@ -6,23 +6,17 @@ A line of the file that CORRAL_TEST_ANSWERS names is an answer: prompt_ids, outp
 import json
 import os
 
-from corral.workers.rollout.agents import Judge, JudgedGroup, SampleGroup
-from corral.workers.rollout.agents import single_turn as unrecorded_single_turn
-from corral.workers.rollout.rewards import Problem
+from corral.agents import Session, Task
 
 
-async def single_turn(problem: Problem, prompt_ids: list[int], sample_group: SampleGroup, judge: Judge) -> JudgedGroup:
-    """Ask once, judge each answer, and write the answers down."""
-    group = await unrecorded_single_turn(problem, prompt_ids, sample_group, judge)
-    lines = [
-        {
-            "prompt_ids": list(prompt_ids),
-            "output_ids": answer.output_ids,
-            "logprobs": answer.logprobs,
-            "spans": [[span.version, span.start, span.end] for span in answer.spans],
-        }
-        for answer in group.answers
-    ]
+async def single_turn(task: Task, session: Session) -> None:
+    """Ask once, and write the answer down."""
+    turn = await session.generate()
+    line = {
+        "prompt_ids": list(task.prompt_ids),
+        "output_ids": list(turn.ids),
+        "logprobs": list(turn.logprobs),
+        "spans": list(turn.versions),
+    }
     with open(os.environ["CORRAL_TEST_ANSWERS"], "a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
-    return group
+        file.write(json.dumps(line) + "\n")

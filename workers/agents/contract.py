@@ -27,7 +27,8 @@ class Task:
 
     fields: Mapping[str, Any]
     """The row of the data set, as it stands in the file."""
-    prompt: str | Sequence[Message]
+    prompt: Words
+    """As the row has it: text, messages, or token ids."""
     prompt_ids: Sequence[int]
     """The prompt's tokens, which the session's history begins with."""
     episode: int
@@ -62,6 +63,8 @@ class Turn:
     finish_reason: Literal["stop", "length"]
     """`length`: it was cut by a limit of tokens."""
     tool_calls: Sequence[ToolCall] = ()
+    versions: Sequence[tuple[str, int, int]] = ()
+    """Which weights made which of its tokens: version, first token, first token of others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class HttpModel:
     async def __call__(
         self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
     ) -> Reply:
-        asked = {"max_tokens": max_new_tokens, "stop": list(stop) or None, "temperature": temperature}
+        asked = {"max_tokens": max_new_tokens, "stop": list(stop) or None, "own_temperature": temperature}
         sampling = {name: value for name, value in asked.items() if value is not None}
         body = {"token_ids": list(ids), "sampling_params": sampling}
         async with self._http.post("/inference/v1/generate", json=body, headers=self._headers) as response:
@@ -42,10 +42,11 @@ class HttpModel:
             raise _error(answer["error"])
         [choice] = answer["choices"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        return Reply(answer["turn"], choice["token_ids"], logprobs, choice["finish_reason"])
+        versions = [tuple(span) for span in answer["versions"]]
+        return Reply(answer["turn"], choice["token_ids"], logprobs, choice["finish_reason"], versions)
 
 
 def _error(error: dict[str, Any]) -> Exception:
-    if error["type"] == "episode_ended":
-        return EpisodeEndedError(error["code"], error["message"])
+    if reason := error.get("reason"):
+        return EpisodeEndedError(reason, error["message"])
     return RefusedError(error["message"])

@@ -1,44 +1,75 @@
-"""TextLanguage: words and tokens of a model by its tokenizer alone, as data sets have them: plain text."""
+"""ModelLanguage: between words and the tokens of one model: text by its tokenizer, messages by its chat template.
 
+text ────► tokens as they are, behind the history
+messages ─► answered: what the template writes behind the answer ──► the history goes on
+             └── the template would now write what was said in another way ──► the conversation, rendered anew
+"""
+
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from corral.experiments.inputs.chat import ChatRenderer
+from corral.experiments.inputs.row_prompts import is_ids
 from corral.experiments.inputs.tokens import encode_answer, encode_prompt
-from corral.workers.agents.contract import ToolCall, Words
+from corral.workers.agents.contract import Message, ToolCall, Words
+from corral.workers.agents.session import Answered, Said
 
 
-class TextLanguage:
-    """A `Language` without conversations: messages and tools need a chat template."""
+class ModelLanguage:
+    """A `Language`."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: ChatRenderer | None) -> None:
         """
         Args:
             tokenizer: of `tokenizers`.
             stop_token_ids: a last token that is one of them is not part of an answer's text.
+            renderer: None for a model without a chat template, to which messages cannot be said.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._renderer = tokenizer, renderer
         self._stop_token_ids = frozenset(stop_token_ids)
 
-    def encode(
-        self, words: Words, *, before: Sequence[int], stopped: bool, tools: Sequence[Mapping[str, Any]]
+    def go_on(
+        self,
+        history: Sequence[int],
+        words: Words,
+        *,
+        last: Answered | None,
+        conversation: Sequence[Message] | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> list[int]:
         """Text in the middle of a sequence has no special tokens.
 
         Raises:
-            ValueError: for messages.
+            ValueError: for messages, if the model has no template, or nobody knows what was said before in messages.
         """
         if isinstance(words, str):
-            return encode_answer(self._tokenizer, words) if before else encode_prompt(self._tokenizer, words)
-        ids = [word for word in words if isinstance(word, int)]
-        if len(ids) < len(words):
+            ids = encode_answer(self._tokenizer, words) if history else encode_prompt(self._tokenizer, words)
+            return [*history, *ids]
+        if not words or is_ids(words):
+            return [*history, *(word for word in words if isinstance(word, int))]
+        messages = [word for word in words if isinstance(word, Mapping)]
+        if self._renderer is None:
             raise ValueError("messages need a model with a chat template, and this one has none; say text")
-        return ids
+        if last is not None:
+            before = conversation or ()
+            gone_on = self._renderer.bridge(
+                history, stopped=last.stopped, messages=messages, tools=tools, history=before
+            )
+            if gone_on is not None:
+                return gone_on
+        if history and conversation is None:
+            raise ValueError(
+                "the model's chat template cannot go on from what was said as text or token ids; begin with messages, "
+                "or in a branch with history=[]"
+            )
+        return self._renderer.render([*(conversation or ()), *messages], tools=tools)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Said:
         ended = len(ids) > 0 and ids[-1] in self._stop_token_ids
         text: str = self._tokenizer.decode(list(ids[:-1] if ended else ids))
-        return text
-
-    def calls(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Sequence[ToolCall]:
-        """None: nothing says how the text of a call looks."""
-        return ()
+        if self._renderer is None:
+            return Said(text, (), {"role": "assistant", "content": text})
+        answer = self._renderer.parse(ids, stopped=stopped, tools=tools)
+        calls = [ToolCall(call.name, json.loads(call.arguments), call.id) for call in answer.tool_calls]
+        return Said(text, calls, answer.as_message())

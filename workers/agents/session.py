@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from corral.workers.agents.contract import ToolCall, Turn, Words
+from corral.workers.agents.contract import EpisodeEndedError, Message, ToolCall, Turn, Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,15 @@ class Reply:
     ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
+    versions: Sequence[tuple[str, int, int]] = ()
 
 
 class Model(Protocol):
     """Who makes the answers."""
 
-    async def __call__(
+    def __call__(
         self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
-    ) -> Reply:
+    ) -> Awaitable[Reply]:
         """What follows these tokens.
 
         Raises:
@@ -42,24 +43,48 @@ class Model(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, read."""
+
+    text: str
+    """Without the token that ended it."""
+    tool_calls: Sequence[ToolCall]
+    message: Message
+    """As a part of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """That a history ends with an answer."""
+
+    turn: Turn
+    stopped: bool
+    """Whether it came to an end of its own."""
+
+
 class Language(Protocol):
     """Between words and tokens."""
 
-    def encode(
-        self, words: Words, *, before: Sequence[int], stopped: bool, tools: Sequence[Mapping[str, Any]]
+    def go_on(
+        self,
+        history: Sequence[int],
+        words: Words,
+        *,
+        last: Answered | None,
+        conversation: Sequence[Message] | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> list[int]:
-        """The tokens that words are behind others.
+        """A history with words behind it; another one where the model's template writes what was said in another way
+        now.
 
         Args:
-            before: the history so far; words that begin one get the special tokens that a text begins with.
-            stopped: whether it ends with an answer that came to its own end.
+            last: the answer that it ends with.
+            conversation: what it says, as messages; None if nobody knows.
         """
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of an answer, without the token that ended it."""
-
-    def calls(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Sequence[ToolCall]:
-        """The tools that an answer asks for."""
+    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Said:
+        """An answer."""
 
 
 Judge = Callable[[str], Awaitable[float]]
@@ -74,6 +99,17 @@ class Record:
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     untrained: list[int] = field(default_factory=list)
     """Turns from which nothing is to be learned."""
+    ended: str = ""
+    """The limit that the last request came to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where a session may go on from."""
+
+    history: Sequence[int]
+    conversation: Sequence[Message] | None
+    last: Answered | None
 
 
 class Session:
@@ -86,20 +122,23 @@ class Session:
         judge: Judge,
         history: Sequence[int],
         *,
+        conversation: Sequence[Message] | None = None,
         record: Record | None = None,
-        behind: dict[int, list[int]] | None = None,
+        behind: "dict[int, _Point] | None" = None,
     ) -> None:
         """
         Args:
             history: the tokens that it begins with; an agent finds the prompt there.
+            conversation: the same as messages, if it is one.
             record: of the episode, if it has another session already.
-            behind: the history behind each turn of the episode, likewise.
+            behind: the histories behind each turn of the episode, likewise.
         """
         self._model, self._language, self._judge = model, language, judge
         self._history = list(history)
+        self._conversation = None if conversation is None else list(conversation)
         self._record = record if record is not None else Record()
         self._behind = behind if behind is not None else {}
-        self._last: Turn | None = None
+        self._last: Answered | None = None
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -124,9 +163,16 @@ class Session:
             ValueError: for messages, if the model has no chat template.
         """
         self._tools = tools or self._tools
-        stopped = self._last is not None and self._last.finish_reason == "stop"
-        self._history += self._language.encode(words, before=self._history, stopped=stopped, tools=self._tools)
-        self._last = None if words else self._last
+        if not words:
+            return
+        begun = bool(self._history)
+        self._history = self._language.go_on(
+            self._history, words, last=self._last, conversation=self._conversation, tools=self._tools
+        )
+        messages = [word for word in words if isinstance(word, Mapping)]
+        known = self._conversation if begun else []
+        self._conversation = [*known, *messages] if messages and known is not None else None
+        self._last = None
 
     async def generate(
         self,
@@ -150,23 +196,34 @@ class Session:
             EpisodeEndedError: if a limit of the episode leaves no room for an answer.
         """
         stops = [stop] if isinstance(stop, str) else list(stop)
-        reply = await self._model(
-            tuple(self._history), max_new_tokens=max_new_tokens, stop=stops, temperature=temperature
+        try:
+            reply = await self._model(
+                tuple(self._history), max_new_tokens=max_new_tokens, stop=stops, temperature=temperature
+            )
+        except EpisodeEndedError as error:
+            self._record.ended = error.reason
+            raise
+        self._record.ended = ""
+        stopped, asked = reply.finish_reason == "stop", tools or self._tools
+        said = self._language.read(reply.ids, stopped=stopped, tools=asked)
+        turn = Turn(
+            reply.number,
+            said.text,
+            reply.ids,
+            reply.logprobs,
+            reply.finish_reason,
+            tool_calls=said.tool_calls,
+            versions=reply.versions,
         )
         self._history += reply.ids
-        self._behind[reply.number] = list(self._history)
+        if self._conversation is not None:
+            self._conversation.append(said.message)
+        self._tools, self._last = asked, Answered(turn, stopped)
+        conversation = None if self._conversation is None else tuple(self._conversation)
+        self._behind[turn.number] = _Point(tuple(self._history), conversation, self._last)
         if not train:
-            self._record.untrained.append(reply.number)
-        stopped = reply.finish_reason == "stop"
-        self._last = Turn(
-            number=reply.number,
-            text=self._language.decode(reply.ids),
-            ids=reply.ids,
-            logprobs=reply.logprobs,
-            finish_reason=reply.finish_reason,
-            tool_calls=self._language.calls(reply.ids, stopped=stopped, tools=tools or self._tools),
-        )
-        return self._last
+            self._record.untrained.append(turn.number)
+        return turn
 
     def branch(self, after: Turn | int | None = None, *, history: Sequence[int] | None = None) -> "Session":
         """Another history of the same episode: what is generated there is a sequence of its own.
@@ -175,10 +232,23 @@ class Session:
             after: go on behind this turn of the episode; None goes on from here.
             history: begin with these tokens instead; [] with none.
         """
-        if history is None:
-            number = after.number if isinstance(after, Turn) else after
-            history = self._history if number is None else self._behind[number]
-        return Session(self._model, self._language, self._judge, history, record=self._record, behind=self._behind)
+        if history is not None:
+            point = _Point(tuple(history), None if history else (), None)
+        elif after is None:
+            point = _Point(tuple(self._history), self._conversation, self._last)
+        else:
+            point = self._behind[after.number if isinstance(after, Turn) else after]
+        branch = Session(
+            self._model,
+            self._language,
+            self._judge,
+            point.history,
+            conversation=point.conversation,
+            record=self._record,
+            behind=self._behind,
+        )
+        branch._last, branch._tools = point.last, self._tools
+        return branch
 
     async def judge(self, answer: Turn | str | None = None) -> float:
         """What `rollout.reward` says of an answer, None of the last one; it counts only if the agent returns it.
@@ -186,7 +256,7 @@ class Session:
         Raises:
             JudgeError: if the reward fails, or judges groups only.
         """
-        given = self._last if answer is None else answer
+        given = answer if answer is not None or self._last is None else self._last.turn
         if given is None:
             raise ValueError("there is no answer to judge: nothing was generated, or something was said since")
         return await self._judge(given.text if isinstance(given, Turn) else given)

@@ -1,5 +1,8 @@
 """Advantage estimators: plain functions from a batch of judged answers to keys per token, and the keys they declare.
 
+An answer is an episode of one or more sequences. What compares answers compares episodes; what follows a sequence from
+token to token takes the tokens that were made, one after the other: what was given in between is no step of the policy.
+
     AdvantageBatch ──estimator(batch, config)──► {"advantages": [T], ...}       group_relative rloo rewards_to_go gae
 
 One of the user's own is a function of the same form, named by its import path; if it reads or makes keys that are not
@@ -16,38 +19,83 @@ from torch import Tensor
 from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional import advantages
-from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
+from corral.workers.algorithms.functional.packed import per_token, sum_per_answer, with_one_more
 from corral.workers.user_code.loading import built_in_or_loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageBatch:
-    """What an estimator knows of this rank's n answers, packed: T entries, one per token that was predicted."""
+    """What an estimator knows of this rank's answers: n sequences of m episodes, packed into T entries, one per token
+    that was predicted. n is m unless the trial's agent makes several sequences of an episode."""
 
     token_rewards: Tensor
-    """[T] float32: the shaped reward at each answer's last token, less a KL penalty at every token, if it is set."""
+    """[T] float32: what was given for each token that was made: the shaped reward at a sequence's last one, with it
+    whatever the sequences that follow in its episode were given; rewards of turns where they stand; less a KL penalty
+    at every token, if it is set."""
     response_mask: Tensor
-    """[T] bool, True on response tokens."""
+    """[T] bool, True on tokens that were made; others may stand between them."""
     answer_lengths: Sequence[int]
-    """Entries of each answer; they add up to T."""
+    """Entries of each sequence; they add up to T."""
     group_sizes: Sequence[int]
-    """Answers to each prompt, which lie next to each other; they add up to n."""
+    """Sequences of each prompt, which lie next to each other; they add up to n."""
     tensors: Mapping[str, Tensor]
     """Every key of the sample, as its layout says."""
+    episode_sizes: Sequence[int]
+    """Sequences of each episode, which lie next to each other; they add up to n."""
+    episodes_per_group: Sequence[int]
+    """Episodes of each prompt; they add up to m."""
+
+    @property
+    def episode_rewards(self) -> Tensor:
+        """[m] float32: everything that an episode was given: its outcome, its turns' rewards, penalties."""
+        sums = sum_per_answer(self.token_rewards.double(), self.answer_lengths)
+        return sums[self._at_first].float()
 
     @property
     def answer_rewards(self) -> Tensor:
-        """[n] float32: everything that an answer was given, penalties included."""
-        return sum_per_answer(self.token_rewards.double(), self.answer_lengths).float()
+        """[n] float32: everything that a sequence's episode was given."""
+        return per_token(self.episode_rewards, self.episode_sizes)
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[n + 1] int64 boundaries of the answers."""
-        return torch.tensor([0, *self.answer_lengths]).cumsum(0)
+        """[n + 1] int64 boundaries of the sequences."""
+        return _boundaries(torch.tensor(self.answer_lengths, dtype=torch.int64))
+
+    @property
+    def cu_made(self) -> Tensor:
+        """[n + 1] int64 boundaries of the sequences among the tokens that were made: what the mask leaves of T."""
+        return _boundaries(sum_per_answer(self.response_mask.long(), self.answer_lengths))
+
+    @property
+    def is_last(self) -> Tensor:
+        """[n] bool: whether a sequence is the last one of its episode."""
+        ends = torch.zeros(sum(self.episode_sizes), dtype=torch.bool)
+        ends[_boundaries(torch.tensor(self.episode_sizes, dtype=torch.int64))[1:] - 1] = True
+        return ends
 
     def per_token(self, answer_values: Tensor) -> Tensor:
-        """[T]: each answer's value at all of its tokens."""
+        """[T]: each sequence's value at all of its tokens."""
         return per_token(answer_values, self.answer_lengths)
+
+    def per_episode_to_tokens(self, episode_values: Tensor) -> Tensor:
+        """[T]: each episode's value at all tokens of all its sequences."""
+        return self.per_token(per_token(episode_values, self.episode_sizes))
+
+    def made_to_tokens(self, made_values: Tensor) -> Tensor:
+        """[T]: the values of tokens that were made, in their places; 0 elsewhere."""
+        values = torch.zeros(self.response_mask.shape, dtype=made_values.dtype)
+        values[self.response_mask] = made_values
+        return values
+
+    @property
+    def _at_first(self) -> Tensor:
+        """[m] int64: the first sequence of each episode."""
+        return _boundaries(torch.tensor(self.episode_sizes, dtype=torch.int64))[:-1]
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    """[n + 1] int64, from 0."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 EstimatorFunction = Callable[[AdvantageBatch, PPOConfig], Mapping[str, Tensor]]
@@ -79,32 +127,43 @@ class AdvantageEstimator:
 
 
 def group_relative(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
-    """Compared with the mean of the answers to the same prompt."""
-    per_answer = advantages.group_relative(
-        batch.answer_rewards, batch.group_sizes, normalize_std=config.group_std_normalization
+    """Compared with the mean of the episodes of the same prompt."""
+    per_episode = advantages.group_relative(
+        batch.episode_rewards, batch.episodes_per_group, normalize_std=config.group_std_normalization
     )
-    return {"advantages": batch.per_token(per_answer)}
+    return {"advantages": batch.per_episode_to_tokens(per_episode)}
 
 
 def rloo(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
-    """Compared with the mean of the other answers to the same prompt."""
-    return {"advantages": batch.per_token(advantages.rloo(batch.answer_rewards, batch.group_sizes))}
+    """Compared with the mean of the other episodes of the same prompt."""
+    per_episode = advantages.rloo(batch.episode_rewards, batch.episodes_per_group)
+    return {"advantages": batch.per_episode_to_tokens(per_episode)}
 
 
 def rewards_to_go(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
     """Compared with nothing; normalised over the batch it is REINFORCE++."""
-    return {"advantages": advantages.rewards_to_go(batch.token_rewards, batch.cu_seqlens, gamma=config.discount)}
+    rewards = batch.token_rewards[batch.response_mask]
+    made = advantages.rewards_to_go(rewards, batch.cu_made, gamma=config.discount)
+    return {"advantages": batch.made_to_tokens(made)}
 
 
 def gae(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
-    """Compared with what a critic expected; it makes the critic's `returns`, too."""
+    """Compared with what a critic expected; it makes the critic's `returns`, too.
+
+    What comes after a token that was made is the value before the next one, having read what was given in between.
+    """
+    goes_on = batch.tensors["seq_no_eos_mask"] & batch.is_last
     values = advantages.bootstrap_values(
-        batch.tensors["values"], batch.tensors["seq_no_eos_mask"], [length + 1 for length in batch.answer_lengths]
+        batch.tensors["values"], goes_on, [length + 1 for length in batch.answer_lengths]
     )
     estimated, returns = advantages.gae(
-        batch.token_rewards, values, batch.cu_seqlens, gamma=config.discount, lam=config.gae_lambda
+        batch.token_rewards[batch.response_mask],
+        values[with_one_more(batch.response_mask, batch.answer_lengths)],
+        batch.cu_made,
+        gamma=config.discount,
+        lam=config.gae_lambda,
     )
-    return {"advantages": estimated, "returns": returns}
+    return {"advantages": batch.made_to_tokens(estimated), "returns": batch.made_to_tokens(returns)}
 
 
 GAE = AdvantageEstimator(gae, inputs=built_in("values", "seq_no_eos_mask"), outputs=built_in("returns"))

@@ -15,7 +15,7 @@ import torch
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.inputs.users_code import CallQuestion, Declared
 from corral.experiments.worker_specs import Head
-from corral.scheduling.keys import KeyLayout
+from corral.scheduling.keys import EPISODES, KeyLayout
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import check_call
@@ -28,6 +28,8 @@ from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from corral.workers.user_code.trials import UntriedError
 
 _LENGTHS = ((5, 7), (6, 5))
+_EPISODES = ((0, 0), (0, 1))
+"""What is tried where an answer may be several sequences: the first prompt's two are of one."""
 _PROMPT_TOKENS = 2
 
 
@@ -79,7 +81,10 @@ def _sample(question: CallQuestion) -> SequenceSample:
     groups = [
         SequenceSample.from_group(
             f"0:{number}",
-            {key: [_values(key, specs[key], length, rng) for length in lengths] for key in names},
+            {
+                key: _EPISODES[number] if key == EPISODES else [_values(key, specs[key], n, rng) for n in lengths]
+                for key in names
+            },
             specs=specs,
         )
         for number, lengths in enumerate(_LENGTHS)

@@ -2,7 +2,7 @@
 
     answers ──deal──► parts of pass 0 | parts of pass 1 | ...  ──► one optimizer step each ──merge_stats──► one line
 
-Each rank deals its own answers, so that no sample moves for it.
+Each rank deals its own answers, so that no sample moves for it. An episode is dealt with all its sequences.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 
 STEPS_SKIPPED_EARLY = "train/skipped_early_stop"
 
@@ -29,10 +29,11 @@ def deal_mini_batches(config: PPOConfig, sample: SequenceSample, *, seed: Sequen
         if config.n_minibatches == 1:
             yield sample
             continue
-        num_answers = sum(sample.num_answers_per_sample())
-        order = np.random.default_rng([*seed, reuse]).permutation(num_answers)
+        sequences = answer_slices(sample.episode_sizes())
+        order = np.random.default_rng([*seed, reuse]).permutation(len(sequences))
+        numbers = range(sum(sample.num_answers_per_sample()))
         for part in np.array_split(order, config.n_minibatches):
-            yield sample.select_answers(part.tolist())
+            yield sample.select_answers([number for answer in part for number in numbers[sequences[answer]]])
 
 
 def merge_stats(stats: Sequence[dict[str, float]], *, loss_name: str) -> dict[str, float]:

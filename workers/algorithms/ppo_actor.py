@@ -28,8 +28,9 @@ from corral.workers.algorithms.base import (
     compute_logprobs,
     sum_over_mask,
 )
+from corral.workers.algorithms.batch_stats import batch_stats
 from corral.workers.algorithms.functional.kl import approximate_kl
-from corral.workers.algorithms.functional.policy_losses import importance_ratio, reduction_weights
+from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch
@@ -37,7 +38,6 @@ from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_min
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
 from corral.workers.algorithms.ppo_batch import (
     KLController,
-    batch_stats,
     measure_batch,
     prepare_actor_sample,
     weigh_behaviour,
@@ -186,9 +186,16 @@ class PPOActorInterface(ModelInterface):
             [length - 1 for length in micro_batch.segment_lengths],
             reduction=config.loss_reduction,
             divisor=config.loss_divisor,
+            episodes=_episode_counts(keys),
         )
         sums = sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"] * weights)
         return replace(sums, denominators=(denominator, loss_mask.sum()))
+
+
+def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:
+    if "episode_tokens" not in keys:
+        return None
+    return EpisodeCounts(tokens=keys["episode_tokens"], counts=keys["counts_episode"])
 
 
 def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig) -> MicroBatch:

@@ -14,7 +14,7 @@ The weight of the KL penalty is fixed, or adapted from step to step to a target.
 The divergence is that of the policy that generated, measured on the whole batch before anything is trained. It does not
 depend on weights or micro-batches, so that every rank, actor and critic alike, arrives at the same coefficient.
 
-What `metrics.jsonl` says of rewards, lengths and staleness follows from the batch alone, too.
+An answer here is an episode: where a sample says that some of its sequences are of one, they count as one.
 """
 
 import math
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
-from corral.scheduling.keys import ROUTED_EXPERTS, Key, KeyLayout
+from corral.scheduling.keys import EPISODES, TURN_REWARDS, Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
-from corral.workers.algorithms.functional.packed import sum_per_answer
+from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
@@ -59,7 +59,7 @@ def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFact
             kl = float((sample.data["old_logprobs"] - sample.data["ref_logprobs"]).sum(where=responses, dtype=float))
     nonfinite = _num_nonfinite(sample, responses)
     local = {
-        "answers": float(sum(sample.num_answers_per_sample())),
+        "answers": float(len(sample.episode_sizes())),
         "kl": kl if math.isfinite(kl) else 0.0,
         "nonfinite": float(nonfinite),
     }
@@ -72,7 +72,7 @@ def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFact
 
 
 def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> int:
-    """Entries that are not finite, but for what stands on prompt tokens: nobody reads that."""
+    """Entries that are not finite, but for what stands on given tokens: nobody reads that."""
     count = 0
     for key, array in sample.data.items():
         if np.issubdtype(array.dtype, np.floating):
@@ -82,14 +82,24 @@ def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> 
 
 
 def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.float32]:
-    """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so."""
-    raw: npt.NDArray[np.float32] = np.asarray(sample.data["rewards"], dtype=np.float32)
+    """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so.
+
+    The sequences of an episode have the outcome that stands on its last one: a reward model sees each by itself.
+    """
+    sizes = np.array(sample.episode_sizes(), np.int64)
+    ends = np.repeat(np.cumsum(sizes) - 1, sizes)
+    raw: npt.NDArray[np.float32] = np.asarray(sample.data["rewards"], dtype=np.float32)[ends]
     shaped: npt.NDArray[np.float32] = np.clip(
         (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
     ).astype(np.float32)
     if config.mask_no_eos_with_zero:
-        shaped = np.where(np.asarray(sample.data["seq_no_eos_mask"]), np.float32(0.0), shaped)
+        shaped = np.where(np.asarray(sample.data["seq_no_eos_mask"])[ends], np.float32(0.0), shaped)
     return shaped
+
+
+def _shape_turn_rewards(config: PPOConfig, turn_rewards: Tensor) -> Tensor:
+    """Scaled and clipped like outcomes; the bias is an outcome's, whatever the number of turns."""
+    return (turn_rewards * config.reward_scale).clamp(-config.max_reward_clip, config.max_reward_clip)
 
 
 def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient: float) -> AdvantageBatch:
@@ -102,14 +112,23 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
         if config.kl.is_charged
         else torch.zeros(sum(lengths))
     )
+    turns = _shape_turn_rewards(config, tensors[TURN_REWARDS]) if TURN_REWARDS in tensors else None
     return AdvantageBatch(
         token_rewards=token_rewards(
-            torch.from_numpy(shape_rewards(config, sample)), kl, responses, lengths, kl_coefficient=kl_coefficient
+            torch.from_numpy(shape_rewards(config, sample)),
+            kl,
+            responses,
+            lengths,
+            kl_coefficient=kl_coefficient,
+            turn_rewards=turns,
+            episode_sizes=sample.episode_sizes(),
         ),
         response_mask=responses,
         answer_lengths=lengths,
         group_sizes=sample.num_answers_per_sample(),
         tensors=tensors,
+        episode_sizes=sample.episode_sizes(),
+        episodes_per_group=sample.num_episodes_per_sample(),
     )
 
 
@@ -121,7 +140,10 @@ def prepare_actor_sample(
     kl_coefficient: float,
     context: ParallelContext,
 ) -> SequenceSample:
-    """The sample with `loss_mask`, `advantages` and, where it has the proximal policy, `behaviour_weights`."""
+    """The sample with `loss_mask`, `advantages` and, where it has the proximal policy, `behaviour_weights`.
+
+    Where it says of episodes, also with what a mean over them divides by.
+    """
     batch = advantage_batch(config, sample, kl_coefficient=kl_coefficient)
     made = dict(estimator(batch, config))
     advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
@@ -133,7 +155,21 @@ def prepare_actor_sample(
     if config.use_decoupled_loss and "proximal_logprobs" in batch.tensors:
         weights, loss_mask = weigh_behaviour(config, batch.tensors, batch.tensors["proximal_logprobs"], loss_mask)
         sample = sample.with_key("behaviour_weights", weights.numpy())
-    return sample.with_key("loss_mask", loss_mask.numpy())
+    sample = sample.with_key("loss_mask", loss_mask.numpy())
+    return _with_episode_tokens(sample) if EPISODES in sample.data else sample
+
+
+def _with_episode_tokens(sample: SequenceSample) -> SequenceSample:
+    """The sample with `episode_tokens` and `counts_episode`: a micro-batch may have some sequences of an episode, and
+    divides by the tokens of all."""
+    lengths, sizes = [length - 1 for length in sample.answer_lengths()], sample.episode_sizes()
+    tokens = sum_per_answer(torch.from_numpy(sample.data["loss_mask"]).int(), lengths)
+    per_sequence = per_token(sum_per_answer(tokens, sizes), sizes)
+    numbers = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
+    with_tokens = np.flatnonzero(tokens.numpy())
+    counts = np.zeros(len(numbers), np.bool_)
+    counts[with_tokens[np.unique(numbers[with_tokens], return_index=True)[1]]] = True
+    return sample.with_key("episode_tokens", per_sequence.numpy()).with_key("counts_episode", counts)
 
 
 def weigh_behaviour(
@@ -204,41 +240,3 @@ class KLController:
                 "coefficient; remove kl.target, or start a new trial from its weights"
             )
         return replace(self, coefficient=float(coefficient))
-
-
-def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContext) -> dict[str, float]:
-    """Statistics of the global batch that do not depend on the current weights; one sum and one maximum over ranks."""
-    rewards = np.asarray(sample.data["rewards"], dtype=np.float64)
-    responses = response_mask(sample)
-    lengths = sum_per_answer(torch.from_numpy(responses).long(), [length - 1 for length in sample.answer_lengths()])
-    per_answer = {
-        "rewards/mean": rewards.sum(),
-        "rewards/std": np.square(rewards).sum(),
-        "response_length/mean": responses.sum(),
-    }
-    per_token = {"ppo/capped_fraction": responses.sum() - np.asarray(sample.data["loss_mask"]).sum()}
-    largest = {"response_length/max": max(lengths.tolist(), default=0)}
-    if "seq_no_eos_mask" in sample.data:
-        per_answer["no_eos_fraction"] = np.asarray(sample.data["seq_no_eos_mask"]).sum()
-    if "versions" in sample.data:
-        staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
-        per_token["staleness/mean"] = staleness.sum()
-        largest["staleness/max"] = staleness.max(initial=0)
-    if ROUTED_EXPERTS in sample.data:
-        per_token["ppo/replayed_fraction"] = _is_told(sample)[responses].sum()
-    counts = {"answers": rewards.size, "tokens": responses.sum()}
-    total = context.sum_over_ranks({name: float(n) for name, n in (per_answer | per_token | counts).items()})
-    stats = {name: total[name] / max(total["answers"], 1.0) for name in per_answer}
-    stats |= {name: total[name] / max(total["tokens"], 1.0) for name in per_token}
-    stats["rewards/std"] = max(0.0, stats["rewards/std"] - stats["rewards/mean"] ** 2) ** 0.5
-    stats["ppo/num_answers"] = total["answers"]
-    return stats | context.max_over_ranks({name: float(n) for name, n in largest.items()})
-
-
-def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
-    """By shifted token, whether the experts are known that computed what it was drawn from."""
-    rows = sample.data[ROUTED_EXPERTS].reshape(sample.total_length(), -1)
-    has_next = np.ones(len(rows), np.bool_)
-    has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
-    is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
-    return is_told[has_next]

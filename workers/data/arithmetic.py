@@ -6,6 +6,7 @@ writes DIR/model (Hugging Face format), problems with their answers, and prefere
 
     train_sft.jsonl  train_grpo.jsonl  heldout.jsonl        {"id": "12+34", "prompt": "12+34=", "answer": "46"}
     train_preferences.jsonl  heldout_preferences.jsonl      {..., "chosen": "46", "rejected": "56"}
+    train_tools.jsonl                                       the same, with answers that ask a calculator: "12+34="
 
 Held-out problems appear in no training file.
 """
@@ -26,6 +27,7 @@ CHAT_TEMPLATE = (
 """A conversation is what was said, one after the other: to its first prompt the model answers as without a template."""
 NUM_HELD_OUT = 512
 NUM_SFT = 3072
+NUM_TOOLS = 1024
 
 
 def make_problems(seed: int) -> list[dict[str, str]]:
@@ -51,6 +53,18 @@ def make_preferences(problems: list[dict[str, str]], *, seed: int) -> list[dict[
     return rows
 
 
+def make_tool_rows(problems: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Of each problem three rows: its answer; a calculator that is asked; and the answer behind what that said."""
+    rows = []
+    for row in problems:
+        prompt, answer = row["prompt"], row["answer"]
+        asked = f"{prompt}{prompt}{END_OF_ANSWER}{answer}="
+        rows.append({"id": f"{row['id']}/answer", "prompt": prompt, "answer": answer})
+        rows.append({"id": f"{row['id']}/call", "prompt": prompt, "answer": prompt})
+        rows.append({"id": f"{row['id']}/reply", "prompt": asked, "answer": answer})
+    return rows
+
+
 def write_datasets(directory: Path, *, seed: int) -> None:
     """Write the jsonl files."""
     rows = make_problems(seed)
@@ -60,6 +74,7 @@ def write_datasets(directory: Path, *, seed: int) -> None:
         ("train_sft.jsonl", training[:NUM_SFT]),
         ("train_grpo.jsonl", training),
         ("heldout_preferences.jsonl", make_preferences(held_out, seed=seed)),
+        ("train_tools.jsonl", make_tool_rows(training[:NUM_TOOLS])),
         ("train_preferences.jsonl", make_preferences(training, seed=seed)),
     ):
         write_rows(directory / name, part)

@@ -8,6 +8,11 @@ all samples in one flat array, answer after answer, and `seqlens` says where eac
     data    = {"input_ids": 12 token ids,     "old_logprobs": 9 numbers,       "rewards": 3 numbers}
                `--- 0:a, answer 0 (4) | 0:a, answer 1 (3) | 0:b, answer 0 (5)
 
+An answer is one sequence, or an episode of several: then `episodes` says which sequences belong together, as
+neighbours, and everything else is of sequences.
+
+    episodes = [0, 0, 1]     two sequences of the first answer to a prompt, one of the second
+
 A key whose values are arrays themselves (its declared `shape`) has their numbers one after the other, and `seqlens`
 counts the numbers.
 
@@ -16,7 +21,7 @@ Arrays are numpy: what an algorithm computes with torch on the way comes back as
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
+from itertools import accumulate, compress, groupby, islice
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import BUILT_IN_KEYS, Key, KeyLayout, find_declared, merge_keys
+from corral.scheduling.keys import BUILT_IN_KEYS, EPISODES, Key, KeyLayout, find_declared, merge_keys
 
 Array = npt.NDArray[Any]
 
@@ -114,7 +119,8 @@ class SequenceSample:
             SequenceSample.from_group("0:a", {"input_ids": [[5, 6, 7], [5, 8]], "rewards": [1.0, 0.0]})
 
         Raises:
-            ValueError: on an undeclared key, a wrong number of answers, or a length that its layout does not allow.
+            ValueError: on an undeclared key, a wrong number of answers, a length that its layout does not allow, or
+                sequences of an episode that are no neighbours.
         """
         if "input_ids" not in answers:
             raise ValueError(f"sample {uid!r} has no 'input_ids': the other keys are measured against them")
@@ -126,6 +132,8 @@ class SequenceSample:
             arrays = _answer_arrays(uid, key, spec, values, num_tokens)
             seqlens[key] = [[array.shape[0] for array in arrays]]
             data[key] = np.concatenate(arrays) if arrays else np.empty(0, spec.dtype)
+        if EPISODES in data:
+            _check_episodes(uid, data[EPISODES])
         return cls([uid], seqlens, data, specs)
 
     @classmethod
@@ -263,6 +271,21 @@ class SequenceSample:
         key = "input_ids" if "input_ids" in self.seqlens else next(iter(self.seqlens), None)
         return [] if key is None else [len(group) for group in self.seqlens[key]]
 
+    def episode_sizes(self) -> list[int]:
+        """Number of sequences of each episode, over all samples; 1 each where nothing is said of episodes."""
+        return [size for of_sample in self._episode_sizes() for size in of_sample]
+
+    def num_episodes_per_sample(self) -> list[int]:
+        """Number of episodes of each sample."""
+        return [len(of_sample) for of_sample in self._episode_sizes()]
+
+    def _episode_sizes(self) -> list[list[int]]:
+        counts = self.num_answers_per_sample()
+        if EPISODES not in self.data:
+            return [[1] * count for count in counts]
+        numbers = iter(self.data[EPISODES].tolist())
+        return [[len(list(run)) for _, run in groupby(islice(numbers, count))] for count in counts]
+
     def total_length(self, key: str = "input_ids") -> int:
         """Number of values of `key` over all samples."""
         return sum(map(sum, self.seqlens[key]))
@@ -284,6 +307,14 @@ def _answer_arrays(
                 f"for {tokens} tokens, got shape {array.shape}"
             )
     return arrays
+
+
+def _check_episodes(uid: str, numbers: Array) -> None:
+    if numbers.size and (numbers[0] != 0 or not np.isin(np.diff(numbers), (0, 1)).all()):
+        raise ValueError(
+            f"sample {uid!r} has the episodes {numbers.tolist()[:16]}; they count from 0 without a gap, and sequences "
+            "of one episode are neighbours"
+        )
 
 
 def _offsets(lengths: Iterable[int]) -> list[int]:

@@ -70,6 +70,8 @@ def make_sample(
         experts: of a mixture whose trainer is told whom to choose.
         says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
     """
+    # One from which nothing is learned has no number: the trainer counts from 0 without a gap.
+    episodes = [each for each in episodes if each.sequences()]
     numbered = [(number, branch) for number, each in enumerate(episodes) for branch in each.sequences()]
     branches = [branch for _, branch in numbered]
     values: dict[str, list[Array]] = {

@@ -29,6 +29,8 @@ class TurnRequest:
     top_k: int | None = None
     stop: Sequence[str] = ()
     """Texts that end the answer; the token that completes one is its last."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer, beside those that do anyway."""
     is_trained: bool = True
     """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
     is: the trainer's probabilities are those of the trial's sampling."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.tokens import load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,
@@ -62,7 +62,7 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
         use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
     rows = load_held_out_rows(request.evaluation.dataset)
-    checked_prompts(rows.values(), load_tokenizer(request.weights), request.evaluation.dataset)
+    checked_prompts(rows.values(), PromptEncoder(request.weights), request.evaluation.dataset)
     async with served_problems(request, rows, gpus=gpus) as (problems, ended):
         logger.info("evaluating step %d, problem %d of %d", request.step, progress.num_done, len(rows))
         while progress.num_done < len(rows):

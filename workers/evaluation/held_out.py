@@ -14,7 +14,8 @@ from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
@@ -37,10 +38,10 @@ class HeldOutProblems:
         self, config: EvaluationConfig, model: Path, *, reward: RewardSpec, share: slice = slice(None)
     ) -> None:
         self._rows = list(load_held_out_rows(config.dataset).values())[share]
-        tokenizer = load_tokenizer(model)
-        self._prompts = checked_prompts(self._rows, tokenizer, config.dataset)
+        encoder = PromptEncoder(model)
+        self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
-        self._judge = RewardJudge(reward, tokenizer, stop_token_ids=self._stop_token_ids)
+        self._judge = RewardJudge(reward, encoder.tokenizer, stop_token_ids=self._stop_token_ids)
         self._max_new_tokens = config.sampling.max_new_tokens
 
     def __len__(self) -> int:

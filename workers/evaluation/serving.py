@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
@@ -46,7 +47,7 @@ async def served_problems(
             raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
         return gpus
 
-    rollout, tokenizer = request.rollout, load_tokenizer(request.weights)
+    rollout, prompts = request.rollout, PromptEncoder(request.weights)
     ends = eos_token_ids(request.weights)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-evaluation-"))) / "secrets"
@@ -54,7 +55,7 @@ async def served_problems(
         access = ServerAccess(
             address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
         )
-        judge = RewardJudge(RewardSpec.of(rollout), tokenizer, stop_token_ids=ends)
+        judge = RewardJudge(RewardSpec.of(rollout), prompts.tokenizer, stop_token_ids=ends)
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(
@@ -87,8 +88,8 @@ async def served_problems(
         groups = GroupMaker(
             judge,
             client,
-            tokenizer,
-            await open_player(stack, rollout, judge, model=request.weights),
+            prompts,
+            await open_player(stack, rollout, judge, prompts),
             config=rollout,
             trial_seed=request.seed,
             group_size=1,

@@ -21,6 +21,7 @@ gate, are optimisations that make rejections rare.
 
 import itertools
 import logging
+import math
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -67,6 +68,8 @@ class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """Data that exists for it at its owner."""
     dropped_because: str = ""
     """Reason of a sample that has no answers to train on, such as a failed reward."""
+    scalars: Mapping[str, float] = {}
+    """Statistics of its episodes, if it has any."""
     places: Places = _NOWHERE
     """Where each key lies; the only thing that changes, and only the buffer and `note_held` change it."""
 
@@ -167,6 +170,8 @@ def buffered(reply: MetadataReply, *, owner: int) -> list[BufferedSample]:
             )
             for uid, order, num_tokens in zip(group.uids, group.orders, group.num_tokens, strict=True)
         ]
+        for sample, scalars in zip(samples[len(samples) - len(group.scalars) :], group.scalars, strict=True):
+            sample.scalars = scalars
     return samples
 
 
@@ -178,6 +183,15 @@ def _versions(tags: tuple[str, ...]) -> frozenset[PolicyVersion]:
 @lru_cache(maxsize=64)
 def _keys(keys: tuple[str, ...]) -> frozenset[str]:
     return frozenset(keys)
+
+
+def mean_scalars(samples: Iterable[BufferedSample]) -> dict[str, float]:
+    """Of each statistic, over the samples that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.scalars.items():
+            values[name].append(value)
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
 class SampleHolders(Protocol):

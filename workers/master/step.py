@@ -35,7 +35,7 @@ from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.held_out import HeldOut
-from corral.workers.master.sample_source import SampleSource
+from corral.workers.master.sample_source import SampleSource, mean_scalars
 from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
@@ -271,6 +271,7 @@ class TrainerEpoch:
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
         stats["data/filtered"] = float(self._buffer.filtered)
+        stats |= mean_scalars(samples[uid] for uid in batch)
         self.commits.lines.add_metrics(self._step, stats)
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
@@ -77,10 +78,10 @@ class Generator:
         self._generation = generation
         self._seed = seed
         self._rows = load_planned_rows(spec.dataset)
-        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
-        self._judge = RewardJudge(spec.reward, self._tokenizer, stop_token_ids=self._stop_token_ids)
+        self._judge = RewardJudge(spec.reward, self._prompts.tokenizer, stop_token_ids=self._stop_token_ids)
         self._has_judged = False
         self._num_failed = 0
 
@@ -95,7 +96,7 @@ class Generator:
         """
         rows = [self._rows[split_uid(uid)[1]] for uid in uids]
         prompts = [
-            _Prompt(uid, order, row, encode_prompt(self._tokenizer, row.prompt))
+            _Prompt(uid, order, row, self._prompts.encode(row.prompt, tools=row.tools))
             for uid, order, row in zip(uids, orders, rows, strict=True)
         ]
         was_training = model.training
@@ -190,7 +191,7 @@ class Generator:
         if len(answers) < len(group):
             return prompt.dropped(NOT_FINITE, version=version)
         try:
-            rewards = await self._judge(prompt.row.fields, answers)
+            rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
         judged = judged_answers(prompt.token_ids, answers, rewards)

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.experiments.inputs.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import encode_answer, end_of_answer_id
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec
 from corral.workers.data.prompts import is_held_out, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
@@ -39,8 +40,8 @@ class RowLoader:
 
     def __init__(self, spec: DatasetSpec, model: Path) -> None:
         self._rows = load_planned_rows(spec)
-        self._tokenizer = load_tokenizer(model)
-        self._end_of_answer = end_of_answer_id(model, self._tokenizer)
+        self._prompts = PromptEncoder(model)
+        self._end_of_answer = end_of_answer_id(model, self._prompts.tokenizer)
         self._max_prompt_tokens = spec.config.max_prompt_tokens
 
     def load(self, uid: str) -> SequenceSample:
@@ -51,13 +52,15 @@ class RowLoader:
         """
         _, row_id = split_uid(uid)
         row = self._rows[row_id]
-        prompt = encode_prompt(self._tokenizer, row.prompt)
+        prompt = self._prompts.encode(row.prompt)
         if len(prompt) > self._max_prompt_tokens:
             raise ValueError(
                 f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
                 f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
             )
-        encoded = [[*prompt, *encode_answer(self._tokenizer, text), self._end_of_answer] for text in row.answers]
+        encoded = [
+            [*prompt, *encode_answer(self._prompts.tokenizer, text), self._end_of_answer] for text in row.answers
+        ]
         sequences = [np.asarray(ids, dtype=np.int32) for ids in encoded]
         masks = [np.arange(len(ids)) < len(prompt) for ids in sequences]
         return SequenceSample.from_group(uid, {"input_ids": sequences, "prompt_mask": masks})
@@ -149,6 +152,7 @@ class Samples:
             versions=tuple(sorted({span.version for spans in header.version_spans for span in spans})),
             order=header.order,
             dropped_because=(header.reason or "dropped") if header.status == "dropped" else "",
+            scalars=header.scalars,
         )
 
 

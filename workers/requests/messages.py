@@ -206,6 +206,8 @@ class SampleMetadata(msgspec.Struct, frozen=True, gc=False):
     """Birth order: samples are consumed oldest first."""
     dropped_because: str = ""
     """Why it has no answers to train on; empty for a sample that has."""
+    scalars: dict[str, float] = {}
+    """Statistics of its episodes, which a step's line has the means of; empty where each answer is a single turn."""
 
 
 class SampleGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
@@ -221,6 +223,8 @@ class SampleGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     uids: list[str]
     orders: list[int]
     num_tokens: list[list[int]]
+    scalars: list[dict[str, float]] = []
+    """Empty if none of them has any."""
 
     def __post_init__(self) -> None:
         if not len(self.uids) == len(self.orders) == len(self.num_tokens):
@@ -228,6 +232,8 @@ class SampleGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
                 f"each sample has one uid, order and list of lengths, got {len(self.uids)} uids, "
                 f"{len(self.orders)} orders and {len(self.num_tokens)} lists"
             )
+        if self.scalars and len(self.scalars) != len(self.uids):
+            raise ValueError(f"statistics are of all samples or of none, got {len(self.scalars)} of {len(self.uids)}")
 
 
 class OkReply(MessageBody, frozen=True, tag="ok"):
@@ -271,6 +277,7 @@ class MetadataReply(MessageBody, frozen=True, tag="metadata"):
                     uids=[sample.uid for sample in group],
                     orders=[sample.order for sample in group],
                     num_tokens=[sample.num_tokens for sample in group],
+                    scalars=[sample.scalars for sample in group] if any(sample.scalars for sample in group) else [],
                 )
                 for (keys, versions, dropped_because), group in alike.items()
             ]

@@ -8,18 +8,21 @@ The process has the session's key, and the session the tokens: what an agent say
 """
 
 import logging
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
 
 from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.inputs.chat import find_renderer
 from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.trajectories import JudgedEpisode
-from corral.workers.model_endpoint.server import ModelEndpoint
+from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.agent_processes import AgentFailedError, AgentProcesses, EpisodeLostError
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
@@ -29,6 +32,7 @@ from corral.workers.user_code.agent_host import Done
 
 logger = logging.getLogger(__name__)
 
+_MODEL_NAME = "policy"  # by which the model endpoint calls it
 _MAX_LOST = 3  # processes that end around an episode in nobody's step: then it may well be why
 
 
@@ -49,14 +53,13 @@ async def open_player(
     stack: AsyncExitStack,
     config: RolloutConfig,
     judge: RewardJudge,
+    prompts: PromptEncoder,
     *,
-    model: Path,
     planned: EnvironmentSpec | None = None,
 ) -> "EpisodePlayer | None":
     """What plays the episodes of a trial's agent or environment, until the stack is closed; None for the single turn.
 
     Args:
-        model: folder with the tokenizer.
         planned: what the environment was at submission.
 
     Raises:
@@ -65,13 +68,29 @@ async def open_player(
     if not config.makes_episodes:
         return None
     program: Program = AgentProgram(
-        config.agent, settings=config.agent_settings, model=model, timeout_s=config.agent_timeout_s
+        config.agent, settings=config.agent_settings, model=prompts.directory, timeout_s=config.agent_timeout_s
     )
     if config.environment is not None:
-        program = EnvironmentProgram(config.environment, config, model=model, planned=planned)
+        program = EnvironmentProgram(config.environment, config, model=prompts.directory, planned=planned)
     processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
-    endpoint = await stack.enter_async_context(ModelEndpoint())
-    return EpisodePlayer(await stack.enter_async_context(processes), endpoint, judge, config=config)
+    endpoint = ModelEndpoint(
+        find_renderer(prompts.directory, prompts.tokenizer),
+        prompts.tokenizer,
+        model_name=_MODEL_NAME,
+        max_model_len=config.episode.max_tokens or sys.maxsize,
+    )
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-"))
+    socket_path = Path(folder) / "model" / "socket"
+    stack.push_async_callback(endpoint.stop)
+    await endpoint.start(socket_path)
+    return EpisodePlayer(
+        await stack.enter_async_context(processes),
+        endpoint,
+        judge,
+        prompts,
+        config=config,
+        socket_path=str(socket_path),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +100,11 @@ class EpisodePlayer:
     processes: AgentProcesses
     endpoint: ModelEndpoint
     judge: RewardJudge
+    prompts: PromptEncoder
     _: KW_ONLY
     config: RolloutConfig
+    socket_path: str
+    """Of the endpoint."""
 
     async def play(
         self,
@@ -92,7 +114,6 @@ class EpisodePlayer:
         *,
         number: int,
         client: GenerationClient,
-        tokenizer: Any,
         seed_of: Callable[[int], int],
     ) -> Played:
         """One episode.
@@ -111,7 +132,7 @@ class EpisodePlayer:
             session = EpisodeSession(
                 uid,
                 client,
-                tokenizer,
+                self.prompts.tokenizer,
                 seed_of=seed_of,
                 max_turns=limits.max_turns,
                 max_tokens=limits.max_tokens,
@@ -134,7 +155,7 @@ class EpisodePlayer:
         task = {"fields": row.fields, "prompt": row.prompt, "prompt_ids": list(prompt_ids), "episode": number}
         key = self.endpoint.open_episode(session)
         try:
-            done = await self.processes.play(task, endpoint=self.endpoint.socket_path, key=key, judge=judge)
+            done = await self.processes.play(task, endpoint=self.socket_path, key=key, judge=judge)
         finally:
             self.endpoint.close_episode(key)
         log = session.log

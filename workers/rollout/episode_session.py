@@ -66,7 +66,7 @@ class EpisodeSession:
         turn = self.log.begin(prompt_ids, max_new_tokens=sampling.max_new_tokens, sampling_seed=self.seed_of(number))
         try:
             async with asyncio.timeout_at(self._deadline) as time_is_up:
-                await self._make(turn, sampling, request.stop)
+                await self._make(turn, sampling, request)
         except BaseException as error:
             self.log.abandon(turn)
             if isinstance(error, TimeoutError) and time_is_up.expired():
@@ -77,8 +77,9 @@ class EpisodeSession:
         self.log.finish(turn, is_trained=request.is_trained and is_as_trained)
         return turn
 
-    async def _make(self, turn: Turn, sampling: SamplingConfig, stop: Sequence[str]) -> None:
-        question = question_of(turn.prompt_ids, sampling, stop) if self.journal else b""
+    async def _make(self, turn: Turn, sampling: SamplingConfig, request: TurnRequest) -> None:
+        stops = [*request.stop, *map(str, request.stop_token_ids)]
+        question = question_of(turn.prompt_ids, sampling, stops) if self.journal else b""
         if self.journal is not None and self.journal.take(question, turn.answer):
             self.num_replayed += len(turn.answer.output_ids)
             return
@@ -88,7 +89,7 @@ class EpisodeSession:
             turn.answer,
             sampling=sampling,
             oldest_version=self.log.oldest_version,
-            watch=self._stopper(stop) if stop else None,
+            watch=self._stopper(request),
         )
         if self.journal is not None:
             self.journal.append(question, turn.answer)
@@ -124,16 +125,19 @@ class EpisodeSession:
             }
         )
 
-    def _stopper(self, stops: Sequence[str]) -> Callable[[PartialAnswer], None]:
-        """Cuts an answer behind the token that completes one of the texts."""
+    def _stopper(self, request: TurnRequest) -> Callable[[PartialAnswer], None] | None:
+        """Cuts an answer behind the first of the tokens, or the one that completes one of the texts."""
+        stop_ids = set(request.stop_token_ids) - set(self.client.stop_token_ids)
+        if not request.stop and not stop_ids:
+            return None
+
+        def has_stop(ids: Sequence[int]) -> bool:
+            text: str = self.tokenizer.decode(list(ids)) if request.stop else ""
+            return any(stop in text for stop in request.stop) or not stop_ids.isdisjoint(ids)
 
         def cut(answer: PartialAnswer) -> None:
             ids = answer.output_ids
-            if self._has_stop(ids, stops):
-                answer.cut(next(end for end in range(1, len(ids) + 1) if self._has_stop(ids[:end], stops)))
+            if has_stop(ids):
+                answer.cut(next(end for end in range(1, len(ids) + 1) if has_stop(ids[:end])))
 
         return cut
-
-    def _has_stop(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
-        text: str = self.tokenizer.decode(list(ids))
-        return any(stop in text for stop in stops)

@@ -17,11 +17,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import FILTERED
@@ -57,7 +56,7 @@ class GroupMaker:
 
     judge: RewardJudge
     client: GenerationClient
-    tokenizer: Any
+    prompts: PromptEncoder
     player: EpisodePlayer | None
     """None where the agent is the single turn, which needs none."""
     _: KW_ONLY
@@ -111,7 +110,7 @@ class GroupMaker:
     async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Sequence[JudgedEpisode]:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
-            prompt_ids = encode_prompt(self.tokenizer, row.prompt)
+            prompt_ids = self.prompts.encode(row.prompt, tools=row.tools)
             if len(prompt_ids) > self.max_prompt_tokens:
                 raise PromptTooLongError(
                     f"the prompt has {len(prompt_ids)} tokens, more than dataset.max_prompt_tokens "
@@ -184,7 +183,12 @@ class GroupMaker:
 
             try:
                 return await player.play(
-                    uid, row, prompt_ids, number=number, client=self.client, tokenizer=self.tokenizer, seed_of=seed_of
+                    uid,
+                    row,
+                    prompt_ids,
+                    number=number,
+                    client=self.client,
+                    seed_of=seed_of,
                 )
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:

@@ -9,11 +9,10 @@ The seeds of an answer follow from its row alone, so that two versions are compa
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.tokens import encode_prompt
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
 from corral.workers.data.prompts import RowsById
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
@@ -22,7 +21,7 @@ from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 logger = logging.getLogger(__name__)
 
 
-def checked_prompts(rows: Iterable[DatasetRow], tokenizer: Any, config: DatasetConfig) -> list[list[int]]:
+def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
     """The tokens of the problems of a file.
 
     Raises:
@@ -30,7 +29,7 @@ def checked_prompts(rows: Iterable[DatasetRow], tokenizer: Any, config: DatasetC
     """
     prompts = []
     for row in rows:
-        prompts.append(encode_prompt(tokenizer, row.prompt))
+        prompts.append(encoder.encode(row.prompt, tools=row.tools))
         if len(prompts[-1]) > config.max_prompt_tokens:
             raise ValueError(
                 f"the prompt in line {row.line} of {config.path} has {len(prompts[-1])} tokens, more than "

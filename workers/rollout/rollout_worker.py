@@ -23,7 +23,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.inputs.tokens import eos_token_ids
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
@@ -138,14 +139,14 @@ class RolloutWorker(Worker):
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
         )
-        judge = RewardJudge(RewardSpec.of(spec.rollout), self._tokenizer, stop_token_ids=self._stop_token_ids)
+        judge = RewardJudge(RewardSpec.of(spec.rollout), self._prompts.tokenizer, stop_token_ids=self._stop_token_ids)
         stack.callback(judge.close)
         judge.start()
         self._groups = GroupMaker(
             judge,
             client,
-            self._tokenizer,
-            await open_player(stack, spec.rollout, judge, model=spec.tokenizer, planned=spec.environment),
+            self._prompts,
+            await open_player(stack, spec.rollout, judge, self._prompts, planned=spec.environment),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
@@ -164,7 +165,7 @@ class RolloutWorker(Worker):
             self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
-        self._tokenizer = load_tokenizer(spec.tokenizer)
+        self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
 
     # Prompts

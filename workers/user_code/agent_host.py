@@ -34,11 +34,21 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
+from corral.experiments.inputs.chat import find_renderer
+from corral.experiments.inputs.row_prompts import is_ids
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.tether import die_with_parent
-from corral.workers.agents.contract import EpisodeEndedError, JudgeError, Outcome, RefusedError, Task
+from corral.workers.agents.contract import (
+    EpisodeEndedError,
+    JudgeError,
+    Message,
+    Outcome,
+    RefusedError,
+    Task,
+    Words,
+)
 from corral.workers.agents.http_model import HttpModel, open_http
-from corral.workers.agents.language import TextLanguage
+from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
 from corral.workers.user_code.blame import describe_error
@@ -132,7 +142,10 @@ class Host:
     def __init__(self, agent: Callable[..., Any], setup: Setup) -> None:
         model = Path(setup.model)
         self._agent, self._setup = agent, setup
-        self._language = TextLanguage(load_tokenizer(model), stop_token_ids=eos_token_ids(model))
+        tokenizer = load_tokenizer(model)
+        self._language = ModelLanguage(
+            tokenizer, stop_token_ids=eos_token_ids(model), renderer=find_renderer(model, tokenizer)
+        )
         self._runs: dict[int, asyncio.Task[None]] = {}
         self._judged: dict[int, asyncio.Future[float]] = {}
         self._calls = itertools.count()
@@ -185,6 +198,7 @@ class Host:
             self._language,
             run.asks(partial(self._judge, number)),
             task.prompt_ids,
+            conversation=_messages_of(task.prompt),
         )
         done = Done(number)
         try:
@@ -200,6 +214,7 @@ class Host:
                 raise
             done.error = _fault(error)
         record = session.record
+        done.ended = done.ended or record.ended
         done.turn_rewards, done.untrained = record.turn_rewards, record.untrained
         done.metrics = dict(itertools.islice(record.notes.items(), _MOST_NOTES))
         self._say(msgspec.to_builtins(done))
@@ -219,6 +234,13 @@ class Host:
 
     def _mark(self, number: int) -> None:
         self._memory[:] = number.to_bytes(MARK_BYTES, "little")
+
+
+def _messages_of(prompt: Words) -> list[Message] | None:
+    """A prompt that is a conversation; None for text and token ids."""
+    if isinstance(prompt, str) or is_ids(prompt):
+        return None
+    return [message for message in prompt if isinstance(message, Mapping)]
 
 
 def _outcome_of(returned: Any) -> Outcome:

@@ -1,6 +1,7 @@
 """Rows as people have them: answers that are numbers, and a few that are too long."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,27 @@ import pytest
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import dataset_spec
+from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
 from corral.workers.data.prompts import load_planned_rows, load_row_ids
 from corral.workers.rollout.rewards import exact_match
-from tests.experiments.broken_yaml import VALID_PPO, tokenizer_json, write_inputs
+from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, tokenizer_json, write_inputs
 
 LONG = {"id": "long", "prompt": "1+" * 8 + "1=", "answer": "9"}
 
 
-def submit(folder: Path, *rows: dict[str, object], held_out: tuple[dict[str, object], ...] = ()) -> Submission:
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ '+' * tools | length if tools }}="
+
+
+def submit(
+    folder: Path, *rows: dict[str, object], held_out: tuple[dict[str, object], ...] = (), template: str | None = None
+) -> Submission:
     write_inputs(folder)
     (folder / "model" / "tokenizer.json").write_text(tokenizer_json())
+    if template is not None:
+        (folder / "model" / "chat_template.jinja").write_text(template)
     (folder / "ppo.yaml").write_text(VALID_PPO)
     for name, added in (("train", rows), ("heldout", held_out)):
         with (folder / f"{name}.jsonl").open("a") as file:
@@ -78,3 +87,55 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
 def test_held_out_rows_are_all_looked_at_or_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 held-out rows are too long; the first: .*heldout.jsonl:11"):
         submit(tmp_path, held_out=(LONG,))
+
+
+def asked(content: object, **more: object) -> dict[str, object]:
+    return {"prompt": [{"role": "user", "content": content}], "answer": "2", **more}
+
+
+def test_prompts_are_text_messages_or_token_ids_and_the_same_tokens(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    rows = [{"prompt": "1+1=", "answer": 2}, asked("1+1"), {"prompt": [2, 11, 2, 12], "answer": "2"}]
+    rows.append(asked("1+1", tools=[tool, tool]))
+    submission = submit(tmp_path, *rows, LONG, asked("1" * 16), {"prompt": [1] * 17, "answer": 1}, template=TEMPLATE)
+    dataset = planned(submission.plan).dataset
+    assert dataset.too_long == "45-47" and "3 of 47 rows" in submission.warnings[0]
+    encoder, loaded = PromptEncoder(tmp_path / "model"), load_planned_rows(dataset)
+    encoded = [encoder.encode(row.prompt, tools=row.tools) for row in list(loaded.values())[40:]]
+    assert encoded == [[2, 11, 2, 12]] * 3 + [[2, 11, 2, 11, 11, 12]]
+    assert loaded["41"].fields["prompt"] == [{"role": "user", "content": "1+1"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "words"),
+    [
+        (asked("1+1"), None, "train.jsonl:41: model .* has no chat template"),
+        (asked("1+1"), "{{ raise_exception('not so') }}", "train.jsonl:41: .*refuses these messages: not so"),
+        (asked("1+1"), "{% if %}", "train.jsonl:41: the chat template of model .* is broken"),
+        (
+            asked(["1"]),
+            TEMPLATE,
+            r"train.jsonl:41: 'prompt' is neither messages nor token ids: messages\[0\] has content",
+        ),
+        (asked("1", tools=["add"]), TEMPLATE, r"train.jsonl:41: 'tools' \[0\] is no .*tools_key"),
+        ({"prompt": [1, 13], "answer": "2"}, None, "train.jsonl:41: the prompt has token id 13, and .* below 13"),
+        ({"prompt": [1, True], "answer": "2"}, None, "train.jsonl:41: 'prompt' is neither messages nor token ids"),
+        ({"prompt": [], "answer": "2"}, None, "train.jsonl:41: 'prompt' is no prompt: .*list of messages"),
+    ],
+)
+def test_a_prompt_that_no_model_can_be_asked_is_refused_at_submission(
+    tmp_path: Path, row: dict[str, object], template: str | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        submit(tmp_path, row, template=template)
+    assert re.search(words, str(refused.value).replace("\n", " "))
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "1+1"}], [2, 11]])
+def test_where_answers_of_rows_are_learned_prompts_are_text(tmp_path: Path, prompt: object) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "sft.yaml").write_text(VALID_SFT)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": prompt, "answer": "2"}))
+    with pytest.raises(ConfigError, match="train.jsonl:41: the prompt is a list, and where the answers of rows are"):
+        prepare(tmp_path / "sft.yaml", [f"cluster.fileroot={tmp_path / 'trials'}"], trial_name=None, mode="local")

@@ -75,12 +75,12 @@ BROKEN = {
     "a reward of another name": ("rollout.reward", GOOD.replace("score", "scored"), "own.py has no callable 'score'"),
     "no agent": (
         "rollout.agent",
-        "async def score(problem, prompt_ids):\n    return None\n",
-        "own.py:1: score(problem, prompt_ids) cannot be called",
+        "async def score(task):\n    return None\n",
+        "own.py:1: score(task) cannot be called with (task, session)",
     ),
     "an agent that is not async": (
         "rollout.agent",
-        "def score(problem, prompt_ids, sample_group, judge):\n    return None\n",
+        "def score(task, session):\n    return None\n",
         "own.py:1: score is not an async function",
     ),
     "a loss of a key that no call gives": (

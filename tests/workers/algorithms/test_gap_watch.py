@@ -157,6 +157,21 @@ def test_the_place_of_the_largest_difference_is_named(weights: Path) -> None:
     assert any("in 1 of 16 answers only" in cause for cause in notice.causes)
 
 
+def test_tokens_that_were_given_in_between_are_not_compared(weights: Path) -> None:
+    sample = Maker.of(weights).answers(version=0)
+    place = sum(sample.answer_lengths("old_logprobs")[:5]) + 6 - 1  # of the first token of an answer; 5 more before it
+    recorded, mask = sample.data["old_logprobs"].copy(), sample.data["prompt_mask"].copy()
+    recorded[[place + 1, place + 3]] += [-9.0, -0.25]
+    mask[place + 5 + 1 + 1] = True
+    versions = np.where(np.arange(len(recorded)) == place + 1, -1, sample.data["versions"])
+    for key, array in (("old_logprobs", recorded), ("prompt_mask", mask), ("versions", versions)):
+        sample = sample.with_key(key, array)
+    stats, (notice,) = Training(weights).train(sample, version=0)
+    assert stats["gap/tokens"] == NUM_PROMPTS * (8 + 12 + 16 + 20) - 1 and stats["gap/coverage"] == 1.0
+    assert stats["gap/max"] == pytest.approx(0.25, abs=1e-4) and stats["gap/position"] == 2.0
+    assert "the largest at token 2 of 0:p1#1" in notice.details
+
+
 def test_another_temperature_is_an_alarm_that_names_both(weights: Path) -> None:
     stats, (notice,) = Training(weights).train(Maker.of(weights).answers(version=0, temperature=1.0), version=0)
     assert stats["gap/alarm"] == 1.0 and notice.is_alarm

@@ -185,3 +185,27 @@ def test_a_key_whose_values_are_arrays_is_cut_with_the_tokens_that_they_belong_t
     assert_same(sample.select_keys(["input_ids"]).with_key(pairs, sample.data["pairs"]), sample)
     with pytest.raises(ValueError, match="needs 12 values for 2 tokens"):
         SequenceSample.from_group("0:a", {"input_ids": [[5, 6]], "pairs": [np.zeros((2, 2))]}, specs=key_specs([pairs]))
+
+
+@given(shape=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_sequences_of_an_episode_stay_together(shape: list[list[int]]) -> None:
+    numbers = [np.repeat(np.arange(len(sizes)), sizes) for sizes in shape]
+    groups = [
+        SequenceSample.from_group(f"0:{index}", {"input_ids": [[1, 2]] * len(of_each), "episodes": of_each})
+        for index, of_each in enumerate(numbers)
+    ]
+    sample = SequenceSample.gather(groups)
+    assert sample.episode_sizes() == [size for sizes in shape for size in sizes]
+    assert sample.num_episodes_per_sample() == [len(sizes) for sizes in shape]
+    assert [one.episode_sizes() for one in sample.unpack()] == shape
+    last = sample.select_answers(range(sum(map(sum, shape)) - shape[-1][-1], sum(map(sum, shape))))
+    assert (last.uids, last.episode_sizes()) == ([f"0:{len(shape) - 1}"], [shape[-1][-1]])
+    plain = sample.select_keys(["input_ids"])
+    assert plain.episode_sizes() == [1] * sum(plain.num_answers_per_sample())
+    assert plain.num_episodes_per_sample() == plain.num_answers_per_sample()
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 0], [1, 1, 2], [0, 2, 2], [-1, 0, 0]])
+def test_episodes_that_cannot_be_told_apart_are_refused(numbers: list[int]) -> None:
+    with pytest.raises(ValueError, match="sample '0:a' has the episodes .* sequences of one episode are neighbours"):
+        SequenceSample.from_group("0:a", {"input_ids": [[1, 2]] * 3, "episodes": numbers})

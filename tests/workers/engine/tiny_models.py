@@ -35,10 +35,11 @@ def save_tiny_model(
     seed: int = 0,
     model_type: str = "qwen2",
     intermediate_size: int = 96,
+    vocab_size: int = VOCAB_SIZE,
     max_shard_size: str = "1GB",
 ) -> Path:
     """A model whose next-token distribution is far from uniform, so that a wrong cache or weight shows."""
-    shape = {**_SHAPE, "intermediate_size": intermediate_size}
+    shape = {**_SHAPE, "intermediate_size": intermediate_size, "vocab_size": vocab_size}
     configs: dict[str, Any] = {
         "qwen2": lambda: Qwen2Config(**shape, tie_word_embeddings=False),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True),

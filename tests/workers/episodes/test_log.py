@@ -61,7 +61,7 @@ def test_a_sample_has_what_was_given_and_made_where_it_was() -> None:
     assert data["old_logprobs"][:5] == [0, -7, -8, 0, -9]
     assert data["versions"][:9] == [-1, 3, 3, -1, 4, -1, -1, -1, 4]
     assert data["turn_rewards"][:5] == [0, 0, 0.5, 0, 0]
-    assert data["episodes"] == [0, 0, 2]
+    assert data["episodes"] == [0, 0, 1]
     assert data["rewards"] == [1, 1, -1]
 
 

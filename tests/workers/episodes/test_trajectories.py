@@ -21,3 +21,12 @@ def test_values_stand_at_the_position_before_their_token() -> None:
     np.testing.assert_array_equal(sample.data["versions"], [-1, 3, 4, 4, -1, 4])
     np.testing.assert_array_equal(sample.data["rewards"], [1, 0])
     np.testing.assert_array_equal(sample.data["seq_no_eos_mask"], [False, True])
+
+
+def test_where_an_agent_may_make_several_sequences_each_answer_of_a_group_is_an_episode() -> None:
+    answer = PartialAnswer(5, [7, 8], [-0.1, -0.2], [VersionSpan("1.3", 0, 2)], stopped=True)
+    group = judged_answers([1, 2], [answer, answer], [1.0, 0.0])
+    assert not {"episodes", "turn_rewards"} & make_sample("0:a", group).data.keys()
+    sample = make_sample("0:a", group, says_episodes=True)
+    np.testing.assert_array_equal(sample.data["episodes"], [0, 1])
+    np.testing.assert_array_equal(sample.data["turn_rewards"], np.zeros(6))

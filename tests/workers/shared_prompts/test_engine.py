@@ -18,7 +18,7 @@ from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.replay_scene import EXPERT_LAYERS, NUM_EXPERTS, TOP_K, save_tiny_mixture
-from tests.workers.backends.training_helpers import save_tiny_model, score_loss, value_loss
+from tests.workers.backends.training_helpers import VOCAB_SIZE, save_tiny_model, score_loss, value_loss
 from tests.workers.shared_prompts.scene import (
     NUM_STEPS,
     counted_tokens,
@@ -101,6 +101,37 @@ def test_steps_with_shared_prompts_are_those_with_a_prompt_for_each_answer(
     assert_same_numbers(train_actor(once, num_steps=num_steps), train_actor(each, num_steps=num_steps))
     assert_same_model(once, each, grouped_batch(9), tolerance=1e-5)
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(once).items())
+
+
+def test_a_branch_has_once_what_its_episode_made_before_and_trains_it_once(model_directory: Path) -> None:
+    """Each prompt has two episodes; of the first, a second sequence begins with all of the first, as given."""
+    rng, groups = np.random.default_rng(0), []
+    for number in range(3):
+        first, other = rng.integers(0, VOCAB_SIZE, 12), rng.integers(0, VOCAB_SIZE, 9)
+        other[:6] = first[:6]
+        ids = [first, np.concatenate([first, rng.integers(0, VOCAB_SIZE, 5)]), other]
+        made = [np.arange(len(one)) >= start for one, start in zip(ids, (6, 14, 6), strict=True)]
+        groups.append(
+            SequenceSample.from_group(
+                f"0:{number}",
+                {
+                    "input_ids": ids,
+                    "prompt_mask": [~one for one in made],
+                    "old_logprobs": [np.where(one, -4.0, 0.0)[1:] for one in made],
+                    "rewards": [1.0, 1.0, 0.0],
+                    "episodes": [0, 0, 1],
+                    "turn_rewards": [np.zeros(len(one) - 1) for one in ids],
+                },
+            )
+        )
+    sample = SequenceSample.gather(groups)
+    config = PPOConfig(use_decoupled_loss=False, loss_reduction="answer_mean")
+    each, once = both(model_directory, max_tokens=36)
+    assert [shares(engine, sample) for engine in (each, once)] == [False, True]
+    stats = [[PPOActorInterface(config).train_step(engine, sample, version=0)] for engine in (once, each)]
+    assert_same_numbers(*stats)
+    assert stats[0][0]["train/tokens"] == 3 * (6 + 3 + 3)
+    assert_same_model(once, each, sample, tolerance=1e-5)
 
 
 def test_in_bfloat16_the_difference_is_that_of_its_rounding(model_directory: Path) -> None:

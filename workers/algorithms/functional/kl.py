@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from corral.workers.algorithms.functional.packed import last_in_mask, sum_per_answer
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 _MAX_LOG_RATIO = 20.0  # keeps exp() finite in float32 for a token that one of the models all but excludes
@@ -35,26 +37,57 @@ def approximate_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstim
 
 
 def token_rewards(
-    answer_rewards: Tensor, kl: Tensor, response_mask: Tensor, lengths: Sequence[int], *, kl_coefficient: float
+    answer_rewards: Tensor,
+    kl: Tensor,
+    response_mask: Tensor,
+    lengths: Sequence[int],
+    *,
+    kl_coefficient: float,
+    turn_rewards: Tensor | None = None,
+    episode_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Rewards per token: minus the KL penalty at every response token, plus the answer's reward at its last one.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 2.
 
+    A sequence of an episode ends with all that the episode was given afterwards: penalties and rewards of turns in the
+    sequences that follow, and the outcome. So what is still to come at any of its tokens, undiscounted, is what the
+    episode was given from there on, and its first sequence has in it all that it was given.
+
     Args:
-        answer_rewards: [n].
+        answer_rewards: [n]; of an episode, its outcome on each sequence.
         kl: [T] estimate per token (k1), read under the mask only.
         response_mask: [T] bool.
-        lengths: of each answer in `kl`; an answer without any has no place for its reward.
+        lengths: of each answer in `kl`; an answer without any has no place for its reward. One without response tokens
+            has it at its last entry, where nobody trains.
+        turn_rewards: [T], read under the mask only.
+        episode_sizes: sequences of each episode, which add up to n; None for one each.
 
     Returns:
         [T] float32.
     """
     rewards = torch.where(response_mask, -kl_coefficient * kl.double(), 0.0)
-    counts = torch.tensor(lengths, dtype=torch.int64, device=kl.device)
-    has_tokens = counts > 0
-    rewards[(counts.cumsum(0) - 1)[has_tokens]] += answer_rewards.double()[has_tokens]
+    if turn_rewards is not None:
+        rewards += torch.where(response_mask, turn_rewards.double(), 0.0)
+    at_end = answer_rewards.double()
+    if episode_sizes is not None:
+        at_end = at_end + _given_afterwards(sum_per_answer(rewards, lengths), episode_sizes)
+    filled = [length for length in lengths if length]
+    has_tokens = torch.tensor(lengths, dtype=torch.int64, device=kl.device) > 0
+    rewards[last_in_mask(response_mask, filled)] += at_end[has_tokens]
     return rewards.float()
+
+
+def _given_afterwards(sums: Tensor, episode_sizes: Sequence[int]) -> Tensor:
+    """[n]: for each sequence, the sums of those that follow in its episode; 0 for the last one."""
+    after: list[float] = []
+    of_each = iter(reversed(sums.tolist()))
+    for size in reversed(episode_sizes):
+        running = 0.0
+        for _ in range(size):
+            after.append(running)
+            running += next(of_each)
+    return torch.tensor(after[::-1], dtype=sums.dtype, device=sums.device)
 
 
 def adapt_kl_coefficient(

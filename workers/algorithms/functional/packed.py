@@ -1,6 +1,8 @@
-"""Sums, means and spreading over the answers of a packed row.
+"""Sums, means and spreading over the answers of a packed row, and what a mask leaves of it.
 
 values [T]  |--- answer 0 ---|- answer 1 -|---- answer 2 ----|  ──sum_per_answer──►  [n]  ──per_token──►  [T]
+
+What these say of the tokens of answers holds for the sequences of episodes, too, and for the answers of groups.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,23 @@ def sum_per_answer(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """[n] sums of the answers' values, in the values' type; an empty answer has 0."""
     index = answer_index(lengths, values.device)
     return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, index, values)
+
+
+def last_in_mask(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[n] int64: where the last True entry of each answer is, or its last entry if none is True; no answer is empty."""
+    places = torch.arange(mask.shape[0], device=mask.device)
+    ends = torch.tensor(lengths, dtype=torch.int64, device=mask.device).cumsum(0) - 1
+    none = torch.full_like(ends, -1)
+    last = none.scatter_reduce(0, answer_index(lengths, mask.device), torch.where(mask, places, -1), "amax")
+    return torch.where(last < 0, ends, last)
+
+
+def with_one_more(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[T + n] bool: the mask of a key per token from that of one per shifted token; True at each answer's last one."""
+    index = answer_index(lengths, mask.device)
+    wide = torch.ones(mask.shape[0] + len(lengths), dtype=torch.bool, device=mask.device)
+    wide[torch.arange(mask.shape[0], device=mask.device) + index] = mask
+    return wide
 
 
 def mean_per_answer(values: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:

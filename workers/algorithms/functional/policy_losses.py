@@ -16,9 +16,13 @@ How much each token weighs in the mean over a global batch is decided for all of
 
 What the sum is divided by is added up over micro-batches and ranks by the engine, so that the mean is exact however the
 batch is cut, also where only the scores say which tokens are left.
+
+An answer o_i is an episode with the tokens of all its sequences. A micro-batch may have some of them: each sequence
+then brings along how many tokens the whole episode has in the mask, and one of them counts it (`EpisodeCounts`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -156,10 +160,25 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[T
 LossReduction = Literal["token_mean", "answer_mean", "fixed_divisor"]
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeCounts:
+    """What n sequences, which need not be all of their episodes, say of them."""
+
+    tokens: Tensor
+    """[n] int: in the loss mask, of all sequences of the episode."""
+    counts: Tensor
+    """[n] bool: True on one sequence of each episode that has tokens in the mask."""
+
+
 def reduction_weights(
-    loss_mask: Tensor, answer_lengths: Sequence[int], *, reduction: LossReduction, divisor: float | None
+    loss_mask: Tensor,
+    answer_lengths: Sequence[int],
+    *,
+    reduction: LossReduction,
+    divisor: float | None,
+    episodes: EpisodeCounts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T] float32 of some whole answers' tokens, scalar that their sum adds to the mean's denominator).
+    """(weights [T] float32 of some sequences' tokens, scalar that they add to the mean's denominator).
 
     Answers without a token in the mask count in no mean.
 
@@ -169,16 +188,20 @@ def reduction_weights(
 
     Args:
         loss_mask: [T] bool.
-        answer_lengths: entries of each answer in the mask.
+        answer_lengths: entries of each sequence in the mask.
         divisor: tokens that an answer's sum is divided by, for `fixed_divisor`.
+        episodes: whose the sequences are; None where each is an answer by itself.
 
     Raises:
         ValueError: if `fixed_divisor` comes without a divisor.
     """
     if reduction == "token_mean":
         return torch.ones_like(loss_mask, dtype=torch.float32), loss_mask.sum()
-    tokens = sum_per_answer(loss_mask.double(), answer_lengths)
-    num_answers = (tokens > 0).sum()
+    if episodes is None:
+        tokens = sum_per_answer(loss_mask.double(), answer_lengths)
+        num_answers = (tokens > 0).sum()
+    else:
+        tokens, num_answers = episodes.tokens.double(), episodes.counts.sum()
     if reduction == "answer_mean":
         return per_token(1.0 / tokens.clamp(min=1.0), answer_lengths).float(), num_answers
     if divisor is None:

@@ -1,4 +1,4 @@
-"""An agent hands back log-probabilities of another model for a while: the alarm begins and ends with them."""
+"""Servers say log-probabilities of another model for a while: the alarm begins and ends with them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
 from tests.integration.trial_helpers import Trial
 
+FOREIGN_ARITHMETIC = Path(__file__).parent / "foreign_arithmetic"
 NUM_ANSWERS = 32  # of a step
 EXACT = 1e-3  # nats: what a token of the present weights may differ by in float32
 
@@ -21,8 +22,8 @@ def test_the_alarm_lasts_until_as_many_tokens_agree_as_raised_it(
     trial = start_trial(
         num_rows=160,
         pause_s=0.02,
-        overrides={"rollout.agent": "foreign_agents:single_turn", "evaluation.every_steps": 1000},
-        environment={"CORRAL_TEST_FOREIGN": str(foreign)},
+        overrides={"evaluation.every_steps": 1000},
+        environment={"CORRAL_TEST_FOREIGN": str(foreign), "PYTHONPATH": str(FOREIGN_ARITHMETIC)},
     )
     trial.wait_for_steps(2)
     shown = trial.run("rl-status")

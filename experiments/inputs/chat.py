@@ -1,0 +1,278 @@
+"""ChatRenderer: conversations as token ids of one model, each message written once, by the model's own template.
+
+    messages, tools ──render──► ids ──the model──► ids + answer ──parse──► content, reasoning, tool calls
+                                                     │
+    new messages ────────────────────────────────────┴──bridge──► the same ids + what the template writes behind an
+                                                                  answer + the new messages
+
+What the model said stays as it said it: its ids are never made of text again. So `bridge` never renders an answer, only
+what comes behind one: it asks the template for a conversation with a stand-in for the answer, and takes the text from
+the token on that ends it. That is exact where the template writes everything before the answer as it did before, and
+keeps the answer whole. Where it does not, such as one that leaves out the reasoning of earlier turns once the user has
+spoken again, there is no bridge: the conversation has to be rendered anew, and is another branch of its episode.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.inputs.chat_template import ChatTemplate
+from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
+from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.tool_calls import PROBE_CALL, FoundCall, ToolCallForm, form_in
+
+_ASKED = {"role": "user", "content": "q"}
+_SAID, _THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"  # no model says so
+_THINK = ("<think>", "</think>")
+_LAST_MARK, _FIRST_MARK = (
+    re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*\Z"),
+    re.compile(r"\A\s*(<[^<>\s]+>|\[[^\[\]\s]+\])"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, by the model."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    """An answer of the model, taken apart."""
+
+    content: str
+    """What it says, without its reasoning and its calls."""
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    text: str
+    """All of it, without the token that ended it."""
+
+    def as_message(self) -> dict[str, Any]:
+        """As a message of a conversation, in OpenAI's form."""
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self.tool_calls and not self.content else self.content,
+        }
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRenderer:
+    """Of one model.
+
+    Example:
+        renderer = ChatRenderer.of_model(directory)
+        prompt = renderer.render([{"role": "user", "content": "1+1="}])
+        ids = prompt + answer                                              # sampled, with the token that ended it
+        following = renderer.bridge(ids, stopped=True, messages=[{"role": "user", "content": "and 2+2?"}])
+    """
+
+    template: ChatTemplate
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    """Those that end an answer: what the model declares, and what the template writes behind one."""
+    _: KW_ONLY
+    tool_calls: ToolCallForm | None
+    """None where the template writes calls as no JSON, or none at all."""
+    reasoning: tuple[str, str] | None
+    """What stands around it; None for a template that knows of none."""
+    begins_reasoning: bool
+    """Whether the prompt ends with what stands before it."""
+
+    @classmethod
+    def of_model(cls, directory: Path, tokenizer: Any = None) -> "ChatRenderer":
+        """
+        Args:
+            tokenizer: of the directory, where it is loaded already.
+
+        Raises:
+            ValueError: naming what is missing: a template, a tokenizer, ends of answers.
+        """
+        template = ChatTemplate.of_model(directory)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(directory)
+        stops = dict.fromkeys(eos_token_ids(directory))
+        begun, _, behind = template.render([_ASKED, {"role": "assistant", "content": _SAID}], asks=False).partition(
+            _SAID
+        )
+        if (ends := tokenizer.encode(behind, add_special_tokens=False).ids) and _is_added(tokenizer, ends[0]):
+            stops[ends[0]] = None
+        reasoning = _reasoning_marks(template)
+        return cls(
+            template,
+            tokenizer,
+            tuple(stops),
+            tool_calls=_tool_call_form(template, begun.rstrip(), ends=[tokenizer.id_to_token(id) for id in stops]),
+            reasoning=reasoning,
+            begins_reasoning=reasoning is not None and template.render([_ASKED]).rstrip().endswith(reasoning[0]),
+        )
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """A conversation from its beginning, up to where the model is to answer.
+
+        Raises:
+            ValueError: if the template refuses it.
+        """
+        return self._encode(self.template.render(plain_messages(messages), tools=tools))
+
+    def bridge(
+        self,
+        ids: Sequence[int],
+        *,
+        stopped: bool,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        history: Sequence[Message] = (),
+    ) -> list[int] | None:
+        """What the model is to go on from, after an answer of its and the messages that follow it.
+
+        Args:
+            ids: prompt and answer, as they were sampled, with the token that ended it.
+            stopped: whether the answer came to an end of its own.
+            messages: what follows the answer.
+            history: what the ids say, the answer last. Without it, one that looks like it stands in for it.
+
+        Returns:
+            The same ids and what follows; None if the template would write what they say in another way now.
+
+        Raises:
+            ValueError: if the template refuses the messages.
+        """
+        if not stopped and self._is_reasoning(ids):
+            return None  # the template would close it
+        *before, answer = plain_messages(history) if history else self._stand_in(ids)
+        asked = self.template.render(before, tools=tools)
+        marks = {"content": _SAID, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        marked = {**answer, **{key: mark for key, mark in marks.items() if answer.get(key)}}
+        following = plain_messages(messages) if messages else []
+        text = self.template.render([*before, marked, *following], tools=tools)
+        if not text.startswith(asked):
+            return None
+        end = self._first_end(text, len(asked))
+        if end is None:
+            return None
+        said = text[len(asked) : end]
+        if self.reasoning is not None and "reasoning_content" not in answer and self.reasoning[0] in said:
+            return None  # the template would say that it did not think
+        if any(value in marked.values() and value not in said for value in (_SAID, _THOUGHT)):
+            return None
+        behind = self._encode(text[end:])
+        if stopped and ids[-1] in self.stop_token_ids:
+            # An answer that ended in another way than the template ends it is not what the template would write.
+            return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
+        return [*ids, *behind]
+
+    def parse(self, output_ids: Sequence[int], *, stopped: bool, tools: Sequence[ToolSchema] = ()) -> AssistantMessage:
+        """An answer taken apart; what is not well-formed is content.
+
+        Args:
+            tools: those that it may call; without any, nothing is taken for a call.
+        """
+        ends = stopped and bool(output_ids) and output_ids[-1] in self.stop_token_ids
+        text = self._decode(output_ids[:-1] if ends else output_ids)
+        reasoning, content = self._without_reasoning(text)
+        found: list[FoundCall] = []
+        if tools and self.tool_calls is not None:
+            names = {tool["function"]["name"] for tool in tools}
+            content, found = self.tool_calls.find(content, names=names)
+        calls = tuple(
+            ToolCall(_call_id(output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for number, call in enumerate(found)
+        )
+        return AssistantMessage(content, reasoning, calls, text)
+
+    def _without_reasoning(self, text: str) -> tuple[str, str]:
+        """(reasoning, the rest). One that is not closed was cut, and nothing comes after it."""
+        if self.reasoning is None:
+            return "", text
+        begin, end = self.reasoning
+        thought, closes, rest = text.partition(end)
+        if not closes and not self.begins_reasoning and not text.lstrip().startswith(begin):
+            return "", text
+        return thought.lstrip().removeprefix(begin).strip("\n"), rest.lstrip("\n")
+
+    def _stand_in(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """A conversation that has reasoning if this one has, anywhere."""
+        answer = {"role": "assistant", "content": _SAID}
+        if self.reasoning is not None and self.reasoning[1] in self._decode(ids):
+            answer["reasoning_content"] = _THOUGHT
+        return [_ASKED, answer]
+
+    def _is_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether reasoning is begun that is not closed."""
+        if self.reasoning is None:
+            return False
+        begin, end = map(self._decode(ids).rfind, self.reasoning)
+        return begin > end
+
+    def _first_end(self, text: str, start: int) -> int | None:
+        """Where the first of the tokens that end answers begins."""
+        ends = (text.find(self.tokenizer.id_to_token(id), start) for id in self.stop_token_ids)
+        return min((end for end in ends if end >= 0), default=None)
+
+    def _encode(self, text: str) -> list[int]:
+        """A template writes <bos> itself, or the model wants none."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def find_renderer(directory: Path, tokenizer: Any = None) -> ChatRenderer | None:
+    """That of a model; None if it has no template."""
+    try:
+        ChatTemplate.of_model(directory)
+    except ValueError:
+        return None
+    return ChatRenderer.of_model(directory, tokenizer)
+
+
+def _is_added(tokenizer: Any, token_id: int) -> bool:
+    return token_id in tokenizer.get_added_tokens_decoder()
+
+
+def _reasoning_marks(template: ChatTemplate) -> tuple[str, str] | None:
+    """What a template writes around reasoning; of one that only takes it out of what was said, what it looks for."""
+    apart = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+    before, thought, after = template.render([_ASKED, apart], asks=False).partition(_THOUGHT)
+    begin, end = _LAST_MARK.search(before), _FIRST_MARK.search(after)
+    if thought and begin and end:
+        return begin.group(1), end.group(1)
+    within = {"role": "assistant", "content": f"{_THINK[0]}\n{_THOUGHT}\n{_THINK[1]}\n\n{_SAID}"}
+    return None if _THOUGHT in template.render([_ASKED, within], asks=False) else _THINK
+
+
+def _tool_call_form(template: ChatTemplate, begun: str, *, ends: Collection[str]) -> ToolCallForm | None:
+    """How a template writes calls.
+
+    Args:
+        begun: what it writes before an answer to `_ASKED`.
+        ends: the texts of what ends one.
+    """
+    try:
+        called = {"role": "assistant", "tool_calls": [PROBE_CALL]}
+        text = template.render([_ASKED, called], asks=False)
+    except ValueError:
+        return None
+    behind = text.removeprefix(begun)
+    end = min((at for each in ends if (at := behind.find(each)) >= 0), default=len(behind))
+    return form_in(behind[:end]) if text.startswith(begun) else None
+
+
+def _call_id(output_ids: Sequence[int], number: int) -> str:
+    """The same for the same answer, so that a trial can be repeated; nine letters and digits, as Mistral wants them."""
+    return hashlib.blake2s(f"{list(output_ids)} {number}".encode()).hexdigest()[:9]

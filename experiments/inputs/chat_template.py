@@ -1,0 +1,128 @@
+"""ChatTemplate: the Jinja template of a model directory, in the environment that such templates are written for.
+
+    chat_template.jinja, or tokenizer_config.json's `chat_template` ──► messages, tools ──► text with its special tokens
+
+A template comes with a model from somewhere, so it runs in Jinja's sandbox and sees plain data only. What it may call
+beside Jinja's own is what transformers gives it: raise_exception, strftime_now, a tojson that escapes nothing for HTML,
+loop controls, and generation blocks, which mark what a model said and change no text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from corral.experiments.inputs.messages import Message, ToolSchema
+from corral.experiments.inputs.regular_file import read_regular
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """One model's way to write a conversation down."""
+
+    templates: Mapping[str, Template]
+    """By name: "default", and "tool_use" where there is another one for requests with tools."""
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def of_model(cls, directory: Path) -> "ChatTemplate":
+        """
+        Raises:
+            ValueError: if the model has none.
+        """
+        config = _read_json(directory / "tokenizer_config.json")
+        sources = _sources(directory, config)
+        if "default" not in sources:
+            raise ValueError(
+                f"model {directory} has no chat template: neither chat_template.jinja nor a chat_template in "
+                "tokenizer_config.json; use the instruction-tuned model, add its template, or give prompts as text"
+            )
+        environment = _environment()
+        try:
+            templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except TemplateError as error:
+            raise ValueError(f"the chat template of model {directory} is broken: {error}; download it again") from error
+        tokens = {name: _text_of(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+        return cls(templates, tokens)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), asks: bool = True) -> str:
+        """A conversation as text.
+
+        Args:
+            messages: as `plain_messages` gives them.
+            asks: whether an answer of the model is begun behind it.
+
+        Raises:
+            ValueError: if the template refuses it.
+        """
+        template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+        try:
+            return template.render(
+                messages=messages, tools=list(tools) or None, add_generation_prompt=asks, **self.special_tokens
+            )
+        except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+
+class _GenerationBlocks(Extension):
+    """{% generation %}...{% endgeneration %} is what is in it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. Files of their own count, where there are some, and what the tokenizer's configuration says does not."""
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: read_regular(path).decode() for name, path in files.items() if path.exists()}
+    given = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if found or not given:
+        return found
+    return {"default": given} if isinstance(given, str) else {one["name"]: one["template"] for one in given}
+
+
+def _text_of(token: Any) -> str:
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_regular(path))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}; download it again") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,75 @@
+"""LengthLimits: how long rows may be. Measured in tokens where a text alone could be too long."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from corral.experiments.inputs.messages import ToolSchema
+from corral.experiments.inputs.row_prompts import Prompt, PromptEncoder
+from corral.experiments.inputs.tokens import encode_answer
+
+_SPECIAL_TOKENS = 4  # no tokenizer puts more around a text
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """How long the rows of a dataset may be, in tokens of a model. Reads its tokenizer when a row could be too long.
+
+    Example:
+        limits = LengthLimits(model, max_prompt_tokens=1024)
+        limits.find_excess(prompt)            # "", or "the prompt has 1100 tokens, more than ..."
+    """
+
+    model: Path
+    """Directory with the tokenizer, and the template of messages."""
+    _: KW_ONLY
+    max_prompt_tokens: int
+    """Of the prompt, special tokens included."""
+    max_row_tokens: int | None = None
+    """Of all sequences of a row together, each a prompt, an answer and its end: they share a micro-batch. None where
+    answers are not trained on."""
+    max_sequence_tokens: int | None = None
+    """Of each of these sequences; None where the model does not say how many positions it has."""
+
+    def find_excess(self, prompt: Prompt, answers: Sequence[str] = (), *, tools: Sequence[ToolSchema] = ()) -> str:
+        """What of a row is too long; empty if nothing is.
+
+        Raises:
+            ValueError: if the tokenizer cannot be used, or the model's template cannot for these messages; or if they
+                are not text where answers are trained on.
+        """
+        if self.max_row_tokens is not None and not isinstance(prompt, str):
+            raise ValueError(
+                "the prompt is a list, and where the answers of rows are learned, prompts are text; write it as text, "
+                "as the template of the model would"
+            )
+        if isinstance(prompt, str) and _at_most(prompt) <= self.max_prompt_tokens:
+            at_most = [_at_most(prompt) + _at_most(answer) for answer in answers]
+            if not self._excess_of_row(at_most):
+                return ""
+        num_prompt = len(self._prompts.encode(prompt, tools=tools))
+        if num_prompt > self.max_prompt_tokens:
+            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
+        num_tokens = [len(encode_answer(self._prompts.tokenizer, answer)) + 1 for answer in answers]
+        if excess := self._excess_of_row([num_prompt + num for num in num_tokens]):
+            sequences = " and ".join(f"{num_prompt} + {num}" for num in num_tokens)
+            return f"prompt and answer have {sequences} tokens, more than {excess}"
+        return ""
+
+    def _excess_of_row(self, num_tokens: Sequence[int]) -> str:
+        """The limit that a row with these sequences breaks; empty if none."""
+        if self.max_row_tokens is not None and sum(num_tokens) > self.max_row_tokens:
+            return f"max_tokens_per_micro_batch {self.max_row_tokens}"
+        if self.max_sequence_tokens is not None and max(num_tokens, default=0) > self.max_sequence_tokens:
+            return f"the model's max_position_embeddings {self.max_sequence_tokens}"
+        return ""
+
+    @cached_property
+    def _prompts(self) -> PromptEncoder:
+        return PromptEncoder(self.model)
+
+
+def _at_most(text: str) -> int:
+    """As many tokens as a text can have, for nearly nothing: each stands for a byte at least, or is a special one."""
+    return len(text.encode(errors="surrogatepass")) + _SPECIAL_TOKENS

@@ -1,0 +1,91 @@
+"""Messages: conversations as OpenAI's chat API says them, and as the chat templates of models want them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+"""As OpenAI's chat API has it: role, content, and what else the role has."""
+ToolSchema = Mapping[str, Any]
+"""{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; templates read the first or the last
+
+
+def plain_messages(messages: object) -> list[dict[str, Any]]:
+    """Messages as templates want them: without fields that are None, text parts joined, arguments of calls as objects.
+
+    Raises:
+        ValueError: naming the message and what is wrong with it.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError('messages must be a list of at least one {"role": ..., "content": ...}')
+    plain = []
+    for number, message in enumerate(messages):
+        try:
+            plain.append(_plain_message(message))
+        except ValueError as error:
+            raise ValueError(f"messages[{number}] {error}") from error
+    return plain
+
+
+def check_tools(tools: object) -> tuple[ToolSchema, ...]:
+    """
+    Raises:
+        ValueError: if they are none.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ValueError('must be a list of {"type": "function", "function": {...}}')
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f'[{number}] is no {{"type": "function", "function": {{"name": ..., ...}}}}')
+    return tuple(tools)
+
+
+def _plain_message(message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"is no object but {type(message).__name__}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    if plain.get("role") not in _ROLES:
+        raise ValueError(f"has role {plain.get('role')!r}; the roles are {', '.join(_ROLES)}")
+    if plain["role"] == "developer":  # the later name of the same role, which few templates know
+        plain["role"] = "system"
+    if "content" in plain:
+        plain["content"] = _joined_text(plain["content"])
+    elif plain["role"] != "assistant":
+        raise ValueError("has no content")
+    reasoning = next((plain.pop(name) for name in _REASONING if plain.get(name)), None)
+    if reasoning is not None:
+        plain |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
+        if not plain["tool_calls"]:
+            del plain["tool_calls"]
+    return plain
+
+
+def _joined_text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    raise ValueError(
+        "has content that is neither text nor a list of text parts; nothing else can be shown to the model"
+    )
+
+
+def _plain_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError('has a tool call that is no {"id": ..., "function": {"name": ..., "arguments": ...}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:  # the model's own, which may be anything
+            pass
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

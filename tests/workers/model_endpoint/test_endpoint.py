@@ -1,0 +1,443 @@
+"""Programs that know nothing of training talk to the endpoint by OpenAI's own client; what they said is in the log."""
+
+import asyncio
+import logging
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from corral.workers.episodes.log import EpisodeLog
+from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
+from corral.workers.rollout.episode_session import EpisodeSession
+from tests.chat_models import ADD, ENDS, ids_of, write_chat_tokenizer
+from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, scripted
+
+Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
+ASKED = {"role": "user", "content": "1+1?"}
+
+
+def play(folder: Path, form: str | None, answers: Sequence[Sequence[int]], program: Play, **settings: Any) -> None:
+    """Run a program against a model that gives these answers, one after the other, the last one again and again."""
+    left = list(answers)
+
+    def answer(prompt_ids: list[int]) -> Sequence[int]:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE_S), scripted(folder, model, answer, **settings) as (rig, server):
+            await program(rig, server)
+
+    model = write_chat_tokenizer(folder / "model", form)
+    asyncio.run(run())
+
+
+def sequences(log: EpisodeLog) -> list[tuple[list[int], list[int], list[float], list[int]]]:
+    """Of each branch: its ids; and of what is trained, where it stands, its log-probabilities and versions."""
+    found = []
+    for branch in log.branches:
+        data = make_sample("0:a", [JudgedEpisode([branch], 1.0)]).data
+        ids, given = data["input_ids"].tolist(), data["prompt_mask"].tolist()
+        trained = [place for place, is_given in enumerate(given) if not is_given]
+        logprobs, versions = data["old_logprobs"].tolist(), data["versions"].tolist()
+        found.append((ids, trained, [logprobs[t - 1] for t in trained], [versions[t - 1] for t in trained]))
+    return found
+
+
+def expected(*parts: tuple[list[int], int | None]) -> tuple[list[int], list[int], list[float], list[int]]:
+    """A branch by hand: tokens, and the version that made them or None where they were given."""
+    ids, trained, logprobs, versions = list[int](), list[int](), list[float](), list[int]()
+    for tokens, version in parts:
+        if version is not None:
+            trained += range(len(ids), len(ids) + len(tokens))
+            logprobs += [-token / 8 for token in tokens]
+            versions += [version] * len(tokens)
+        ids += tokens
+    return ids, trained, logprobs, versions
+
+
+TOOL_TEXT = (
+    '{"type": "function", "function": {"name": "add", "description": "Adds two <numbers>.", "parameters": '
+    '{"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}'
+)
+INDENTED_TOOL_TEXT = """\
+{
+ "type": "function",
+ "function": {
+  "name": "add",
+  "description": "Adds two <numbers>.",
+  "parameters": {
+   "type": "object",
+   "properties": {
+    "a": {
+     "type": "number"
+    },
+    "b": {
+     "type": "number"
+    }
+   }
+  }
+ }
+}
+"""
+BY_HAND = {
+    "qwen": (
+        ids_of("<|im_start|>", f"system\n\ntools:\n{TOOL_TEXT}", "<|im_end|>", "\n")
+        + ids_of("<|im_start|>", "user\n1+1?", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
+        ids_of("<think>", "\npi", "z", "z", "a\n", "</think>", "\n\n")
+        + ids_of("<tool_call>", '\n{"name":"add", "arguments": {"a":1,"b":1}}\n', "</tool_call>", "<|im_end|>"),
+        ids_of("\n", "<|im_start|>", "user\n[2]", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
+        ids_of("It is ", "z", "z", "2.", "<|im_end|>"),
+    ),
+    "llama": (
+        ids_of("<bos>", "<|head|>", "system", "<|body|>", "\n\n100%", "<|eot|>", "<|head|>", "user", "<|body|>", "\n\n")
+        + ids_of(f"{INDENTED_TOOL_TEXT}1+1?", "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
+        ids_of('{"name":"add", "parameters": {"a":1,"b":1}}', "<|eot|>"),
+        ids_of("<|head|>", "ipython", "<|body|>", '\n\n"2"', "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
+        ids_of("It is ", "z", "z", "2.", "<|eot|>"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BY_HAND)
+def test_two_turns_with_a_tool_are_one_sequence_as_it_was_sampled(tmp_path: Path, form: str) -> None:
+    asked, called, result, said = BY_HAND[form]
+    sessions: list[EpisodeSession] = []
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        sessions.append(rig.session())
+        client = rig.program(rig.endpoint.open_episode(sessions[0]))
+        messages: list[Any] = [ASKED]
+        first = await client.chat.completions.create(model="any", messages=messages, tools=[ADD], logprobs=True)
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 1}')
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [one.logprob for one in choice.logprobs.content] == [-token / 8 for token in called]
+        assert first.usage is not None
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(asked), len(called))
+        server.version = "0.3"
+        # As programs do: the message as it came, fields that are None and all.
+        messages += [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        second = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+        assert second.choices[0].message.content == "It is zz2."
+        assert second.choices[0].finish_reason == "stop"
+
+    play(tmp_path, form, [called, said], program)
+    assert sequences(sessions[0].log) == [expected((asked, None), (called, 0), (result, None), (said, 3))]
+
+
+def test_a_history_that_the_template_rewrites_is_a_new_branch(tmp_path: Path) -> None:
+    thought = ids_of("<think>", "\nhm\n", "</think>", "\n\n", "z", "z", "2", "<|im_end|>")
+    start, end = ["<|im_start|>"], ["<|im_end|>", "\n"]
+    asked = ids_of(*start, "user\n1+1?", *end, *start, "assistant\n")
+    again = ids_of(*start, "user\n1+1?", *end, *start, "assistant\n", "zz", "2", *end)
+    again += ids_of(*start, "user\nSure?", *end, *start, "assistant\n")
+    sessions: list[EpisodeSession] = []
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        sessions.append(rig.session())
+        client = rig.program(rig.endpoint.open_episode(sessions[0]))
+        messages: list[Any] = [ASKED]
+        for question in ("Sure?", ""):
+            reply = await client.chat.completions.create(model="any", messages=messages)
+            message = reply.choices[0].message
+            assert message.content == "zz2" and message.model_dump()["reasoning_content"] == "hm"
+            messages += [message, {"role": "user", "content": question}]
+
+    play(tmp_path, "qwen", [thought], program)
+    assert sequences(sessions[0].log) == [
+        expected((asked, None), (thought, 0)),
+        expected((again, None), (thought, 0)),
+    ]
+
+
+@pytest.mark.parametrize("change", ["content", "reasoning_content", "arguments"])
+def test_a_history_that_the_program_rewrites_is_a_new_branch(tmp_path: Path, change: str) -> None:
+    _, called, _, said = BY_HAND["qwen"]
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        session = rig.session()
+        client = rig.program(rig.endpoint.open_episode(session))
+        reply = await client.chat.completions.create(model="any", messages=[ASKED], tools=[ADD])
+        message: Any = reply.choices[0].message.model_dump(exclude_none=True)
+        if change == "arguments":
+            message["tool_calls"][0]["function"]["arguments"] = '{"b":1,"a":1}'  # the same object
+        elif change == "content":
+            message["content"] = "Well."
+        else:
+            del message["reasoning_content"]
+        messages = [ASKED, message, {"role": "tool", "tool_call_id": "x", "content": "2"}]
+        await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+        assert len(session.log.branches) == (1 if change == "arguments" else 2)
+
+    play(tmp_path, "qwen", [called, said], program)
+
+
+@pytest.mark.parametrize("form", BY_HAND)
+def test_a_stream_says_what_a_reply_says(tmp_path: Path, form: str) -> None:
+    _, called, _, said = BY_HAND[form]
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        kwargs: dict[str, Any] = {"model": "any", "messages": [ASKED], "tools": [ADD], "logprobs": True}
+        for _ in range(2):
+            reply = await client.chat.completions.create(**kwargs)
+            chunks = await client.chat.completions.create(**kwargs, stream=True, stream_options={"include_usage": True})
+            text, reasoning, calls, reasons, usage, logprobs = "", "", list[Any](), list[Any](), None, list[Any]()
+            async for chunk in chunks:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    reasoning += choice.delta.model_dump().get("reasoning_content") or ""
+                    calls += [(one.id, one.function) for one in choice.delta.tool_calls or []]
+                    reasons += [choice.finish_reason] if choice.finish_reason else []
+                    logprobs += (choice.logprobs.content or []) if choice.logprobs else []
+            (whole,) = reply.choices
+            assert text == (whole.message.content or "")
+            assert reasoning == whole.message.model_dump().get("reasoning_content", "")
+            assert [(id, call.model_dump()) for id, call in calls] == [
+                (one.id, one.model_dump()["function"]) for one in whole.message.tool_calls or []
+            ]
+            assert (reasons, usage) == ([whole.finish_reason], reply.usage)
+            assert whole.logprobs is not None and logprobs == whole.logprobs.content
+
+    play(tmp_path, form, [called, called, said], program)
+
+
+def test_text_and_ids_are_completed(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        session = rig.session()
+        client = rig.program(rig.endpoint.open_episode(session))
+        reply = await client.completions.create(model="any", prompt="1+1=", logprobs=1)
+        (choice,) = reply.choices
+        assert (choice.text, choice.finish_reason) == ("2 and more", "stop")
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens or []) == 11
+        assert server.bodies[0]["input_ids"] == ids_of("<bos>", "1+1=")
+        ids = [*ids_of("<bos>", "1+1="), *ids_of("2 and more", "<|im_end|>"), *ids_of("?")]
+        cut = await client.completions.create(model="any", prompt=ids, max_tokens=3)
+        assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("2 a", "length")
+        pieces = await client.completions.create(model="any", prompt=ids, stop=["nd", "d m"], stream=True)
+        chunks = [chunk async for chunk in pieces]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "2 a"
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+        assert len(session.log.branches) == 2  # the one that goes on, and another that goes on from the same place
+
+    play(tmp_path, None, [ids_of("2 and more", "<|im_end|>")], program)
+
+
+def test_a_stop_text_is_in_the_ids_and_not_in_the_text(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        session = rig.session()
+        client = rig.program(rig.endpoint.open_episode(session))
+        first = await client.chat.completions.create(model="any", messages=[ASKED], stop="nd")
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("2 a", "stop")
+        messages: list[Any] = [ASKED, first.choices[0].message, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="any", messages=messages)
+        (branch,) = session.log.branches
+        assert list(branch.segments[1].ids) == ids_of("2 and")
+        assert branch.segments[2].ids[:2] == ids_of("<|eot|>", "<|head|>")
+
+    play(tmp_path, "llama", [ids_of("2 and more", "<|eot|>")], program)
+
+
+def test_token_ids_go_in_and_out_as_vllm_has_it(tmp_path: Path) -> None:
+    asked, called, result, said = BY_HAND["qwen"]
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        session = rig.session()
+        headers = {"Authorization": f"Bearer {rig.endpoint.open_episode(session)}", "X-Session-ID": "some trace"}
+        async with aiohttp.ClientSession(rig.endpoint.url, headers=headers) as http:
+            async with http.get("/v1/models") as response:
+                (model,) = (await response.json())["data"]
+                assert (model["id"], model["max_model_len"]) == ("actor", MAX_MODEL_LEN)
+            for prompt, output in ((asked, called), (asked + called + result, said)):
+                params = {
+                    "temperature": 0.3,
+                    "max_tokens": 199,
+                    "stop_token_ids": [*ids_of("<|im_end|>"), *ids_of(".")],
+                    "logprobs": 1,
+                    "skip_special_tokens": False,
+                }
+                body = {"model": "actor", "token_ids": prompt, "sampling_params": params}
+                async with http.post("/inference/v1/generate", json=body) as response:
+                    reply = await response.json()
+                output = output[: output.index(ids_of(".")[0]) + 1] if ids_of(".")[0] in output else output
+                (choice,) = reply["choices"]
+                assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (0, output, "stop")
+                assert choice["logprobs"] == {
+                    "content": [{"token": f"token_id:{token}", "logprob": -token / 8} for token in output]
+                }
+                assert isinstance(reply["request_id"], str)
+                sampling = server.bodies[-1]["sampling_params"]
+                assert (sampling["temperature"], sampling["max_new_tokens"]) == (1.0, 199)
+        assert sequences(session.log) == [expected((asked, None), (called, 0), (result, None), (said[:-1], 0))]
+
+    play(tmp_path, "qwen", [called, said], program)
+
+
+def test_limits_of_an_episode_are_errors_that_nobody_tries_again(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session(max_turns=1)))
+        await client.chat.completions.create(model="any", messages=[ASKED])
+        with pytest.raises(openai.BadRequestError, match="has had its 1 turns") as ended:
+            await client.chat.completions.create(model="any", messages=[ASKED])
+        assert ended.value.code == "episode_ended"
+        long: Any = [{"role": "user", "content": "1" * 100}]
+        client = rig.program(rig.endpoint.open_episode(rig.session(max_tokens=60)))
+        with pytest.raises(openai.BadRequestError, match="leave no room for an answer") as ended:
+            await client.chat.completions.create(model="any", messages=long)
+        assert ended.value.code == "context_length_exceeded"
+        long[0]["content"] = "1" * MAX_MODEL_LEN
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        with pytest.raises(openai.BadRequestError, match="leave no room for an answer"):
+            await client.chat.completions.create(model="any", messages=long)
+        long[0]["content"] = "1" * (MAX_MODEL_LEN - 100)
+        reply = await client.chat.completions.create(model="any", messages=long)
+        assert reply.usage is not None and reply.usage.total_tokens <= MAX_MODEL_LEN
+        assert reply.choices[0].finish_reason == "length"
+        assert len(server.bodies) == 2
+
+    play(tmp_path, "qwen", [ids_of("1" * 90, "<|im_end|>")], program)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"n": 2}, "n is 2, and a request has one answer"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs are not kept"),
+        ({"response_format": {"type": "json_object"}}, "response_format would sample"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice is 'required'"),
+        ({"tools": [{"type": "function"}]}, r"tools \[0\] is no"),
+        ({"max_tokens": 0}, "an answer has at least one token"),
+        ({"messages": []}, "at least one"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "has role 'robot'"),
+        ({"messages": [ASKED, {"role": "system", "content": "s"}]}, "the system speaks first"),
+        ({"messages": "hello"}, "the body is no ChatRequest"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_openais_form(tmp_path: Path, asked: dict[str, Any], words: str) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            await client.chat.completions.create(**{"model": "any", "messages": [ASKED], **asked})
+        assert refused.value.type == "invalid_request_error"
+        assert not server.bodies
+
+    play(tmp_path, "qwen", [[1]], program)
+
+
+def test_without_a_template_nobody_chats(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        with pytest.raises(openai.BadRequestError, match="has no chat template; ask /v1/completions"):
+            await client.chat.completions.create(model="any", messages=[ASKED])
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="any", input="x")
+
+    play(tmp_path, None, [[1]], program)
+
+
+def test_calls_are_left_alone_where_the_program_wants_none(tmp_path: Path) -> None:
+    _, called, _, _ = BY_HAND["llama"]
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        reply = await client.chat.completions.create(model="any", messages=[ASKED], tools=[ADD], tool_choice="none")
+        assert reply.choices[0].message.tool_calls is None
+        assert (reply.choices[0].message.content or "").startswith('{"name":"add"')
+
+    play(tmp_path, "llama", [called], program)
+
+
+def test_a_key_is_an_episode_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    keys: list[str] = []
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        first, second = rig.session(), rig.session()
+        keys.extend(map(rig.endpoint.open_episode, (first, second)))
+        await rig.program(keys[0]).chat.completions.create(model="any", messages=[ASKED])
+        assert (first.log.num_turns, second.log.num_turns) == (1, 0)
+        rig.endpoint.close_episode(keys[0])
+        for wrong in (keys[0], keys[1] + "x", "none"):
+            with pytest.raises(openai.AuthenticationError, match="names no episode that is open") as refused:
+                await rig.program(wrong).chat.completions.create(model="any", messages=[ASKED])
+            assert wrong not in str(refused.value)
+        async with aiohttp.ClientSession(rig.endpoint.url) as http, http.get("/v1/models") as response:
+            assert response.status == 401
+        assert server.bodies[1:] == []
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith(("corral", "aiohttp"))]
+    assert not any(key in line for key in keys for line in ours)
+
+
+def test_closing_an_episode_ends_what_is_under_way(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        server.may_answer.clear()
+        session = rig.session()
+        key = rig.endpoint.open_episode(session)
+        asking = asyncio.create_task(rig.program(key).chat.completions.create(model="any", messages=[ASKED]))
+        await server.asked.wait()
+        rig.endpoint.close_episode(key)
+        with pytest.raises(openai.BadRequestError, match="closed before the answer was made") as ended:
+            await asking
+        assert ended.value.code == "episode_ended"
+        assert session.log.branches == []
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+
+
+def test_an_answer_whose_program_hangs_up_is_given_up(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        server.may_answer.clear()
+        session = rig.session()
+        client = rig.program(rig.endpoint.open_episode(session))
+        asking = asyncio.create_task(client.chat.completions.create(model="any", messages=[ASKED]))
+        await server.asked.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        server.may_answer.set()
+        await client.chat.completions.create(model="any", messages=[ASKED])
+        (branch,) = session.log.branches
+        assert len(branch.segments) == 2
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+
+
+def test_requests_at_the_same_time_are_branches_of_one_episode(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        session = rig.session()
+        client = rig.program(rig.endpoint.open_episode(session))
+        replies = await asyncio.gather(
+            *(client.chat.completions.create(model="any", messages=[ASKED]) for _ in range(4))
+        )
+        assert {reply.choices[0].message.content for reply in replies} == {"2"}
+        messages: list[Any] = [ASKED, replies[0].choices[0].message, {"role": "user", "content": "?"}]
+        await asyncio.gather(*(client.chat.completions.create(model="any", messages=messages) for _ in range(2)))
+        assert [len(branch.segments) for branch in session.log.branches] == [4, 4, 2, 2]
+
+    play(tmp_path, "llama", [ids_of("2", "<|eot|>")], program)
+
+
+def test_the_socket_reaches_where_no_network_is(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        path = tmp_path / "endpoint" / "socket"
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        headers = {"Authorization": f"Bearer {rig.endpoint.open_episode(rig.session())}"}
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), headers=headers) as http:
+            async with http.post("http://model/v1/chat/completions", json={"messages": [ASKED]}) as response:
+                assert (await response.json())["choices"][0]["message"]["content"] == "2"
+        await rig.endpoint.stop()
+        assert not path.exists()
+        with pytest.raises(ValueError, match="a socket's path has at most 107 bytes"):
+            await rig.endpoint.start(tmp_path / ("x" * 100) / "socket")
+
+    play(tmp_path, "qwen", [ids_of("2", ENDS["qwen"])], program)

@@ -1,0 +1,288 @@
+"""ModelEndpoint: programs of others talk to the model that is trained, as they talk to any model.
+
+    program ──OpenAI's chat──────────► [ key | check | conversation ──► ids ] ──┐
+            ──OpenAI's completions───► [ key | check | text or ids ───► ids ] ──┼──► EpisodeSession.generate ──► Turn
+            ──vLLM's token endpoint──► [ key | check ──────────────────► ids ] ──┘                                │
+                                                                        JSON, or a stream of it ◄── replies.py ───┘
+
+A key is an episode: whoever has it adds to that one and to no other, and nothing else opens this door. It listens on
+loopback, and on a Unix socket that reaches into a sandbox without a network. What is sampled, and how, is the trial's:
+a program says what it asks and how long an answer may be.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from corral.experiments.inputs.chat import ChatRenderer
+from corral.experiments.inputs.row_prompts import is_ids
+from corral.experiments.inputs.tokens import encode_prompt
+from corral.workers.episodes.log import Turn
+from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
+from corral.workers.model_endpoint.conversations import Conversations
+from corral.workers.model_endpoint.replies import chat_reply, events, ids_reply, text_reply
+from corral.workers.model_endpoint.requests import ApiError, ChatRequest, CompletionRequest, GenerateRequest, parse
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_LONGEST_SOCKET_PATH = 107  # bytes that the kernel takes, one of which ends it
+_MAX_BODY_BYTES = 64 * 2**20
+_SHUTDOWN_TIMEOUT_S = 2.0  # for replies under way
+_TOO_LONG = "context_length_exceeded"  # OpenAI's word for it, which programs know
+_ENDED = "episode_ended"
+
+
+class EpisodeSession(Protocol):
+    """What is asked of an episode, `corral.workers.rollout.episode_session` in a trial."""
+
+    uid: str
+
+    async def generate(self, prompt_ids: Sequence[int], request: TurnRequest) -> Turn:
+        """The model's next answer; EpisodeEndedError at a limit, RequestRefusedError for what can never be answered."""
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    """One that is open."""
+
+    session: EpisodeSession
+    conversations: Conversations | None
+    """None without a template."""
+    under_way: set["asyncio.Task[Turn]"] = field(default_factory=set)
+    is_closed: bool = False
+
+
+class ModelEndpoint:
+    """Of one rollout worker, for all of its episodes.
+
+    Example:
+        endpoint = ModelEndpoint(renderer, tokenizer, model_name="actor", max_model_len=4096)
+        await endpoint.start(folder / "model" / "socket")
+        key = endpoint.open_episode(session)
+        ...                                     # OPENAI_BASE_URL=endpoint.url + "/v1", OPENAI_API_KEY=key
+        endpoint.close_episode(key)
+        await endpoint.stop()
+    """
+
+    def __init__(self, renderer: ChatRenderer | None, tokenizer: Any, *, model_name: str, max_model_len: int) -> None:
+        """
+        Args:
+            renderer: None if the model has no template: nobody can chat with it then.
+            max_model_len: tokens of a prompt and its answer together.
+        """
+        self.url = ""
+        """http://127.0.0.1:PORT, once it listens."""
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._max_model_len = max_model_len
+        self._episodes: dict[str, _Episode] = {}
+        self._runner: web.AppRunner | None = None
+        self._socket_path: Path | None = None
+
+    async def start(self, socket_path: Path) -> None:
+        """Listen on loopback, and on a socket in a folder that is made for it, which only this user may enter.
+
+        Raises:
+            ValueError: if the path is longer than sockets may have it.
+            OSError: if nothing can listen there.
+        """
+        if len(bytes(socket_path)) > _LONGEST_SOCKET_PATH:
+            raise ValueError(f"a socket's path has at most {_LONGEST_SOCKET_PATH} bytes, {socket_path} has more")
+        socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket_path.parent.chmod(0o700)
+        application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._answer_errors])
+        application.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.post("/inference/v1/generate", self._generate),
+                web.get("/v1/models", self._models),
+            ]
+        )
+        # No log of accesses: a header has a key. Who hangs up has its answer given up, as nobody will hear it.
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(socket_path)).start()
+        self._socket_path = socket_path
+        await web.TCPSite(self._runner, _LOOPBACK, port=0).start()
+        port = next(address[1] for address in self._runner.addresses if isinstance(address, tuple))
+        self.url = f"http://{_LOOPBACK}:{port}"
+
+    async def stop(self) -> None:
+        """Close all episodes, and listen no more."""
+        for key in list(self._episodes):
+            self.close_episode(key)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
+
+    def open_episode(self, session: EpisodeSession) -> str:
+        """The key by which a program speaks to the model in this episode."""
+        key = secrets.token_urlsafe()
+        self._episodes[key] = _Episode(session, Conversations(self._renderer) if self._renderer is not None else None)
+        return key
+
+    def close_episode(self, key: str) -> None:
+        """The key opens nothing any more; what is under way for it is given up."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            episode.is_closed = True
+            for task in episode.under_way:
+                task.cancel()
+
+    # What is asked
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._episode_of(request)
+        model = {"id": self._model_name, "object": "model", "owned_by": "corral", "max_model_len": self._max_model_len}
+        return web.json_response({"object": "list", "data": [model | {"created": 0}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode_of(request)
+        asked = parse(await request.read(), ChatRequest)
+        renderer, conversations = self._renderer, episode.conversations
+        if renderer is None or conversations is None:
+            raise ApiError("the model has no chat template; ask /v1/completions, or train one that has")
+        if asked.tools and renderer.tool_calls is None:
+            raise ApiError("the model's chat template writes tool calls in no form that is known here; leave tools out")
+        tools = asked.schemas
+        try:
+            ids = conversations.prompt_ids(asked.messages, tools=tools)
+        except ValueError as error:
+            raise ApiError(str(error)) from error
+        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops)
+        said = renderer.parse(
+            turn.answer.output_ids, stopped=turn.answer.stopped, tools=tools if asked.may_call else ()
+        )
+        message = said.as_message()
+        if message["content"]:
+            message["content"] = _before_stop(message["content"], asked.stops)
+        conversations.add(asked.messages, message, turn, tools=tools)
+        reply = chat_reply(
+            turn, message, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=bool(asked.logprobs)
+        )
+        return await _send(request, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode_of(request)
+        asked = parse(await request.read(), CompletionRequest)
+        ids = list(asked.prompt) if is_ids(asked.prompt) else encode_prompt(self._tokenizer, asked.prompt)
+        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops)
+        text = _before_stop(self._tokenizer.decode(turn.answer.output_ids), asked.stops)
+        reply = text_reply(
+            turn, text, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=asked.logprobs is not None
+        )
+        return await _send(request, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        episode = self._episode_of(request)
+        asked = parse(await request.read(), GenerateRequest)
+        params = asked.sampling_params
+        turn = await self._turn(
+            episode,
+            asked.token_ids,
+            params.max_tokens,
+            stop=params.stops,
+            stop_token_ids=params.stop_token_ids or (),
+            temperature=params.own_temperature,
+        )
+        return web.json_response(ids_reply(turn))
+
+    # How it is answered
+
+    def _episode_of(self, request: web.Request) -> _Episode:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        episode = self._episodes.get(key) if scheme.lower() == "bearer" else None
+        if episode is None:
+            raise ApiError("the key names no episode that is open", code="invalid_api_key", status=401)
+        return episode
+
+    async def _turn(
+        self,
+        episode: _Episode,
+        ids: Sequence[int],
+        max_new_tokens: int | None,
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        temperature: float | None = None,
+    ) -> Turn:
+        """The model's answer to these tokens.
+
+        Raises:
+            ApiError: if there is none.
+        """
+        size, room = self._tokenizer.get_vocab_size(), self._max_model_len - len(ids)
+        if not ids or not all(0 <= token < size for token in ids):
+            raise ApiError(f"a prompt has at least one token, each an id below {size}")
+        if room < 1:
+            raise ApiError(
+                f"{len(ids)} tokens leave no room for an answer: prompt and answer have at most {self._max_model_len}",
+                code=_TOO_LONG,
+                reason="length",
+            )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ApiError(f"an answer has at least one token, {max_new_tokens} were asked for")
+        longest = min(room, max_new_tokens or room)
+        request = TurnRequest(max_new_tokens=longest, temperature=temperature, stop=stop, stop_token_ids=stop_token_ids)
+        task = asyncio.create_task(episode.session.generate(ids, request))
+        episode.under_way.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError as error:
+            own = asyncio.current_task()
+            if not episode.is_closed or (own is not None and own.cancelling()):
+                raise  # the program has hung up, or the endpoint stops
+            raise ApiError("the episode was closed before the answer was made", code=_ENDED) from error
+        except EpisodeEndedError as error:
+            code = _TOO_LONG if error.reason == "length" else _ENDED
+            raise ApiError(str(error), code=code, reason=error.reason) from error
+        except RequestRefusedError as error:
+            logger.warning("a request of episode %s was refused: %s", episode.session.uid, error)
+            raise ApiError("the generation server refuses this request", code="request_refused") from error
+        finally:
+            episode.under_way.discard(task)
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return web.json_response(error.body(), status=error.status)
+        except web.HTTPException as error:
+            refused = ApiError(error.reason, code="no_such_request", status=error.status)
+            return web.json_response(refused.body(), status=error.status)
+        except Exception:
+            logger.exception("the model endpoint failed on %s", request.path)
+            return web.json_response(ApiError("the model endpoint failed", code="internal_error").body(), status=500)
+
+
+async def _send(request: web.Request, reply: dict[str, Any], *, streams: bool, says_usage: bool) -> web.StreamResponse:
+    if not streams:
+        return web.json_response(reply)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events(reply, says_usage=says_usage):
+        await response.write(event)
+    await response.write_eof()
+    return response
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    """Programs do not expect what was to end an answer as a part of it; the ids have it."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
