@@ -453,12 +453,12 @@ async def check_renderer(client: vf.TrainClientConfig) -> None:
         ValueError: if it cannot, as it has no template.
     """
     pool = ElasticRendererPool(str(client.renderer_model_name), client.renderer, multiplex=client.multiplex)
-    async with pool.acquire() as slot:
-        try:
+    try:
+        async with pool.acquire() as slot:
             words = [{"role": "user", "content": "1"}]
             await slot.run(lambda: slot.renderer.render(words, add_generation_prompt=True))
-        except Exception as error:
-            raise ValueError(f"messages cannot be written down for {client.renderer_model_name}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"messages cannot be written down for {client.renderer_model_name}: {told(error)}") from error
 
 
 def tell(settings: Settings, output: TextIO, *, lists: bool) -> None:
