@@ -1,7 +1,6 @@
 """An environment in an experiment file: its tasks are the rows, and what contradicts it is refused."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from corral.experiments.inputs.environment_tasks import find_environment, merged
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import RolloutWorkerSpec
-from tests.environments import PACKAGES, add_template, needs_environments
+from tests.environments import PACKAGES, give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import write_inputs
-from tests.workers.data.tiny_tokenizer import write_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "experiments" / "recipes" / "arithmetic_environment.yaml"
 
@@ -32,9 +30,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(folder: Path, *overrides: str) -> AsyncPPOExperiment:
     """The recipe with an environment of three tasks."""
     write_inputs(folder)
-    add_template(write_tokenizer(folder / "words"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(folder / "words" / name, folder / "model" / name)
+    give_tokenizer(folder / "model")
     own = ["rollout.environment.id=adding", "rollout.environment.args={}", "train_batch_size=1"]
     held_out = ["rollout.environment.held_out_args={taskset: {count: 2}}"]
     experiment = load_experiment(RECIPE, [f"actor.path={folder / 'model'}", *own, *held_out, *overrides])

@@ -236,6 +236,12 @@ def test_sglang_is_told_with_its_version_and_does_not_have_to_be_there(
     assert finding.level == "ok" and "none" in finding.said and "make sglang" in finding.said
 
 
+def test_verifiers_does_not_have_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    finding = by_check(look_here(tmp_path))["environments"]
+    assert finding.level == "ok" and "none" in finding.said and "make environments" in finding.said
+
+
 def test_some_commands_missing_is_worse_than_all() -> None:
     assert judge_commands(["sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"]).level == "warn"
     assert judge_commands(["sbatch"]).level == "fail"
