@@ -80,7 +80,7 @@ def test_what_cannot_be_loaded_or_listed_is_refused_with_the_reason() -> None:
 
 
 def test_a_python_without_verifiers_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no verifiers: .*make environments"):
+    with pytest.raises(ConfigError, match="(?s)there is no verifiers: .*make environments"):
         load(tmp_path, "rollout.environment.python=/bin/false")
 
 

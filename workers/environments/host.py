@@ -342,7 +342,8 @@ def mark_steps(descriptor: int) -> None:
 
 def _stack_of(task: "asyncio.Task[Any]") -> list[str]:
     """Where a task waits, as a traceback has it."""
-    waits, lines = task.get_coro(), list[str]()
+    waits: Any = task.get_coro()
+    lines: list[str] = []
     while waits is not None:
         waits = getattr(waits, "_coroutine", waits)
         if (frame := getattr(waits, "cr_frame", None)) is not None:
