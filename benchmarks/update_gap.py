@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/update_gap.py [--staging-s 8] [--versions 3] [--sglang] [--eta 1]
 
 A real manager with three real servers, of the embedded engine in this process or SGLang's. 24 groups of four answers of
-256 tokens are always under way, asked for as rollout workers ask, and counted as they come there. Versions are published
+256 tokens are always under way, asked for as rollout workers ask, and counted as they come. Versions are published
 one after the other, and each takes so many seconds to be staged on every host. The trainer waits for samples: each
 group is of its next batch.
 

@@ -49,7 +49,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"commands"},
     ],
     "workers": [
-        {"checkpoint", "data", "streams"},
+        {"checkpoint", "data", "sandbox", "streams"},
         {"agents", "episodes", "shared_prompts"},
         {
             "backends",

@@ -14,24 +14,24 @@ spoken again, there is no bridge: the conversation has to be rendered anew, and 
 
 import hashlib
 import json
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ChatTemplate
+from corral.experiments.inputs.chat_template import ASKED, ChatTemplate, has_template
 from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.inputs.tool_calls import PROBE_CALL, FoundCall, ToolCallForm, form_in
-
-_ASKED = {"role": "user", "content": "q"}
-_SAID, _THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"  # no model says so
-_THINK = ("<think>", "</think>")
-_LAST_MARK, _FIRST_MARK = (
-    re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*\Z"),
-    re.compile(r"\A\s*(<[^<>\s]+>|\[[^\[\]\s]+\])"),
+from corral.experiments.inputs.template_probes import (
+    SAID,
+    THOUGHT,
+    ToolCallForm,
+    around_answer,
+    reasoning_marks,
+    stand_in_for,
+    tool_call_form,
 )
+from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.inputs.tool_calls import FoundCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ChatRenderer:
     """Those that end an answer: what the model declares, and what the template writes behind one."""
     _: KW_ONLY
     tool_calls: ToolCallForm | None
-    """None where the template writes calls as no JSON, or none at all."""
+    """None where the template writes calls in no form that is known, or none at all."""
     reasoning: tuple[str, str] | None
     """What stands around it; None for a template that knows of none."""
     begins_reasoning: bool
@@ -106,19 +106,17 @@ class ChatRenderer:
         template = ChatTemplate.of_model(directory)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(directory)
         stops = dict.fromkeys(eos_token_ids(directory))
-        begun, _, behind = template.render([_ASKED, {"role": "assistant", "content": _SAID}], asks=False).partition(
-            _SAID
-        )
-        if (ends := tokenizer.encode(behind, add_special_tokens=False).ids) and _is_added(tokenizer, ends[0]):
-            stops[ends[0]] = None
-        reasoning = _reasoning_marks(template)
+        behind = tokenizer.encode(around_answer(template)[1], add_special_tokens=False).ids
+        if behind and behind[0] in tokenizer.get_added_tokens_decoder():
+            stops[behind[0]] = None
+        reasoning = reasoning_marks(template)
         return cls(
             template,
             tokenizer,
             tuple(stops),
-            tool_calls=_tool_call_form(template, begun.rstrip(), ends=[tokenizer.id_to_token(id) for id in stops]),
+            tool_calls=tool_call_form(template, ends=[tokenizer.id_to_token(id) for id in stops]),
             reasoning=reasoning,
-            begins_reasoning=reasoning is not None and template.render([_ASKED]).rstrip().endswith(reasoning[0]),
+            begins_reasoning=reasoning is not None and template.render([ASKED]).rstrip().endswith(reasoning[0]),
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> list[int]:
@@ -154,43 +152,47 @@ class ChatRenderer:
         """
         if not stopped and self._is_reasoning(ids):
             return None  # the template would close it
-        *before, answer = plain_messages(history) if history else self._stand_in(ids)
+        *before, answer = plain_messages(history) if history else self._like(ids)
         asked = self.template.render(before, tools=tools)
-        marks = {"content": _SAID, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
-        marked = {**answer, **{key: mark for key, mark in marks.items() if answer.get(key)}}
+        stand_in = stand_in_for(answer)
         following = plain_messages(messages) if messages else []
-        text = self.template.render([*before, marked, *following], tools=tools)
-        if not text.startswith(asked):
-            return None
+        text = self.template.render([*before, stand_in, *following], tools=tools)
         end = self._first_end(text, len(asked))
-        if end is None:
+        if not text.startswith(asked) or end is None:
             return None
         said = text[len(asked) : end]
-        if self.reasoning is not None and "reasoning_content" not in answer and self.reasoning[0] in said:
-            return None  # the template would say that it did not think
-        if any(value in marked.values() and value not in said for value in (_SAID, _THOUGHT)):
+        if any(mark in stand_in.values() and mark not in said for mark in (SAID, THOUGHT)):
             return None
+        if self.reasoning is not None:
+            begun = asked.removeprefix(self.template.render(before, tools=tools, asks=False)) if history else ""
+            sampled = self._decode(ids).rpartition(begun)[2] if begun else self._decode(ids)
+            if (self.reasoning[1] in said) != (self.reasoning[1] in sampled):
+                return None  # a block without any reasoning, which the template leaves out or puts in
         behind = self._encode(text[end:])
         if stopped and ids[-1] in self.stop_token_ids:
             # An answer that ended in another way than the template ends it is not what the template would write.
             return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
         return [*ids, *behind]
 
-    def parse(self, output_ids: Sequence[int], *, stopped: bool, tools: Sequence[ToolSchema] = ()) -> AssistantMessage:
+    def parse(
+        self, output_ids: Sequence[int], *, stopped: bool, tools: Sequence[ToolSchema] = (), num_before: int = 0
+    ) -> AssistantMessage:
         """An answer taken apart; what is not well-formed is content.
 
         Args:
             tools: those that it may call; without any, nothing is taken for a call.
+            num_before: tokens before it. The same answer further on in a conversation has calls with other ids.
         """
         ends = stopped and bool(output_ids) and output_ids[-1] in self.stop_token_ids
         text = self._decode(output_ids[:-1] if ends else output_ids)
         reasoning, content = self._without_reasoning(text)
         found: list[FoundCall] = []
         if tools and self.tool_calls is not None:
-            names = {tool["function"]["name"] for tool in tools}
-            content, found = self.tool_calls.find(content, names=names)
+            content, found = self.tool_calls.find(content, tools=tools)
         calls = tuple(
-            ToolCall(_call_id(output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            ToolCall(
+                _call_id(num_before, output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False)
+            )
             for number, call in enumerate(found)
         )
         return AssistantMessage(content, reasoning, calls, text)
@@ -205,12 +207,12 @@ class ChatRenderer:
             return "", text
         return thought.lstrip().removeprefix(begin).strip("\n"), rest.lstrip("\n")
 
-    def _stand_in(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+    def _like(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """A conversation that has reasoning if this one has, anywhere."""
-        answer = {"role": "assistant", "content": _SAID}
+        answer = {"role": "assistant", "content": SAID}
         if self.reasoning is not None and self.reasoning[1] in self._decode(ids):
-            answer["reasoning_content"] = _THOUGHT
-        return [_ASKED, answer]
+            answer["reasoning_content"] = THOUGHT
+        return [ASKED, answer]
 
     def _is_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether reasoning is begun that is not closed."""
@@ -233,46 +235,14 @@ class ChatRenderer:
 
 
 def find_renderer(directory: Path, tokenizer: Any = None) -> ChatRenderer | None:
-    """That of a model; None if it has no template."""
-    try:
-        ChatTemplate.of_model(directory)
-    except ValueError:
-        return None
-    return ChatRenderer.of_model(directory, tokenizer)
+    """That of a model; None if it has no template.
 
-
-def _is_added(tokenizer: Any, token_id: int) -> bool:
-    return token_id in tokenizer.get_added_tokens_decoder()
-
-
-def _reasoning_marks(template: ChatTemplate) -> tuple[str, str] | None:
-    """What a template writes around reasoning; of one that only takes it out of what was said, what it looks for."""
-    apart = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
-    before, thought, after = template.render([_ASKED, apart], asks=False).partition(_THOUGHT)
-    begin, end = _LAST_MARK.search(before), _FIRST_MARK.search(after)
-    if thought and begin and end:
-        return begin.group(1), end.group(1)
-    within = {"role": "assistant", "content": f"{_THINK[0]}\n{_THOUGHT}\n{_THINK[1]}\n\n{_SAID}"}
-    return None if _THOUGHT in template.render([_ASKED, within], asks=False) else _THINK
-
-
-def _tool_call_form(template: ChatTemplate, begun: str, *, ends: Collection[str]) -> ToolCallForm | None:
-    """How a template writes calls.
-
-    Args:
-        begun: what it writes before an answer to `_ASKED`.
-        ends: the texts of what ends one.
+    Raises:
+        ValueError: if it has one that cannot be used.
     """
-    try:
-        called = {"role": "assistant", "tool_calls": [PROBE_CALL]}
-        text = template.render([_ASKED, called], asks=False)
-    except ValueError:
-        return None
-    behind = text.removeprefix(begun)
-    end = min((at for each in ends if (at := behind.find(each)) >= 0), default=len(behind))
-    return form_in(behind[:end]) if text.startswith(begun) else None
+    return ChatRenderer.of_model(directory, tokenizer) if has_template(directory) else None
 
 
-def _call_id(output_ids: Sequence[int], number: int) -> str:
-    """The same for the same answer, so that a trial can be repeated; nine letters and digits, as Mistral wants them."""
-    return hashlib.blake2s(f"{list(output_ids)} {number}".encode()).hexdigest()[:9]
+def _call_id(num_before: int, output_ids: Sequence[int], number: int) -> str:
+    """Nothing random, so that a trial can be repeated; nine letters and digits, as Mistral's templates want them."""
+    return hashlib.blake2s(f"{num_before} {list(output_ids)} {number}".encode()).hexdigest()[:9]

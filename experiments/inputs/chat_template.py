@@ -9,7 +9,7 @@ loop controls, and generation blocks, which mark what a model said and change no
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,9 +20,11 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from corral.experiments.inputs.messages import Message, ToolSchema
+from corral.experiments.inputs.messages import Message, ToolSchema, with_text_arguments
 from corral.experiments.inputs.regular_file import read_regular
+from corral.experiments.inputs.tool_calls import PROBE
 
+ASKED = {"role": "user", "content": "q"}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -33,6 +35,8 @@ class ChatTemplate:
     templates: Mapping[str, Template]
     """By name: "default", and "tool_use" where there is another one for requests with tools."""
     special_tokens: Mapping[str, str]
+    takes_text_arguments: bool = False
+    """Whether it wants the arguments of calls as JSON text, as OpenAI has them; most templates want objects."""
 
     @classmethod
     def of_model(cls, directory: Path) -> "ChatTemplate":
@@ -53,7 +57,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template of model {directory} is broken: {error}; download it again") from error
         tokens = {name: _text_of(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
-        return cls(templates, tokens)
+        template = cls(templates, tokens)
+        if template._can_show_a_call():
+            return template
+        other = replace(template, takes_text_arguments=True)
+        return other if other._can_show_a_call() else template
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), asks: bool = True) -> str:
         """A conversation as text.
@@ -66,12 +74,21 @@ class ChatTemplate:
             ValueError: if the template refuses it.
         """
         template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+        if self.takes_text_arguments:
+            messages = [with_text_arguments(message) for message in messages]
         try:
             return template.render(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=asks, **self.special_tokens
             )
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _can_show_a_call(self) -> bool:
+        try:
+            self.render([ASKED, PROBE])
+        except ValueError:
+            return False
+        return True
 
 
 class _GenerationBlocks(Extension):
@@ -101,6 +118,11 @@ def _to_json(
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def has_template(directory: Path) -> bool:
+    """Whether a model can be chatted with."""
+    return "default" in _sources(directory, _read_json(directory / "tokenizer_config.json"))
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -54,7 +54,9 @@ def _plain_message(message: object) -> dict[str, Any]:
         plain["role"] = "system"
     if "content" in plain:
         plain["content"] = _joined_text(plain["content"])
-    elif plain["role"] != "assistant":
+    elif plain["role"] == "assistant":
+        plain["content"] = ""  # some templates look into it, and to none is it another thing than to be missing
+    else:
         raise ValueError("has no content")
     reasoning = next((plain.pop(name) for name in _REASONING if plain.get(name)), None)
     if reasoning is not None:
@@ -64,6 +66,16 @@ def _plain_message(message: object) -> dict[str, Any]:
         if not plain["tool_calls"]:
             del plain["tool_calls"]
     return plain
+
+
+def with_text_arguments(message: Message) -> Message:
+    """A plain message whose calls have their arguments as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _joined_text(content: object) -> str:

@@ -1,20 +1,25 @@
 """Tool calls in the text of an answer: found in the form that the model's own chat template writes them in.
 
-    template ──a call that is known──► its text ──► ToolCallForm     <tool_call>{"name": ., "arguments": .}</tool_call>
+    template ──a call that is known──► its text ──► JsonCallForm     <tool_call>{"name": ., "arguments": .}</tool_call>
                                                         │                           {"name": ., "parameters": .}
     text of an answer ──────────────────────────────────┴──► what was said besides, calls
 
 No model is known by its name: a template that writes calls as JSON shows what stands around it and how its keys are
-called. What is no well-formed call is what the model said, and stays in the text.
+called. One that spells the name out is of spelled_calls.py. What is no well-formed call is what the model said, and
+stays in the text.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NAME, _ARGUMENTS = "probed_function", {"probed_key": "probed_value"}
-PROBE_CALL = {"id": "123456789", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+from corral.experiments.inputs.messages import ToolSchema
+
+PROBED_NAME, PROBED_ARGUMENTS = "probed_function", {"probed_key": "probed_value"}
+_CALL = {"id": "123456789", "type": "function", "function": {"name": PROBED_NAME, "arguments": PROBED_ARGUMENTS}}
+PROBE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+"""An answer that calls a function, which templates are shown."""
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 begins a call with it, or does not
 
 
@@ -27,12 +32,12 @@ class FoundCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallForm:
+class JsonCallForm:
     """How one model writes a call.
 
     Example:
-        form = ToolCallForm("<tool_call>", "</tool_call>", "name", "arguments")
-        form.find('Let me see.\\n<tool_call>\\n{"name": "look", "arguments": {}}\\n</tool_call>', names={"look"})
+        form = JsonCallForm("<tool_call>", "</tool_call>", "name", "arguments")
+        form.find('Let me see.\\n<tool_call>\\n{"name": "look", "arguments": {}}\\n</tool_call>', tools=[look])
         # ("Let me see.", [FoundCall("look", {})])
     """
 
@@ -42,11 +47,11 @@ class ToolCallForm:
     name_key: str
     arguments_key: str
 
-    def find(self, text: str, *, names: Collection[str]) -> tuple[str, list[FoundCall]]:
+    def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[FoundCall]]:
         """What an answer says besides its calls, and the calls; the whole text and none if one is malformed.
 
         Args:
-            names: of the tools that there are. Where nothing but its JSON marks a call, only they are called.
+            tools: those that there are. Where nothing but its JSON marks a call, only they are called.
         """
         try:
             if self.begin:
@@ -54,6 +59,7 @@ class ToolCallForm:
             calls = list(self._calls(text.strip().removeprefix(_PYTHON_TAG)))
         except ValueError:
             return text, []
+        names = {tool["function"]["name"] for tool in tools}
         return ("", calls) if calls and all(call.name in names for call in calls) else (text, [])
 
     def _marked(self, text: str) -> tuple[str, list[FoundCall]]:
@@ -87,8 +93,8 @@ class ToolCallForm:
         return FoundCall(name, arguments)
 
 
-def form_in(text: str) -> ToolCallForm | None:
-    """The form of a template that writes `PROBE_CALL` as this text; None if it is no JSON."""
+def json_form_in(text: str) -> JsonCallForm | None:
+    """The form of a template that writes `PROBE` as this text; None if it is no JSON."""
     decoder = json.JSONDecoder()
     for start in (index for index, character in enumerate(text) if character in "[{"):
         try:
@@ -98,8 +104,8 @@ def form_in(text: str) -> ToolCallForm | None:
         call = value[0] if isinstance(value, list) and value else value
         if not isinstance(call, dict):
             continue
-        keys = [key for wanted in (_NAME, _ARGUMENTS) for key, given in call.items() if given == wanted]
+        keys = [key for wanted in (PROBED_NAME, PROBED_ARGUMENTS) for key, given in call.items() if given == wanted]
         if len(keys) == 2:
             before, after = text[:start].split(), text[end:].split()
-            return ToolCallForm(before[-1] if before else "", after[0] if after else "", *keys)
+            return JsonCallForm(before[-1] if before else "", after[0] if after else "", *keys)
     return None

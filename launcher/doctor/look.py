@@ -1,6 +1,6 @@
 """rl-doctor's looks: at the machine it runs on, for what a trial needs even with --local, and at a cluster.
 
-look_here         Python, Redis, SGLang, verifiers, profiles, GPUs, the file root
+look_here         Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs, the file root
 look_at_cluster   three questions to the controller, then the probe on its nodes
 """
 
@@ -22,9 +22,19 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.environment_tasks import environment_python, verifiers_version
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
-from corral.launcher.doctor.judge import Finding, fail, judge_config, judge_partitions, judge_probe, ok, warn
+from corral.launcher.doctor.judge import (
+    Finding,
+    fail,
+    judge_config,
+    judge_partitions,
+    judge_probe,
+    judge_sandbox,
+    ok,
+    warn,
+)
 from corral.launcher.doctor.node import DISTRIBUTION
 from corral.launcher.doctor.probe import probe
+from corral.launcher.doctor.sandbox import why_no_sandbox
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.slurm.client import COMMANDS, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.parse import Node
@@ -36,11 +46,12 @@ _LITTLE_SPACE_GB = 10.0
 
 
 def look_here(fileroot: Path) -> Iterator[Finding]:
-    """Python, Redis, SGLang, verifiers, profiles, GPUs and the file root."""
+    """Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs and the file root."""
     yield ok("python", f"Python {sys.version.split()[0]}, corral {version(DISTRIBUTION)}, {sys.executable}")
     yield _redis()
     yield _sglang()
     yield _verifiers()
+    yield judge_sandbox("sandbox", why_no_sandbox())
     yield from _profiles()
     gpus = visible_gpus()
     yield ok("gpus", f"{len(gpus)} GPUs on this machine" if gpus else "no GPU on this machine")

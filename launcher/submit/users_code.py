@@ -21,6 +21,7 @@ from corral.experiments.inputs.users_code import CallQuestion, Findings, Questio
 from corral.experiments.inputs.users_process import as_problem, ask, importing_from, users_root
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.mode import has_jobs
 from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec, RolloutWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.scheduling.worker_information import unfold_numbers
@@ -28,6 +29,7 @@ from corral.scheduling.worker_information import unfold_numbers
 _MAX_BYTES = 32 * 2**20
 _MAX_FILES = 5000
 _LISTED = 3
+_SANDBOX_HINT = "rl-doctor looks at the nodes; if they can make sandboxes, add --no-checks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class KeptCode:
     contents: Mapping[str, bytes] = field(default_factory=dict)
     """By name below the folder."""
     packages: Mapping[str, str] = field(default_factory=dict)
+    checks: tuple[str, ...] = ()
+    """What was found, in a few words each."""
     warnings: tuple[str, ...] = ()
 
     def in_plan(self, plan: RunPlan) -> RunPlan:
@@ -66,16 +70,20 @@ def look_at_code(plan: RunPlan, *, tries: bool = True) -> KeptCode:
         return KeptCode()
     findings = ask(_question(plan, paths, tries=tries))
     contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
-    missing = [one for one in findings.problems if one.kind == "missing_module" and contained]
+    missing = [one for one in findings.problems if one.kind in ("missing_module", "no_sandbox") and contained]
     untried = [one for one in findings.problems if one.kind == "untried"]
     if refused := [one for one in findings.problems if one not in missing and one not in untried]:
-        raise ConfigError([as_problem(plan.config, one) for one in refused])
+        hint_by_kind = {"no_sandbox": _SANDBOX_HINT if has_jobs(plan.mode) else ""}
+        named = [one.model_copy(update={"hint": one.hint or hint_by_kind.get(one.kind, "")}) for one in refused]
+        raise ConfigError([as_problem(plan.config, one) for one in named])
     warnings = [f"{one.import_path} was not tried: {one.message}; the containers may have it" for one in missing]
     warnings += [f"{one.import_path} was not tried to the end: {one.message}" for one in untried]
     if findings.not_kept:
         listed = ", ".join(display_path(Path(path)) for path in findings.not_kept[:_LISTED])
         warnings.append(f"files that your code reads are too large to be kept with the trial: {listed}")
-    return KeptCode(contents=_read(findings), packages=findings.packages, warnings=tuple(warnings))
+    sandbox = "sandbox ok on this machine, nodes not asked" if has_jobs(plan.mode) else "sandbox ok"
+    checks = (sandbox,) if findings.sandboxed else ()
+    return KeptCode(contents=_read(findings), packages=findings.packages, checks=checks, warnings=tuple(warnings))
 
 
 def look_again(plan: RunPlan, directory: TrialDirectory) -> KeptCode:
@@ -127,6 +135,7 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         answers=tuple(dict.fromkeys((*(row.answers if row else ()), prompt, ""))),
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
         agent_settings=rollout.agent_settings if rollout is not None else {},
+        tries_sandbox=True,
         calls=tuple(_call_questions(plan)),
     )
 

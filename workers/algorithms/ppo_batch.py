@@ -121,7 +121,7 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
             lengths,
             kl_coefficient=kl_coefficient,
             turn_rewards=turns,
-            episode_sizes=sample.episode_sizes(),
+            episode_sizes=sample.episode_sizes() if EPISODES in sample.data else None,
         ),
         response_mask=responses,
         answer_lengths=lengths,

@@ -12,7 +12,9 @@ a program says what it asks and how long an answer may be.
 
 import asyncio
 import logging
+import os
 import secrets
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,16 +93,18 @@ class ModelEndpoint:
         self._socket_path: Path | None = None
 
     async def start(self, socket_path: Path) -> None:
-        """Listen on loopback, and on a socket in a folder that is made for it, which only this user may enter.
+        """Listen on loopback, and on a socket in a folder that only this user may enter, made if it is missing.
 
         Raises:
-            ValueError: if the path is longer than sockets may have it.
+            ValueError: if the path is longer than sockets may have it, or others may enter its folder.
             OSError: if nothing can listen there.
         """
         if len(bytes(socket_path)) > _LONGEST_SOCKET_PATH:
             raise ValueError(f"a socket's path has at most {_LONGEST_SOCKET_PATH} bytes, {socket_path} has more")
         socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        socket_path.parent.chmod(0o700)
+        folder = socket_path.parent.stat()
+        if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+            raise ValueError(f"folder {socket_path.parent} is open to others; give the socket one of its own")
         application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._answer_errors])
         application.add_routes(
             [
@@ -245,9 +249,8 @@ class ModelEndpoint:
         try:
             return await task
         except asyncio.CancelledError as error:
-            own = asyncio.current_task()
-            if not episode.is_closed or (own is not None and own.cancelling()):
-                raise  # the program has hung up, or the endpoint stops
+            if not episode.is_closed:
+                raise  # the program has hung up
             raise ApiError("the episode was closed before the answer was made", code=_ENDED) from error
         except EpisodeEndedError as error:
             code = _TOO_LONG if error.reason == "length" else _ENDED

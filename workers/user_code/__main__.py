@@ -2,9 +2,9 @@
 
     python -m corral.workers.user_code QUESTION FINDINGS
 
-    Question ──► import ──► declared keys ──► agent's form ──► reward on one row ──► each call once ──► Findings
-                   └───────────────────────────────────────────────┴────────────────────────┴── too late: Findings with
-                                                                                                 the line, exit
+    Question ──► import ──► keys, a sandbox ──► agent's form ──► reward on one row ──► each call once ──► Findings
+                   └────────────────────────────────────────────────────┴────────────────────────┴── too late: Findings
+                                                                                                     with the line, exit
 Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. It is given no secret of
 a trial; torch is imported only where the user's modules do, or an interface is made.
 """
@@ -12,7 +12,7 @@ a trial; torch is imported only where the user's modules do, or an interface is 
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -21,6 +21,8 @@ from typing import Any
 
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
 from corral.experiments.trial.directory import atomic_write
+from corral.workers.sandbox.availability import why_no_sandbox
+from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, load_callable
@@ -35,6 +37,7 @@ class _Look:
         self._path = findings
         self._problems: list[Problem] = []
         self._declared: dict[str, Declared] = {}
+        self._sandboxed: tuple[str, ...] = ()
         self._used = UsedFiles(question.roots)
 
     def run(self) -> None:
@@ -44,9 +47,10 @@ class _Look:
             loaded = {path: found for path in question.import_paths if (found := self._load(path)) is not None}
         for path, found in loaded.items() if question.interfaces is not None else ():
             self._try(path, partial(self._note_keys, path, found))
+        has_sandbox = not question.tries_sandbox or self._try_sandbox(loaded)
         if question.agent in loaded:
             self._try(question.agent, lambda: check_agent(loaded[str(question.agent)], question.agent_settings))
-        if question.reward in loaded:
+        if question.reward in loaded and (has_sandbox or not asks_for_sandbox(loaded[str(question.reward)])):
             with self._deadline("one call of it", question.reward_timeout_s, str(question.reward)):
                 self._try(
                     question.reward,
@@ -56,6 +60,15 @@ class _Look:
             with self._deadline("one call with it", question.import_timeout_s, call.import_path):
                 self._try(call.import_path, partial(_algorithms().try_call, call))
         self._write()
+
+    def _try_sandbox(self, loaded: Mapping[str, Any]) -> bool:
+        """Makes a sandbox where something runs in one; whether none is missing."""
+        asking = tuple(path for path, found in loaded.items() if asks_for_sandbox(found))
+        reason = why_no_sandbox() if asking else ""
+        for path in asking if reason else ():
+            self._note(path, f"it runs in a sandbox, and this machine can make none: {reason}", "no_sandbox")
+        self._sandboxed = () if reason else asking
+        return not reason
 
     def _note_keys(self, import_path: str, found: Any) -> None:
         """Of an interface as it is made, and of a loss or an advantage that is wrapped."""
@@ -109,6 +122,7 @@ class _Look:
     def _write(self) -> None:
         findings = Findings(
             problems=tuple(self._problems),
+            sandboxed=self._sandboxed,
             declared=self._declared,
             files=self._used.files(),
             not_kept=self._used.too_large(),

@@ -26,6 +26,8 @@ from typing import Any
 import msgspec
 
 from corral.experiments.trial.tether import die_with_parent
+from corral.workers.sandbox.availability import why_no_sandbox
+from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.trials import Takes, as_taken, checked_rewards, is_async, what_it_takes
@@ -82,6 +84,8 @@ def main(import_path: str, descriptor: int) -> None:
     try:
         reward = load_callable(import_path)
         form = Form(is_async(reward), what_it_takes(reward))
+        if asks_for_sandbox(reward) and (reason := why_no_sandbox()):
+            form.error = f"{import_path} runs in a sandbox, and {socket.gethostname()} can make none: {reason}"
     except BaseException as error:
         form = Form(error=f"{import_path} cannot be imported: {describe_error(error)}")
     try:

@@ -125,6 +125,44 @@ def test_an_answer_that_the_template_would_add_reasoning_to_is_not_gone_on_from(
     assert renderer.bridge(ids, stopped=True, messages=[QUESTION], history=history) is not None
 
 
+def test_a_block_without_reasoning_is_gone_on_from_only_where_the_template_keeps_it() -> None:
+    renderer, asked = RENDERERS["qwen"], {"role": "user", "content": "1+1?"}
+    block = ids_of("<think>", "\n\n", "</think>", "\n\n", "4", "<|im_end|>")
+    for before in ([asked], [asked, {**call(a=1), "reasoning_content": "hm"}, RESULT]):  # that one has some
+        ids = [*renderer.render(before), *block]
+        said = renderer.parse(block, stopped=True).as_message()
+        for then in (RESULT, QUESTION):
+            assert renderer.bridge(ids, stopped=True, messages=[then], history=[*before, said]) is None
+    assert renderer.bridge(ids, stopped=True, messages=[QUESTION]) is None
+
+
+def test_a_template_that_begins_reasoning_and_drops_it_later_has_no_bridge(tmp_path: Path) -> None:
+    directory = write_chat_tokenizer(tmp_path, "llama")
+    (directory / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '<|head|>' + message.role + '<|body|>' }}"
+        "{{ message.content.split('</think>')[-1] if not loop.last else message.content }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant<|body|><think>\n{% endif %}"
+    )
+    renderer = ChatRenderer.of_model(directory)
+    prompt = renderer.render([QUESTION])
+    assert prompt[-2:] == ids_of("<think>", "\n")
+    answer = ids_of("hm\n", "</think>", "\n\n4", "<|eot|>")
+    said = renderer.parse(answer, stopped=True)
+    assert (said.reasoning, said.content) == ("hm", "4")
+    assert renderer.parse(answer[:2], stopped=False).as_message()["reasoning_content"] == "hm"
+    history = [QUESTION, said.as_message()]
+    assert renderer.bridge([*prompt, *answer], stopped=True, messages=[QUESTION], history=history) is None
+
+
+def test_a_template_that_writes_the_beginning_in_another_way_has_no_bridge(tmp_path: Path) -> None:
+    directory = write_chat_tokenizer(tmp_path, "qwen")
+    for beginning, is_bridged in (("1", True), ("{{ messages | length }}", False)):
+        (directory / "chat_template.jinja").write_text(beginning + TEMPLATES["qwen"])
+        renderer = ChatRenderer.of_model(directory)
+        ids = [*renderer.render([QUESTION]), *ids_of("4", "<|im_end|>")]
+        assert (renderer.bridge(ids, stopped=True, messages=[QUESTION]) is not None) is is_bridged
+
+
 def test_an_answer_that_ended_in_another_way_than_the_templates_is_not_gone_on_from(tmp_path: Path) -> None:
     directory = write_chat_tokenizer(tmp_path, "qwen")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids_of("<|eot|>")}))

@@ -155,6 +155,7 @@ def test_two_nodes_that_answer_are_fine() -> None:
         (1, {"corral": "0.0.1"}, "nodes.python", "fail", "corral 0.0.1"),
         (0, {"slurm_error": "scontrol was not found on PATH"}, "nodes.slurm", "fail", "scontrol"),
         (0, {"redis_error": "no redis-server >= 6.2"}, "nodes.redis", "fail", "redis-server"),
+        (1, {"sandbox_error": "there is no bwrap in the PATH"}, "nodes.sandbox", "warn", "n2: there is no bwrap"),
         (0, {"bind_error": "10.0.0.1: refused"}, "nodes.ports", "fail", "cannot listen"),
         (1, {"peer_error": "timed out"}, "nodes.ports", "fail", "n2 does not reach"),
         (1, {"peer_offset_s": -75.0}, "nodes.clocks", "warn", "75 s"),
@@ -240,6 +241,15 @@ def test_verifiers_does_not_have_to_be_there(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     finding = by_check(look_here(tmp_path))["environments"]
     assert finding.level == "ok" and "none" in finding.said and "make environments" in finding.said
+
+
+def test_whether_sandboxes_can_be_made_is_told_and_they_do_not_have_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert by_check(look_here(tmp_path))["sandbox"].level == "ok"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = by_check(look_here(tmp_path))["sandbox"]
+    assert finding.level == "warn" and "no bwrap in the PATH" in finding.said
 
 
 def test_some_commands_missing_is_worse_than_all() -> None:

@@ -1,5 +1,6 @@
 """A user's own code at submission: imported and tried in a process of its own, then kept with the trial."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from corral.launcher.commands.submit import main
 from corral.launcher.submit import start
 from corral.launcher.submit.prepare import Submission, prepare, prepare_resume
 from corral.launcher.submit.start import create
+from corral.launcher.submit.users_code import look_at_code
 from corral.launcher.trial.find import read_facts
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
@@ -135,6 +137,41 @@ def test_a_reward_that_judges_one_of_several_texts_is_taken(submit: Submit) -> N
     submit(
         "rollout.reward=own_reward:score", own_reward="def score(problem, answer):\n    return float(len(answer[0]))\n"
     )
+
+
+UNIT_TESTS = "rollout.reward=corral.workers.rollout.unit_tests:unit_tests"
+
+
+def test_a_reward_that_runs_programs_wants_rows_with_tests_and_a_sandbox(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="rollout.reward: .*a row of programs has a list of `tests`"):
+        submit(UNIT_TESTS)
+    row = {"id": "1", "prompt": "1+1=", "answer": "2", "tests": [{"input": "", "output": "2"}]}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row | {"id": str(number)}) + "\n" for number in range(8)))
+    submission = submit(UNIT_TESTS)
+    assert submission.checks[0] == "sandbox ok" and not submission.code.contents
+    on_slurm = submission.plan.model_copy(update={"mode": "slurm"})
+    assert look_at_code(on_slurm).checks == ("sandbox ok on this machine, nodes not asked",)
+
+    monkeypatch.setenv("PATH", str(tmp_path))  # without bwrap
+    with pytest.raises(ConfigError, match="rollout.reward: it runs in a sandbox, .* no bwrap in the PATH; install"):
+        submit(UNIT_TESTS)
+    with pytest.raises(ConfigError) as raised:
+        look_at_code(on_slurm)
+    assert raised.value.problems[0].hint == "rl-doctor looks at the nodes; if they can make sandboxes, add --no-checks"
+    assert look_at_code(on_slurm, tries=False).checks == ()
+
+
+def test_a_reward_of_ones_own_that_is_marked_wants_a_sandbox_too(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = "from corral.workers.sandbox.base import needs_sandbox\n\n\n@needs_sandbox\n" + GOOD
+    assert submit("rollout.reward=marked:score", marked=marked).checks[0] == "sandbox ok"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="it runs in a sandbox"):
+        submit("rollout.reward=marked:score", marked=marked)
+    submit("rollout.reward=unmarked:score", unmarked=GOOD)
 
 
 def test_code_and_what_it_imports_and_reads_beside_itself_is_kept_and_is_what_a_resume_uses(

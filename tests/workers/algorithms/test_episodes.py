@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.workers.algorithms.advantage import advantage_named
+from corral.experiments.inputs.users_code import CallQuestion
+from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
+from corral.workers.algorithms.advantage import AdvantageBatch, advantage_named
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.batch_stats import batch_stats
+from corral.workers.algorithms.call_trial import try_call
 from corral.workers.algorithms.mini_batches import deal_mini_batches
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch, prepare_actor_sample
@@ -163,7 +166,7 @@ def prepare(sample: SequenceSample, config: PPOConfig) -> SequenceSample:
     return prepare_actor_sample(config, sample, estimator=estimator, kl_coefficient=config.kl.coef, context=context)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @pytest.mark.parametrize("advantage", ["group_relative", "rloo", "rewards_to_go", "gae"])
 @given(groups=groups_of_episodes, normalization=st.sampled_from(["none", "batch", "group"]))
 def test_advantages_are_those_of_a_loop_over_episodes_and_made_tokens(
@@ -181,7 +184,7 @@ def test_advantages_are_those_of_a_loop_over_episodes_and_made_tokens(
     assert prepared.data["loss_mask"].tolist() == [m for g in groups for e in g for s in e.sequences for m in s.made]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_returns_of_a_critic_are_those_of_the_loop(groups: Groups) -> None:
     config = settings_of("gae")
@@ -194,7 +197,7 @@ def test_returns_of_a_critic_are_those_of_the_loop(groups: Groups) -> None:
     np.testing.assert_allclose(advantage_named("gae")(batch, config)["returns"], expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_what_is_to_come_undiscounted_is_what_the_episode_was_given_from_there_on(groups: Groups) -> None:
     config = settings_of("rewards_to_go", discount=1.0)
@@ -210,7 +213,7 @@ def test_what_is_to_come_undiscounted_is_what_the_episode_was_given_from_there_o
             actual = actual[len(sequence.made) :]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=groups_of_episodes)
 def test_statistics_count_episodes(groups: Groups) -> None:
     sample, context = pack(groups), ParallelContext()
@@ -369,7 +372,7 @@ def test_an_episode_came_out_as_its_last_sequence_says() -> None:
     assert advantage_batch(config, sample, kl_coefficient=0.0).episode_rewards.tolist() == [1.0, 0.0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @pytest.mark.parametrize("advantage", ["group_relative", "rloo", "rewards_to_go", "gae"])
 @given(groups=groups_of_episodes)
 def test_episodes_of_one_sequence_are_answers_bit_for_bit(advantage: str, groups: Groups) -> None:
@@ -385,3 +388,24 @@ def test_episodes_of_one_sequence_are_answers_bit_for_bit(advantage: str, groups
         np.testing.assert_array_equal(prepared.data[key], expected.data[key])
     stats = [batch_stats(one, version=4, context=ParallelContext()) for one in (prepared, expected)]
     assert {**stats[0], **stats[1]} == stats[0]
+
+
+def _refuses_one_sequence_each(batch: AdvantageBatch, config: PPOConfig) -> dict[str, torch.Tensor]:
+    assert list(batch.episode_sizes) == [2, 1, 1] and list(batch.episodes_per_group) == [1, 2]
+    raise LookupError("it was tried")
+
+
+def test_what_is_of_ones_own_is_tried_on_an_episode_of_two_sequences() -> None:
+    keys = ("input_ids", "prompt_mask", "old_logprobs", "rewards", "seq_no_eos_mask", "episodes", "turn_rewards")
+    call = ModelFunctionCall(
+        name="actor_train",
+        model_name=ModelName("actor"),
+        call_type=CallType.TRAIN_STEP,
+        implementation="ppo_actor",
+        n_seqs=1,
+        input_keys=keys,
+    )
+    own = f"{__name__}:{_refuses_one_sequence_each.__name__}"
+    question = CallQuestion(import_path=own, call=call, head="lm", ppo=PPOConfig(advantage=own), declared=())
+    with pytest.raises(LookupError, match="it was tried"):
+        try_call(question)

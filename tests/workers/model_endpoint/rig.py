@@ -75,7 +75,7 @@ class Rig:
     stack: AsyncExitStack
 
     def session(self, **limits: Any) -> EpisodeSession:
-        return EpisodeSession("0:a", self.client, load_tokenizer(self.model), seed_of=lambda number: number, **limits)
+        return EpisodeSession("0:a", self.client, load_tokenizer(self.model), seed_of=lambda number: 0, **limits)
 
     def program(self, key: str) -> AsyncOpenAI:
         """A client as a program has it, with the retries that it has."""
@@ -83,9 +83,7 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(
-    folder: Path, model: Path, urls: Sequence[str], *, max_new_tokens: int = 200, temperature: float = 1.0
-) -> AsyncIterator[Rig]:
+async def rig(folder: Path, model: Path, urls: Sequence[str], *, max_new_tokens: int = 200) -> AsyncIterator[Rig]:
     """An endpoint of a model that servers answer for, which take turns."""
     async with AsyncExitStack() as stack:
         turns = list(urls)
@@ -98,7 +96,7 @@ async def rig(
         client = GenerationClient(
             await stack.enter_async_context(open_session(trust().client(), headers={"Authorization": "Bearer key"})),
             route,
-            sampling=SamplingConfig(max_new_tokens=max_new_tokens, temperature=temperature),
+            sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=eos_token_ids(model),
             first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,

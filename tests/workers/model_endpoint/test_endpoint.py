@@ -439,5 +439,8 @@ def test_the_socket_reaches_where_no_network_is(tmp_path: Path) -> None:
         assert not path.exists()
         with pytest.raises(ValueError, match="a socket's path has at most 107 bytes"):
             await rig.endpoint.start(tmp_path / ("x" * 100) / "socket")
+        path.parent.chmod(0o750)
+        with pytest.raises(ValueError, match="is open to others"):
+            await rig.endpoint.start(path)
 
     play(tmp_path, "qwen", [ids_of("2", ENDS["qwen"])], program)

@@ -25,6 +25,7 @@ from aiohttp import web
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.inputs.row_prompts import Prompt
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
@@ -122,7 +123,7 @@ class RolloutRig:
     def __init__(
         self,
         folder: Path,
-        prompts: list[str],
+        prompts: Sequence[Prompt],
         *,
         rollout: Mapping[str, Any],
         group_size: int = 2,
@@ -288,7 +289,7 @@ class RolloutRig:
 
 
 def prompt_dataset(
-    folder: Path, prompts: Sequence[str], *, max_prompt_tokens: int = 16, fields: Sequence[Mapping[str, Any]] = ()
+    folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16, fields: Sequence[Mapping[str, Any]] = ()
 ) -> DatasetSpec:
     """Prompts whose ids are their numbers, in this order."""
     path = folder / "rows.jsonl"

@@ -18,6 +18,7 @@ from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
 from corral.workers.requests.manager_messages import Allocate, Allocation
 from tests.workers.checkpoint.test_committed_ledger import Trainer
+from tests.workers.data.tiny_tokenizer import ids_of
 from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
 
 HERE = __name__
@@ -54,6 +55,23 @@ def test_a_worker_asks_once_and_gets_a_prompt_when_the_gate_opens(
         rig.run_until(all_came, "three prompts")
     # It is told to report first; then it asks for each prompt, and is told each time what the next one waits for.
     assert 4 <= len(asked) <= 8, asked
+
+
+def test_prompts_are_asked_as_text_as_messages_and_as_token_ids(tmp_path: Path) -> None:
+    asked: list[list[int]] = []
+    prompts: list[Any] = ["1+1=", [{"role": "user", "content": "1+1"}], ids_of("1+1=")]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}=")
+
+    def look(prompt: list[int]) -> int:
+        asked.append(prompt)
+        return 200
+
+    with RolloutRig(tmp_path, prompts, rollout={}) as rig:
+        rig.server.refuse = look
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        assert set(rig.outcomes().values()) == {"finished"}
+    assert len(asked) >= 6 and all(prompt[:4] == ids_of("1+1=") for prompt in asked)
 
 
 def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_path: Path) -> None:

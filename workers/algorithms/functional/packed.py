@@ -25,11 +25,11 @@ def sum_per_answer(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def last_in_mask(mask: Tensor, lengths: Sequence[int]) -> Tensor:
     """[n] int64: where the last True entry of each answer is, or its last entry if none is True; no answer is empty."""
-    places = torch.arange(mask.shape[0], device=mask.device)
-    ends = torch.tensor(lengths, dtype=torch.int64, device=mask.device).cumsum(0) - 1
-    none = torch.full_like(ends, -1)
-    last = none.scatter_reduce(0, answer_index(lengths, mask.device), torch.where(mask, places, -1), "amax")
-    return torch.where(last < 0, ends, last)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=mask.device)
+    ends = counts.cumsum(0)
+    places = torch.cat([counts.new_full((1,), -1), mask.nonzero().squeeze(1)])
+    last = places[torch.searchsorted(places, ends) - 1]
+    return torch.where(last < ends - counts, ends - 1, last)
 
 
 def with_one_more(mask: Tensor, lengths: Sequence[int]) -> Tensor:

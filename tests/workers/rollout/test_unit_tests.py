@@ -1,0 +1,121 @@
+"""Programs judged by the tests of their row: what passes, what fails and is 0, and what is no verdict at all."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.experiments.worker_specs import RewardSpec
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.partial_rollout import PartialAnswer
+from corral.workers.rollout.reward_processes import RewardHostError
+from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
+from corral.workers.sandbox.base import SandboxError
+
+SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
+ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+CHEATS = {
+    "leaves early": "import sys; sys.exit(0)",
+    "leaves without a word": "import os; os._exit(0)",
+    "reads its input for the word": "import sys; print(sys.stdin.read())",
+    "repeats what it was started with": "print(open('/proc/self/cmdline').read())",
+    "stops what comes after": "import sys; sys.stdout.close()",
+    "raises what nobody catches": "raise SystemExit",
+    "is no program": "I would add the two numbers.",
+    "is nothing": "",
+    "ends its process": "import os; os.kill(os.getpid(), 9)",
+    "takes all memory": "x = 'x' * (10 << 30)",
+    "fails": "raise ValueError",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_program_that_does_not_do_it_has_0_by_either_kind_of_tests(cheat: str) -> None:
+    tests = [SUMS[0], "assert add(2, 3) == 5"]
+    assert unit_tests({"tests": tests}, CHEATS[cheat]) == 0.0
+    assert all_unit_tests({"tests": tests}, CHEATS[cheat]) == 0.0
+
+
+def test_the_share_of_tests_that_pass_or_all_of_them() -> None:
+    assert unit_tests({"tests": SUMS}, f"So:\n```python\n{ADDS}\n```\nDone.") == 1.0
+    assert all_unit_tests({"tests": SUMS}, ADDS) == 1.0
+    assert unit_tests({"tests": SUMS}, "print(2)") == pytest.approx(1 / 3)
+    assert all_unit_tests({"tests": SUMS}, "print(2)") == 0.0
+    adds = "def add(a, b):\n    return a + b\n\nif __name__ == '__main__':\n    raise SystemExit(1)\n"
+    assert unit_tests({"tests": ASSERTIONS}, adds) == 1.0
+    assert unit_tests({"tests": ASSERTIONS}, "def add(a, b): return 2") == pytest.approx(1 / 3)
+
+
+def test_a_program_that_runs_out_of_time_is_not_run_on_later_tests() -> None:
+    tests = ["assert f(0) == 0", "assert f(1) == 1", "assert f(0) == 0"]
+    slow = "def f(x):\n    while x: pass\n    return x\n"
+    assert unit_tests({"tests": tests}, slow) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("tests", [None, [], "assert True", [1], [{"input": "1"}], [{"input": 1, "output": "1"}]])
+def test_a_row_without_tests_is_a_failure_of_the_reward_that_names_what_it_has(tests: Any) -> None:
+    for reward in (unit_tests, all_unit_tests):
+        with pytest.raises(ValueError, match="test"):
+            reward({"tests": tests}, ADDS)
+
+
+LINES = st.text(st.characters(exclude_characters="`", exclude_categories=["Cs", "Cc"]), max_size=20)
+
+
+@given(before=st.lists(LINES, max_size=3), program=st.lists(LINES, min_size=1, max_size=4), language=LINES)
+def test_the_last_block_is_the_program(before: list[str], program: list[str], language: str) -> None:
+    text = "\n".join(program) + "\n"
+    other = "```\nprint('not this')\n```"
+    answer = "\n".join([*before, other, f"``` {language}\n{text}```", *before])
+    assert program_of(answer) == text
+
+
+@given(st.text(st.characters(exclude_characters="`")))
+def test_an_answer_without_a_block_is_all_program(answer: str) -> None:
+    assert program_of(answer) == answer
+
+
+class Characters:
+    """A tokenizer of code points."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def judge() -> Callable[[str], float]:
+    """Judges as a rollout worker does: in a process of the reward's own, found by the import path."""
+
+    def judge(answer: str) -> float:
+        spec = RewardSpec(
+            function="corral.workers.rollout.unit_tests:unit_tests", timeout_s=60.0, retries=0, processes=1
+        )
+        judge = RewardJudge(spec, Characters(), stop_token_ids=set())
+        try:
+            output = PartialAnswer(max_new_tokens=1000, output_ids=list(map(ord, answer)))
+            return asyncio.run(judge({"tests": SUMS}, output))
+        finally:
+            judge.close()
+
+    return judge
+
+
+def test_a_rollout_worker_judges_so_in_a_process_without_keys(judge: Callable[[str], float]) -> None:
+    assert judge(ADDS) == 1.0
+    assert judge("nothing") == 0.0
+
+
+def test_without_sandboxes_a_worker_says_so_before_it_judges_and_a_reward_fails_and_is_no_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge: Callable[[str], float]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RewardHostError, match=f"unit_tests runs in a sandbox, and {os.uname().nodename} can make none"):
+        judge(ADDS)
+    with pytest.raises(SandboxError, match="no bwrap in the PATH"):
+        unit_tests({"tests": SUMS}, ADDS)

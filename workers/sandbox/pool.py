@@ -1,0 +1,104 @@
+"""SandboxPool: so many sandboxes at a time, for async functions and plain ones, of any thread.
+
+    use(work), use_now(work) ──► a place, within wait_s ──► a new sandbox ──work──► closed, and the place is free
+                                        └── none: SandboxError
+
+Sandboxes are made in a thread of the pool's own: what runs in them ends with the thread that started it.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+from corral.workers.sandbox.base import Sandbox, SandboxError
+from corral.workers.sandbox.bubblewrap import Bubblewrap
+
+ResultT = TypeVar("ResultT")
+Work = Callable[[Sandbox], Awaitable[ResultT]]
+"""What is done with one sandbox. Its own deadlines bound how long it has it."""
+
+
+class SandboxPool:
+    """At most `number` sandboxes at a time, in a `with` block; each is new.
+
+    Example:
+        >>> async def answer(sandbox):
+        ...     return (await sandbox.exec(["python3", "-c", "print(6 * 7)"], timeout_s=5.0)).stdout
+        >>> with SandboxPool(4) as pool:
+        ...     pool.use_now(answer)  # b"42\\n"; in a coroutine: await pool.use(answer)
+    """
+
+    def __init__(
+        self, number: int, *, wait_s: float = 60.0, create: Callable[[], Awaitable[Sandbox]] = Bubblewrap.create
+    ) -> None:
+        """
+        Args:
+            wait_s: longest wait for a place.
+        """
+        if number < 1:
+            raise ValueError(f"a pool of sandboxes has at least 1 place, got {number}")
+        self._number = number
+        self._wait_s = wait_s
+        self._create = create
+        self._loop = asyncio.new_event_loop()
+        self._places = asyncio.Semaphore(number)
+        self._uses = set[asyncio.Task[Any]]()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends what is still running; whoever waits for it gets a CancelledError."""
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def use(self, work: Work[ResultT]) -> ResultT:
+        """What the work returns or raises; it is cancelled with the caller.
+
+        Raises:
+            SandboxError: if no place is free in time, or no sandbox can be made.
+        """
+        return await asyncio.wrap_future(self._submit(work))
+
+    def use_now(self, work: Work[ResultT]) -> ResultT:
+        """`use` for a plain function."""
+        future = self._submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def _submit(self, work: Work[ResultT]) -> "Future[ResultT]":
+        return asyncio.run_coroutine_threadsafe(self._use(work), self._loop)
+
+    async def _use(self, work: Work[ResultT]) -> ResultT:
+        task = asyncio.current_task()
+        assert task is not None, "it runs in the pool's loop"
+        self._uses.add(task)
+        task.add_done_callback(self._uses.discard)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise SandboxError(
+                f"none of {self._number} sandboxes was free within {self._wait_s:g} s; give the pool more places, or "
+                "shorter deadlines to what runs in them"
+            ) from error
+        try:
+            async with await self._create() as sandbox:
+                return await work(sandbox)
+        finally:
+            self._places.release()
+
+    async def _cancel_all(self) -> None:
+        uses = list(self._uses)
+        for task in uses:  # not twice: each sees to the end of what it has started
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*uses, return_exceptions=True)
