@@ -76,10 +76,6 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     generates: ClassVar[bool] = True
 
-    @property
-    def row_kind(self) -> RowKind:
-        return super().row_kind if self.rollout.environment is None else "prompts"
-
     @cached_property
     def environment(self) -> FoundEnvironment | None:
         """What plays in place of an agent, with the tasks that no file holds.
@@ -140,6 +136,11 @@ class AsyncPPOExperiment(PolicyExperiment):
     @property
     def makes_episodes(self) -> bool:
         return self.rollout.makes_episodes
+
+    @property
+    def row_kind(self) -> RowKind:
+        # An agent may reward without a reference, and an environment does.
+        return "prompts" if self.makes_episodes else super().row_kind
 
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,14 @@ from corral.agents import (
     single_turn,
     tools,
 )
+from corral.experiments.inputs.chat import ChatRenderer
 from corral.experiments.inputs.tokens import load_tokenizer
 from corral.workers.agents.contract import Words
 from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Reply
 from corral.workers.agents.tools import calculator, run_tool, schema_of
 from corral.workers.user_code.trials import check_agent, try_reward
+from tests import chat_models
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "agents.md"
@@ -52,9 +55,7 @@ class Script:
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[int]]()
 
-    async def __call__(
-        self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
-    ) -> Reply:
+    async def __call__(self, ids: Sequence[int], **sampling: Any) -> Reply:
         self.asked.append(list(ids))
         if not self.answers:
             raise EpisodeEndedError("turns", "the script is over")
@@ -142,6 +143,39 @@ def test_tools_are_called_in_the_form_of_a_pattern(tmp_path: Path) -> None:
     outcome = asyncio.run(tools(TASK, session_of(model, tmp_path), **settings))  # type: ignore[arg-type]
     assert outcome == Outcome(None, metrics={"tool_calls": 1.0})
     assert model.asked[1] == [*ids_of("1+2=1+2="), EOS, *ids_of("3")]
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@pytest.mark.parametrize("prompt", ["1+2?", [{"role": "user", "content": "1+2?"}]], ids=["text", "messages"])
+def test_tools_are_called_and_answered_as_the_chat_template_writes_it(prompt: Words, tmp_path: Path) -> None:
+    directory = chat_models.write_chat_tokenizer(tmp_path, "qwen")
+    renderer = ChatRenderer.of_model(directory)
+    language = ModelLanguage(renderer.tokenizer, stop_token_ids=(), renderer=renderer)
+    called = '\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
+    texts = [("<tool_call>", called, "</tool_call>", "<|im_end|>"), ("3", "<|im_end|>")]
+    answers = [chat_models.ids_of(*text) for text in texts]
+    asked: list[list[int]] = []
+
+    async def model(ids: Sequence[int], **sampling: Any) -> Reply:
+        assert sampling["stop_token_ids"] == renderer.stop_token_ids
+        asked.append(list(ids))
+        made = answers[len(asked) - 1]
+        return Reply(len(asked) - 1, made, [-0.5] * len(made), "stop")
+
+    async def judge(answer: str) -> float:
+        raise AssertionError("it is not asked")
+
+    session = Session(model, language, judge, [5])
+    played = tools(Task({}, prompt, [5], 0), session, tools=[f"{__name__}:add"])
+    assert asyncio.run(played) == Outcome(None, metrics={"tool_calls": 1.0})
+    first = renderer.render([{"role": "user", "content": "1+2?"}], tools=[schema_of(add)])
+    assert asked[0] == first and "Adds two numbers." in renderer.tokenizer.decode(first, skip_special_tokens=False)
+    assert asked[1][: len(first) + len(answers[0])] == [*first, *answers[0]]
+    assert "[3]" in renderer.tokenizer.decode(asked[1][len(first) + len(answers[0]) :], skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(("expression", "value"), [("12+34*2", "80"), ("1-2-3", "-4"), ("7", "7")])

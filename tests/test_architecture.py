@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("launcher", "workers", "scheduling", "name_resolve", "experiments")
+FOLDERS = ("agents", "launcher", "workers", "scheduling", "name_resolve", "experiments")
 ALLOWED = {
+    "agents": {"workers"},
     "scheduling": {"scheduling"},
     "name_resolve": {"name_resolve"},
     "experiments": {"experiments", "scheduling"},
@@ -187,6 +188,27 @@ def test_the_half_without_models_never_loads_torch() -> None:
         name for folder in ("scheduling", "name_resolve", "experiments", "launcher") for name in module_names(folder)
     ]
     assert not loaded_by(names) & {"torch", "transformers"}
+
+
+def test_what_agents_are_written_with_is_installed_and_light(tmp_path: Path) -> None:
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import corral.agents\nfrom corral.agents import Outcome, Session\n"
+        "print(corral.agents.__file__, *(name.split('.')[0] for name in sys.modules), sep='\\n')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    file, *loaded = run.stdout.split()
+    assert Path(file).is_relative_to(tmp_path)
+    assert not set(loaded) & {"torch", "transformers", "numpy", "aiohttp", "zmq", "redis", "cryptography"}
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def spelled_form_in(text: str) -> SpelledCallForm | None:
     if not has_key or not has_value or at < 0 or not middle.strip() or not end_of_value:
         return None
     marks = _Parameters(before_key[at:].strip(), middle.strip(), end_of_value)
-    end = _first_mark(after.partition(end_of_value)[2])
-    return SpelledCallForm("".join(wrapper[-1:]), begin, before_key[:at].strip(), end, marks)
+    end_of_call = _first_mark(after.partition(end_of_value)[2])
+    return SpelledCallForm("".join(wrapper[-1:]), begin, before_key[:at].strip(), end_of_call, marks)
 
 
 def _first_mark(text: str) -> str:

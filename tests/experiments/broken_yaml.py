@@ -64,6 +64,8 @@ groups:
 """
 
 NUM_TRAINING_ROWS = 40
+EPISODES = "rollout.agent=corral.agents:feedback"
+MICRO_BATCH = "actor.max_tokens_per_micro_batch=32"
 
 
 def rows(count: int, *, first: int = 0) -> str:
@@ -357,6 +359,16 @@ CONTRADICTION_CASES = (
         name="window-and-absurd-concurrency",
         overrides=("rollout.reorder_window=5", "rollout.max_concurrent_rollouts=13"),
         words=("max_concurrent_rollouts 13", "- (reorder_window 5 - 1) = 12", "at most 12"),
+    ),
+    BrokenCase(
+        name="episodes-that-nothing-holds",
+        overrides=(EPISODES, "rollout.episode.max_tokens=64", "engine.max_total_tokens=64", MICRO_BATCH),
+        words=("a sequence of 64 tokens does not fit actor.max_tokens_per_micro_batch = 32", "to 32"),
+    ),
+    BrokenCase(
+        name="episodes-without-an-answer",
+        overrides=(EPISODES, "rollout.episode.max_tokens=16"),
+        words=("a prompt of 16 tokens leaves no room for an answer in 16", "raise rollout.episode.max_tokens"),
     ),
     BrokenCase(
         name="equal-rewards-that-teach",

@@ -12,7 +12,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.experiments.sft import SFTExperiment
 from corral.experiments.specs import worker_specs
-from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
+from tests.experiments.broken_yaml import EPISODES, MICRO_BATCH, VALID_PPO, VALID_SFT, write_inputs
 
 
 @pytest.fixture
@@ -127,6 +127,25 @@ def test_every_way_to_define_a_name_counts(folder: Path, monkeypatch: pytest.Mon
     (folder / "my_agents.py").write_text(definition + "\n")
     monkeypatch.chdir(folder)
     assert _ppo(folder, "rollout.agent=my_agents:act").rollout.agent == "my_agents:act"
+
+
+def test_sequences_of_episodes_are_as_long_as_all_can_take_and_no_longer_than_asked(folder: Path) -> None:
+    experiment = _ppo(folder, EPISODES, MICRO_BATCH)
+    assert experiment.planned_rollout.episode.max_tokens == 32
+    assert {"episodes", "turn_rewards"} <= set(experiment.trajectory_keys)
+    asked = _ppo(folder, EPISODES, MICRO_BATCH, "rollout.episode.max_tokens=24")
+    assert asked.planned_rollout.episode.max_tokens == 24 and asked.row_kind == "prompts"
+    assert not _ppo(folder, MICRO_BATCH).makes_episodes
+
+
+def test_settings_of_agents_that_the_single_turn_does_not_read_are_warned_of(folder: Path) -> None:
+    settings = ("rollout.episode.max_turns=3", "rollout.agent_processes=1")
+    assert list(_ppo(folder, EPISODES, *settings).find_warnings()) == []
+    warnings = list(_ppo(folder, *settings).find_warnings())
+    assert [warning.split(" has no effect")[0] for warning in warnings] == [
+        "rollout.agent_processes",
+        "rollout.episode",
+    ]
 
 
 def test_reward_of_ones_own_needs_no_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

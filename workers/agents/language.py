@@ -27,7 +27,7 @@ class ModelLanguage:
             renderer: None for a model without a chat template, to which messages cannot be said.
         """
         self._tokenizer, self._renderer = tokenizer, renderer
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset((*stop_token_ids, *self.ends))
 
     def go_on(
         self,
@@ -65,11 +65,17 @@ class ModelLanguage:
             )
         return self._renderer.render([*(conversation or ()), *messages], tools=tools)
 
-    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Said:
+    @property
+    def ends(self) -> Sequence[int]:
+        """What the template writes behind an answer, where the model does not say so."""
+        return () if self._renderer is None else self._renderer.stop_token_ids
+
+    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]], num_before: int) -> Said:
+        """The answer, and what its calls are as the template writes them."""
         ended = len(ids) > 0 and ids[-1] in self._stop_token_ids
         text: str = self._tokenizer.decode(list(ids[:-1] if ended else ids))
         if self._renderer is None:
             return Said(text, (), {"role": "assistant", "content": text})
-        answer = self._renderer.parse(ids, stopped=stopped, tools=tools)
+        answer = self._renderer.parse(ids, stopped=stopped, tools=tools, num_before=num_before)
         calls = [ToolCall(call.name, json.loads(call.arguments), call.id) for call in answer.tool_calls]
         return Said(text, calls, answer.as_message())

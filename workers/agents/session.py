@@ -33,7 +33,13 @@ class Model(Protocol):
     """Who makes the answers."""
 
     def __call__(
-        self, ids: Sequence[int], *, max_new_tokens: int | None, stop: Sequence[str], temperature: float | None
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        stop_token_ids: Sequence[int],
+        temperature: float | None,
     ) -> Awaitable[Reply]:
         """What follows these tokens.
 
@@ -83,8 +89,12 @@ class Language(Protocol):
             conversation: what it says, as messages; None if nobody knows.
         """
 
-    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]]) -> Said:
-        """An answer."""
+    @property
+    def ends(self) -> Sequence[int]:
+        """Tokens that end an answer of a conversation, beside those that end any."""
+
+    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]], num_before: int) -> Said:
+        """An answer behind so many tokens."""
 
 
 Judge = Callable[[str], Awaitable[float]]
@@ -198,14 +208,18 @@ class Session:
         stops = [stop] if isinstance(stop, str) else list(stop)
         try:
             reply = await self._model(
-                tuple(self._history), max_new_tokens=max_new_tokens, stop=stops, temperature=temperature
+                tuple(self._history),
+                max_new_tokens=max_new_tokens,
+                stop=stops,
+                stop_token_ids=self._language.ends if self._conversation is not None else (),
+                temperature=temperature,
             )
         except EpisodeEndedError as error:
             self._record.ended = error.reason
             raise
         self._record.ended = ""
         stopped, asked = reply.finish_reason == "stop", tools or self._tools
-        said = self._language.read(reply.ids, stopped=stopped, tools=asked)
+        said = self._language.read(reply.ids, stopped=stopped, tools=asked, num_before=len(self._history))
         turn = Turn(
             reply.number,
             said.text,

@@ -73,6 +73,8 @@ async def tools(
 ) -> Outcome:
     """Let the model call functions until it answers without a call; `rollout.reward` judges that answer.
 
+    A prompt that is text is what a user says, unless `call` is given.
+
     Args:
         tools: import paths of the functions.
         call: for models without a chat template: the pattern of a call at the end of an answer. Its named groups are
@@ -84,14 +86,18 @@ async def tools(
     by_name = {tool.__name__: tool for tool in map(pkgutil.resolve_name, tools)}
     schemas = [] if call else [schema_of(tool) for tool in by_name.values()]
     num_calls = 0
+    if not call:  # the prompt, as the template writes it beside tools
+        asked = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
+        session = session.branch(history=[])
+        await session.say(asked, tools=schemas)
     turn = await session.generate(stop=stop, tools=schemas)
-    while (asked := _calls_of(turn, call, by_name)) and num_calls < max_calls:
-        num_calls += len(asked)
-        outputs = [await run_tool(by_name, each) for each in asked]
+    while (calls := _calls_of(turn, call, by_name)) and num_calls < max_calls:
+        num_calls += len(calls)
+        outputs = [await run_tool(by_name, each) for each in calls]
         if call:
             await session.say("".join(reply.format(output=output) for output in outputs))
         else:
-            await session.say(list(map(_answer_to, asked, outputs)))
+            await session.say(list(map(_answer_to, calls, outputs)))
         turn = await session.generate(stop=stop, tools=schemas)
     return Outcome(None, metrics={"tool_calls": float(num_calls)})
 

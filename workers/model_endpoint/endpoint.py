@@ -169,10 +169,10 @@ class ModelEndpoint:
             ids = conversations.prompt_ids(asked.messages, tools=tools)
         except ValueError as error:
             raise ApiError(str(error)) from error
-        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops)
-        said = renderer.parse(
-            turn.answer.output_ids, stopped=turn.answer.stopped, tools=tools if asked.may_call else ()
-        )
+        ends = renderer.stop_token_ids
+        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=ends)
+        answer, callable_tools = turn.answer, tools if asked.may_call else ()
+        said = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
         message = said.as_message()
         if message["content"]:
             message["content"] = _before_stop(message["content"], asked.stops)

@@ -59,6 +59,7 @@ class AgentHostError(RuntimeError):
 
 
 Judge = Callable[[str], Awaitable[float]]
+"""What the trial's reward says of a text; AgentFailedError if it fails at it, or judges groups only."""
 
 
 @dataclass(slots=True)
@@ -120,13 +121,17 @@ class _Process:
             if run is not None and not run.outcome.done():
                 run.outcome.set_result(done)
         elif "judge" in message and (run := self.runs.get(message["run"])) is not None:
-            self.start(self._judge(run.judge, int(message["judge"]), str(message["answer"])))
+            self.start(self._judge(run, int(message["judge"]), str(message["answer"])))
 
-    async def _judge(self, judge: Judge, call: int, answer: str) -> None:
+    async def _judge(self, run: _Run, call: int, answer: str) -> None:
         try:
-            reply: dict[str, Any] = {"judged": call, "reward": await judge(answer)}
-        except Exception as error:
+            reply: dict[str, Any] = {"judged": call, "reward": await run.judge(answer)}
+        except AgentFailedError as error:
             reply = {"judged": call, "error": str(error)}
+        except Exception as error:  # not the agent's: whoever waits for the episode has to answer it
+            if not run.outcome.done():
+                run.outcome.set_exception(error)
+            return
         await self.say(reply)
 
     async def pass_output_on(self, name: str) -> None:

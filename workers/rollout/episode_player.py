@@ -26,7 +26,7 @@ from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.agent_processes import AgentFailedError, AgentProcesses, EpisodeLostError
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
-from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.programs import AgentProgram, EnvironmentProgram, Program
 from corral.workers.user_code.agent_host import Done
 
@@ -149,8 +149,11 @@ class EpisodePlayer:
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:
             if self.judge.takes_groups:
-                raise ValueError(f"reward {self.config.reward} judges groups, and no single answer")
-            return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0]
+                raise AgentFailedError(f"reward {self.config.reward} judges groups, and no single answer")
+            try:
+                return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0]
+            except RewardFailedError as error:
+                raise AgentFailedError(str(error)) from error
 
         task = {"fields": row.fields, "prompt": row.prompt, "prompt_ids": list(prompt_ids), "episode": number}
         key = self.endpoint.open_episode(session)

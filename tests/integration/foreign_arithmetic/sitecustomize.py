@@ -23,4 +23,4 @@ def _extend(answer: PartialAnswer, event: StreamEvent) -> FinishReason | None:
 
 
 if "CORRAL_TEST_FOREIGN" in os.environ:
-    PartialAnswer.extend = _extend  # type: ignore[method-assign]
+    setattr(PartialAnswer, "extend", _extend)  # noqa: B010

@@ -1,6 +1,7 @@
 """Programs that know nothing of training talk to the endpoint by OpenAI's own client; what they said is in the log."""
 
 import asyncio
+import json
 import logging
 import stat
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,18 +22,26 @@ Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
 ASKED = {"role": "user", "content": "1+1?"}
 
 
-def play(folder: Path, form: str | None, answers: Sequence[Sequence[int]], program: Play, **settings: Any) -> None:
-    """Run a program against a model that gives these answers, one after the other, the last one again and again."""
+def play(
+    folder: Path, form: str | None, answers: Sequence[Sequence[int]], program: Play, *, ends: str | None = None
+) -> None:
+    """Run a program against a model that gives these answers, one after the other, the last one again and again.
+
+    Args:
+        ends: what ends an answer as the model declares it; None takes the template's.
+    """
     left = list(answers)
 
     def answer(prompt_ids: list[int]) -> Sequence[int]:
         return left.pop(0) if len(left) > 1 else left[0]
 
     async def run() -> None:
-        async with asyncio.timeout(DEADLINE_S), scripted(folder, model, answer, **settings) as (rig, server):
+        async with asyncio.timeout(DEADLINE_S), scripted(folder, model, answer) as (rig, server):
             await program(rig, server)
 
     model = write_chat_tokenizer(folder / "model", form)
+    if ends is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids_of(ends)}))
     asyncio.run(run())
 
 
@@ -245,6 +254,16 @@ def test_a_stop_text_is_in_the_ids_and_not_in_the_text(tmp_path: Path) -> None:
         assert branch.segments[2].ids[:2] == ids_of("<|eot|>", "<|head|>")
 
     play(tmp_path, "llama", [ids_of("2 and more", "<|eot|>")], program)
+
+
+def test_an_answer_ends_where_the_template_ends_it_whatever_the_model_declares(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        reply = await client.chat.completions.create(model="any", messages=[ASKED])
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("2", "stop")
+        assert reply.usage is not None and reply.usage.completion_tokens == 2
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>", " and on", "<|eot|>")], program, ends="<|eot|>")
 
 
 def test_token_ids_go_in_and_out_as_vllm_has_it(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.inputs.tokens import load_tokenizer
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
-from corral.workers.rollout.episode_session import EpisodeEndedError, EpisodeSession, TurnRequest
+from corral.workers.episodes.turn_request import EpisodeEndedError, TurnRequest
+from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.streams.https import open_session
