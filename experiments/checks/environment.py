@@ -22,7 +22,7 @@ def check_environment(
     Args:
         is_in_container: whether rollout workers start in an image.
     """
-    for key, whose in (("agent", "plays"), ("reward", "gives the rewards")):
+    for key, whose in (("agent", "plays"), ("agent_settings", "plays"), ("reward", "gives the rewards")):
         if key in rollout.model_fields_set:
             yield ConfigProblem(
                 f"rollout.{key} has no effect: the environment {environment.id} {whose}",
