@@ -118,7 +118,9 @@ class GroupMaker:
                 )
             if self.player is None:
                 return await self._answers(uid, row, prompt_ids, order=order)
-            return await self._episodes(self.player, uid, row, prompt_ids, order=order)
+            episodes = await self._episodes(self.player, uid, row, prompt_ids, order=order)
+            self.player.forget(uid)
+            return episodes
         except RewardFailedError as error:
             raise PromptFailedError(f"reward_error: {error}") from error
         except PromptTooLongError as error:
@@ -193,6 +195,7 @@ class GroupMaker:
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:
                     raise  # the judge has made its own tries, and a server would refuse again
+                player.forget(uid, number)
                 logger.warning("the agent failed on prompt %s: %s\n%s", uid, error, error.traceback)
         raise AssertionError("the last try returns or raises")
 

@@ -16,6 +16,7 @@ from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
+from corral.workers.sandbox.curtain import Curtain
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -96,7 +97,7 @@ def judge() -> Callable[[str], float]:
         spec = RewardSpec(
             function="corral.workers.rollout.unit_tests:unit_tests", timeout_s=60.0, retries=0, processes=1
         )
-        judge = RewardJudge(spec, Characters(), stop_token_ids=set())
+        judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=Curtain())
         try:
             output = PartialAnswer(max_new_tokens=1000, output_ids=list(map(ord, answer)))
             return asyncio.run(judge({"tests": SUMS}, output))
