@@ -132,6 +132,8 @@ class Run:
         await asyncio.gather(
             self._feed(process.stdin, stdin), kept[0].read(process.stdout), kept[1].read(process.stderr), process.wait()
         )
+        if self._init is not None:
+            await _ended(self._init[1])  # bwrap ends when the command has, and process 1 when all others have
         return kept
 
     async def _feed(self, stream: asyncio.StreamWriter, content: bytes) -> None:
@@ -201,6 +203,17 @@ class _Kept:
             room = self._limit_bytes - len(self._kept)
             self._kept += piece[:room]
             self.dropped_bytes += max(len(piece) - room, 0)
+
+
+async def _ended(process: int) -> None:
+    """Waits for the end of a process, by its descriptor."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(process, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(process)
 
 
 def _kernel_kills() -> int:
