@@ -234,11 +234,10 @@ class _Kept:
 
 async def _ended(process: int) -> None:
     """Waits for the end of a process, by its descriptor."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(process, lambda: ended.done() or ended.set_result(None))
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
     try:
-        await ended
+        await ended.wait()
     finally:
         loop.remove_reader(process)
 
