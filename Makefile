@@ -7,6 +7,10 @@ STAMP := $(VENV)/.installed
 # SGLang's own environment. Elsewhere than beside .venv, say so to trials: sglang.python, or a link .venv-sglang.
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+# The one of environments of verifiers. Elsewhere: rollout.environment.python, or a link .venv-environments.
+ENVIRONMENTS_VENV ?= .venv-environments
+ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
+EXAMPLE_ENVIRONMENTS := $(wildcard examples/environments/*)
 MEGATRON_STAMP := $(VENV)/.installed-megatron
 # `make gpu`: DEVICE=cpu tries its steps out; WHEELS=DIR runs it without a network on top of PYTHON, which has torch.
 DEVICE ?= cuda
@@ -21,7 +25,7 @@ PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.
 	tests/gpu tests/pretended_gpu tests/workers/backends/test_chunked_head.py
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup sglang megatron lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
+.PHONY: setup sglang environments megatron lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -34,6 +38,12 @@ sglang: $(SGLANG_STAMP)  ## install SGLang in an environment of its own, for its
 
 $(SGLANG_STAMP): .ci/make-sglang .ci/sglang-cpu.txt
 	@sh .ci/make-sglang "$(PYTHON)" "$(SGLANG_VENV)"
+	@touch $@
+
+environments: $(ENVIRONMENTS_STAMP)  ## install verifiers in an environment of its own, with the example environments
+
+$(ENVIRONMENTS_STAMP): .ci/make-environments .ci/environments.txt $(wildcard examples/environments/*/*.py)
+	@sh .ci/make-environments "$(PYTHON)" "$(ENVIRONMENTS_VENV)" $(addprefix ./,$(EXAMPLE_ENVIRONMENTS))
 	@touch $@
 
 megatron: $(MEGATRON_STAMP)  ## add megatron-core to .venv, for layouts with megatron:
@@ -57,14 +67,14 @@ recipes: setup  ## train every recipe on this machine, and say in one table whet
 quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py
 
-test: setup sglang megatron setup-slurm lint  ## what must hold; what CI runs
+test: setup sglang environments megatron setup-slurm lint  ## what must hold; what CI runs
 	@$(MAKE) --no-print-directory -j2 typecheck test-cpu
 	$(PYTEST_GPU) -m 'gpu and not slow'
 
-test-cpu: setup sglang megatron
+test-cpu: setup sglang environments megatron
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow and not gpu'
 
-test-all: setup sglang megatron setup-slurm lint typecheck  ## also what takes long and shows little more
+test-all: setup sglang environments megatron setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not gpu'
 	$(PYTEST_GPU) -m gpu
 
@@ -74,7 +84,7 @@ test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; S
 	fi; \
 	CORRAL_REQUIRE_SLURM=1; export CORRAL_REQUIRE_SLURM; "$$@" $(PYTEST) tests/slurm
 
-test-fast: setup sglang megatron  ## without SLURM and without whole trials
+test-fast: setup sglang environments megatron  ## without SLURM and without whole trials
 	$(PYTEST) -m 'not slow and not slurm and not gpu' --ignore tests/integration
 	$(PYTEST_GPU) -m 'gpu and not slow'
 
@@ -95,6 +105,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/head_memory.py --vocabulary 32000 --tokens 2048 8192 --limit-gb 2
 	$(BIN)/python benchmarks/load_memory.py --ranks 2 --layers 4 --files 2
+	$(BIN)/python benchmarks/sandbox.py --runs 100
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/bad_input.py
 	$(BIN)/python benchmarks/status_latency.py --finished 50 --running 2

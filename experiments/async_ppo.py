@@ -8,10 +8,13 @@ All five kinds of workers take part.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from corral.experiments.checks.algorithm import check_admission
 from corral.experiments.checks.data import check_length
+from corral.experiments.checks.environment import check_environment
 from corral.experiments.checks.generation import (
     check_backend_settings,
     check_embedded_model,
@@ -21,21 +24,24 @@ from corral.experiments.checks.generation import (
     check_server_gpus,
     check_sglang,
 )
-from corral.experiments.config.data import RowKind
+from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.config.rollout import (
     EngineConfig,
     RolloutConfig,
     SglangConfig,
     WeightsConfig,
 )
-from corral.experiments.errors import ConfigProblem
+from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.dataset_file import dataset_spec
+from corral.experiments.inputs.environment_tasks import FoundEnvironment, environment_python, find_environment
 from corral.experiments.inputs.sglang_environment import sglang_python
 from corral.experiments.policy import PolicyExperiment
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (
     BehaviourSpec,
     DatasetSpec,
+    EnvironmentSpec,
     GenerationServerSpec,
     GserverManagerSpec,
     HeldOutSpec,
@@ -57,6 +63,8 @@ class AsyncPPOExperiment(PolicyExperiment):
     """Asynchronous PPO and GRPO."""
     allocation: str = "hf:d1+fsdp:d1"
     """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
+    dataset: DatasetConfig = DatasetConfig()
+    """What is learned from; its path is left out with rollout.environment, which brings its tasks."""
     rollout: RolloutConfig = RolloutConfig()
     """How answers are made and judged."""
     engine: EngineConfig = EngineConfig()
@@ -67,6 +75,49 @@ class AsyncPPOExperiment(PolicyExperiment):
     """How new weights get from the trainer to the generation servers."""
 
     generates: ClassVar[bool] = True
+
+    @cached_property
+    def environment(self) -> FoundEnvironment | None:
+        """What plays in place of an agent, with the tasks that no file holds.
+
+        Raises:
+            ConfigError: if it cannot be loaded.
+        """
+        return self._find(lists=self.dataset.path is None, held_out=False)
+
+    @cached_property
+    def _held_out(self) -> FoundEnvironment | None:
+        if self.evaluation is None or self.evaluation.dataset.path is not None:
+            return None
+        return self._find(lists=True, held_out=True)
+
+    def _find(self, *, lists: bool, held_out: bool) -> FoundEnvironment | None:
+        config = self.rollout.environment
+        if config is None or (held_out and config.held_out_args is None):
+            return None
+        try:
+            has_tokenizer = (self.actor.path / "tokenizer.json").exists()  # else that is told beside all else
+            model = self.actor.path if has_tokenizer and not held_out else None
+            return find_environment(config, lists=lists, model=model, held_out=held_out)
+        except ValueError as error:
+            message, hint = split_remedy(str(error))
+            path = ("rollout", "environment", "id" if config.python is None else "python")
+            raise ConfigError.of(message, hint=hint, path=path) from error
+
+    @property
+    def listed_rows(self) -> Mapping[str, bytes]:
+        found = {"dataset": self.environment, "evaluation.dataset": self._held_out}
+        return {key: one.rows for key, one in found.items() if one is not None and one.rows}
+
+    def placed_in(self, directory: Path) -> Self:
+        listed, trial = self.listed_rows, TrialDirectory(directory)
+        changes: dict[str, Any] = {}
+        if "dataset" in listed:
+            changes["dataset"] = self.dataset.model_copy(update={"path": trial.tasks_path})
+        if self.evaluation is not None and "evaluation.dataset" in listed:
+            rows = self.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
+            changes["evaluation"] = self.evaluation.model_copy(update={"dataset": rows})
+        return self.model_copy(update=changes)
 
     @property
     def writes_deltas(self) -> bool:
@@ -88,7 +139,7 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     @property
     def row_kind(self) -> RowKind:
-        # An agent may reward without a reference, too.
+        # An agent may reward without a reference, and an environment does.
         return "prompts" if self.makes_episodes else super().row_kind
 
     def rank_settings(self) -> Mapping[str, Any]:
@@ -106,7 +157,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         held_out = None
         if self.evaluation is not None:
             named = self.evaluation.datasets.items()
-            specs = {name: dataset_spec(config, kind=self.row_kind) for name, config in named}
+            rows = {"": self.listed_rows.get("evaluation.dataset")}
+            specs = {name: dataset_spec(one, kind=self.row_kind, content=rows.get(name)) for name, one in named}
             held_out = HeldOutSpec(config=self.evaluation, datasets=specs)
         manager = GserverManagerSpec(
             num_generation_servers=self.num_workers("generation_server"),
@@ -161,7 +213,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         ]
 
     def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
-        count = self.num_workers("rollout_worker")
+        count, found = self.num_workers("rollout_worker"), self.environment
+        environment = EnvironmentSpec(packages=dict(found.packages), sha256=found.sha256) if found else None
         return [
             RolloutWorkerSpec(
                 index=index,
@@ -172,17 +225,20 @@ class AsyncPPOExperiment(PolicyExperiment):
                 rollout=self.planned_rollout,
                 experts=self.routed_experts,
                 held_out=held_out,
+                environment=environment,
             )
             for index in range(count)
         ]
 
     @property
     def planned_rollout(self) -> RolloutConfig:
-        """The settings with how long a sequence of an episode may be: what all that read or make it can take."""
+        """The settings with how long a sequence of an episode may be: what all that read or make it can take; and with
+        the Python of an environment."""
         longest = self.rollout.episode.max_tokens or min(self._episode_bounds().values())
-        return self.rollout.model_copy(
-            update={"episode": self.rollout.episode.model_copy(update={"max_tokens": longest})}
-        )
+        changes: dict[str, Any] = {"episode": self.rollout.episode.model_copy(update={"max_tokens": longest})}
+        if (environment := self.rollout.environment) is not None:
+            changes["environment"] = environment.model_copy(update={"python": environment_python(environment)})
+        return self.rollout.model_copy(update=changes)
 
     def _episode_bounds(self) -> dict[str, int]:
         """By name; there is one of the actor's micro-batches at least."""
@@ -211,6 +267,15 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:
         yield from super().find_own_problems()
+        if self.rollout.environment is not None:
+            group = self.groups.rollout_worker.scheduling
+            yield from check_environment(
+                self.rollout,
+                self.rollout.environment,
+                self.dataset,
+                self.evaluation,
+                is_in_container=group is not None and group.container_image is not None,
+            )
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go"):

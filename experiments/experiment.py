@@ -10,8 +10,9 @@ Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there a
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
@@ -239,7 +240,21 @@ class Experiment(FrozenConfig):
     @cached_property
     def checked_dataset(self) -> CheckedDataset:
         """What is in the dataset that is learned from."""
-        return check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits())
+        rows = self.listed_rows.get("dataset")
+        return check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits(), content=rows)
+
+    @property
+    def listed_rows(self) -> Mapping[str, bytes]:
+        """Rows that no file has before the trial does, by the key of their dataset.
+
+        Raises:
+            ConfigError: if they cannot be had.
+        """
+        return {}
+
+    def placed_in(self, directory: Path) -> Self:
+        """The same, with the names that its files are going to have in the trial's directory."""
+        return self
 
     @property
     def own_code(self) -> tuple[str, ...]:

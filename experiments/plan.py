@@ -168,6 +168,7 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
         ConfigError: if the experiment cannot be resolved: its calls do not fit each other, or a file has vanished since
             it was loaded.
     """
+    experiment = experiment.placed_in(trial_identity.directory)
     with naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
         scheduling, workers = experiment.scheduling_setup(), worker_specs(experiment)
     return RunPlan(

@@ -166,8 +166,9 @@ def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
         )
     if (evaluation := experiment.evaluation) is not None:
         path, limits = models[experiment.roles[0]].path, experiment.length_limits()
+        rows, kind = experiment.listed_rows.get("evaluation.dataset"), experiment.row_kind
         yield from check_evaluation(
-            evaluation, path, kind=experiment.row_kind, limits=limits, on_servers=experiment.generates
+            evaluation, path, kind=kind, limits=limits, on_servers=experiment.generates, content=rows
         )
 
 

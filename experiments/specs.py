@@ -41,8 +41,8 @@ def worker_specs(experiment: Experiment) -> list[WorkerSpec]:
 
 def read_dataset(experiment: Experiment) -> DatasetSpec:
     """Facts of the dataset as it is now; ConfigError if it cannot be used."""
-    too_long = experiment.checked_dataset.too_long
-    return dataset_spec(experiment.dataset, kind=experiment.row_kind, too_long=too_long)
+    too_long, rows = experiment.checked_dataset.too_long, experiment.listed_rows.get("dataset")
+    return dataset_spec(experiment.dataset, kind=experiment.row_kind, too_long=too_long, content=rows)
 
 
 def role_specs(experiment: Experiment) -> list[ModelRoleSpec]:

@@ -332,6 +332,15 @@ class GserverManagerSpec(FrozenConfig):
     weights: WeightsConfig = WeightsConfig()
 
 
+class EnvironmentSpec(FrozenConfig):
+    """What an environment was at submission."""
+
+    packages: dict[str, str]
+    """Versions of what it is made of, by name."""
+    sha256: str
+    """Digest of its own source: another one plays otherwise, which is told."""
+
+
 class RolloutWorkerSpec(FrozenConfig):
     """One process that turns prompts into judged trajectories."""
 
@@ -347,6 +356,8 @@ class RolloutWorkerSpec(FrozenConfig):
     """The experts that samples carry; None where they carry none."""
     held_out: HeldOutSpec | None = None
     """What it answers besides, and trains nobody with; None where nothing is held out."""
+    environment: EnvironmentSpec | None = None
+    """What `rollout.environment` was when the trial was submitted; its `python` is never None then."""
 
 
 WorkerSpec = Annotated[

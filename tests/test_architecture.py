@@ -56,6 +56,7 @@ RANKS: dict[str, list[set[str]]] = {
             "backends",
             "delivery",
             "engine",
+            "environments",
             "lifecycle",
             "model_endpoint",
             "requests",

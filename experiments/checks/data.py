@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, display_path, dotted, split_remedy
+from corral.experiments.errors import ConfigProblem, KeyPath, dotted, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
 from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
@@ -29,17 +29,26 @@ class CheckedDataset:
     """Where the first of them is, and by what it is too long."""
 
 
-def check_dataset(config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits) -> CheckedDataset:
-    """Rows of a dataset, and what is wrong with it, which single rows that are too long are not."""
-    reader = DatasetReader(config=config, kind=kind)
+def check_dataset(
+    config: DatasetConfig, path: KeyPath, *, kind: RowKind, limits: LengthLimits, content: bytes | None = None
+) -> CheckedDataset:
+    """Rows of a dataset, and what is wrong with it, which single rows that are too long are not.
+
+    Args:
+        content: the rows, where no file has them yet.
+    """
+    if config.path is None and content is None:
+        message, hint = f"{dotted(path)}.path is missing", "name the file; only rollout.environment brings its own rows"
+        return CheckedDataset(num_rows=None, problems=[ConfigProblem(message, hint, path=path)])
+    reader = DatasetReader(config=config, kind=kind, content=content)
     problems: list[ConfigProblem] = []
     too_long: list[int] = []
     first, where_read = "", ""
     try:
         for row in reader:
-            where_read = "" if isinstance(row.prompt, str) else f"{display_path(config.path)}:{row.line}: "
+            where_read = "" if isinstance(row.prompt, str) else f"{reader.name}:{row.line}: "
             if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
-                first = first or f"{display_path(config.path)}:{row.line}: {excess}"
+                first = first or f"{reader.name}:{row.line}: {excess}"
                 too_long.append(row.line)
     except ValueError as error:
         message, hint = split_remedy(str(error))
@@ -113,7 +122,13 @@ def check_length(
 
 
 def check_evaluation(
-    evaluation: EvaluationConfig, model: Path, *, kind: RowKind, limits: LengthLimits, on_servers: bool
+    evaluation: EvaluationConfig,
+    model: Path,
+    *,
+    kind: RowKind,
+    limits: LengthLimits,
+    on_servers: bool,
+    content: bytes | None = None,
 ) -> Iterator[ConfigProblem]:
     """Held-out rows that are broken or too long for the model, and answers that nobody can give.
 
@@ -121,11 +136,13 @@ def check_evaluation(
         model: directory of the one that answers.
         limits: of the rows; those of the training data, but for the prompts.
         on_servers: whether generation servers answer, which can sample.
+        content: the held-out rows, where no file has them yet.
     """
     limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
     for name, config in evaluation.datasets.items():
         path: KeyPath = ("evaluation", "more", name) if name else ("evaluation", "dataset", "path")
-        found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits)
+        rows = None if name else content
+        found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits, content=rows)
         yield from (replace(problem, path=path) for problem in found.problems)
         if found.too_long and not found.problems:
             # An accuracy is one of all problems, or cannot be compared with that of somebody else.
@@ -157,7 +174,7 @@ def dataset_warnings(
     datasets = {"dataset": dataset}
     if evaluation is not None:
         datasets["evaluation.dataset"] = evaluation.dataset
-        if evaluation.dataset.path == dataset.path:
+        if evaluation.dataset.path == dataset.path and dataset.path is not None:
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
     unread = {"answer_key"} if kind == "preferences" else {"chosen_key", "rejected_key"}
     for name, one in datasets.items():

@@ -22,8 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 class DatasetConfig(FrozenConfig):
     """A jsonl file; every row is checked before anything is submitted, and those that are too long are left out."""
 
-    path: Path
-    """File with one JSON object a line."""
+    path: Path | None = None
+    """File with one JSON object a line; None only with `rollout.environment`, whose tasks are the rows then."""
     prompt_key: str = Field(default="prompt", min_length=1)
     """Field that holds the prompt: a non-empty string; or, where answers are rewarded, a list of messages, which the
     model's own chat template writes down, or a list of token ids."""
@@ -43,6 +43,13 @@ class DatasetConfig(FrozenConfig):
     longer is refused, and a prompt that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
+
+    @property
+    def file(self) -> Path:
+        """`path`, where it has to be known; a plan's always is."""
+        if self.path is None:
+            raise ValueError("dataset.path is missing; name the file, or set rollout.environment")
+        return self.path
 
 
 class EvaluationSampling(SamplingConfig):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.environment import EnvironmentConfig
 
 EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
@@ -100,9 +101,12 @@ class RolloutConfig(GenerationConfig):
     """How long an agent may wait at a time for something that is neither an answer nor a reward, and how long it may
     keep the event loop to itself; those have deadlines of their own."""
     agent_processes: int = Field(default=2, ge=1)
-    """Processes of each rollout worker that an agent of your own runs in, many episodes in each at a time."""
+    """Processes of each rollout worker that an agent of your own or an environment runs in, many episodes in each at a
+    time."""
     episode: EpisodeConfig = EpisodeConfig()
     """Limits of an episode, where the agent is not the single turn."""
+    environment: EnvironmentConfig | None = None
+    """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
     first_token_timeout_s: float = Field(default=300.0, gt=0.0)
     """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)
@@ -111,7 +115,7 @@ class RolloutConfig(GenerationConfig):
     @property
     def makes_episodes(self) -> bool:
         """Whether an answer may be an episode of several sequences, with rewards of turns: samples say of it then."""
-        return self.agent != SINGLE_TURN
+        return self.agent != SINGLE_TURN or self.environment is not None
 
     @property
     def overtaking(self) -> int:

@@ -8,7 +8,8 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any
+from io import BytesIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -71,6 +72,8 @@ class DatasetReader:
     kind: RowKind
     left_out: Set[int] = frozenset()
     """Lines, from 1, whose rows are passed over."""
+    content: bytes | None = None
+    """What is read in place of the file, which need not be there then."""
     num_rows: int = 0
     problems: list[ConfigProblem] = field(default_factory=list)
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -81,10 +84,18 @@ class DatasetReader:
         """Digest of what was read."""
         return str(self._digest.hexdigest())
 
+    @property
+    def name(self) -> str:
+        """What is read, for people."""
+        return "(tasks of the environment)" if self.config.path is None else display_path(self.config.path)
+
+    def _open(self) -> BinaryIO:
+        return open_regular(self.config.file) if self.content is None else BytesIO(self.content)
+
     def __iter__(self) -> Iterator[DatasetRow]:
-        name = display_path(self.config.path)
+        name = self.name
         try:
-            with open_regular(self.config.path) as stream:
+            with self._open() as stream:
                 for number, line in enumerate(stream, start=1):
                     if number == 1 and (named := _other_format(line)):
                         message = f"dataset {name} is {named}; rows are read from JSON lines, one object a line"
@@ -129,7 +140,7 @@ class DatasetReader:
             )
         except _RowError as error:
             message, hint = error.args
-            self.problems.append(ConfigProblem(f"{display_path(self.config.path)}:{number}: {message}", hint))
+            self.problems.append(ConfigProblem(f"{self.name}:{number}: {message}", hint))
             return None
 
     def _fields(self, line: bytes) -> dict[str, Any]:
@@ -223,16 +234,19 @@ def _missing(fields: dict[str, Any], key: str, what: str, hint: str) -> _RowErro
     return _RowError(f"row has no {what} (no field {key!r})", hint)
 
 
-def dataset_spec(config: DatasetConfig, *, kind: RowKind, too_long: Iterable[int] = ()) -> DatasetSpec:
+def dataset_spec(
+    config: DatasetConfig, *, kind: RowKind, too_long: Iterable[int] = (), content: bytes | None = None
+) -> DatasetSpec:
     """Facts of a dataset as it is now.
 
     Args:
         too_long: lines, from 1, that are left out.
+        content: what its file is going to hold, where it does not yet.
 
     Raises:
         ConfigError: if it cannot be used.
     """
-    reader = DatasetReader(config=config, kind=kind, left_out=frozenset(too_long))
+    reader = DatasetReader(config=config, kind=kind, left_out=frozenset(too_long), content=content)
     reader.read_to_end()
     reader.raise_problems()
     lines = fold_numbers(too_long)

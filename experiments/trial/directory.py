@@ -78,6 +78,9 @@ class TrialDirectory:
 
     config_path = _Below("config.yaml")
     code_path = _Below("code")
+    tasks_path = _Below("tasks.jsonl")
+    """Of an environment, as it listed them at submission: rows of a dataset."""
+    held_out_tasks_path = _Below("held-out-tasks.jsonl")
     plan_path = _Below("plan.json")
     layout_path = _Below("layout.json")
     """Which allocations the trial has, and where each worker runs in them; not there for a local trial."""

@@ -1,6 +1,6 @@
 """rl-doctor's looks: at the machine it runs on, for what a trial needs even with --local, and at a cluster.
 
-look_here         Python, Redis, SGLang, sandboxes, profiles, GPUs, the file root
+look_here         Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs, the file root
 look_at_cluster   three questions to the controller, then the probe on its nodes
 """
 
@@ -16,8 +16,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from corral.experiments.config.cluster import ClusterConfig
+from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
+from corral.experiments.inputs.environment_tasks import environment_python, verifiers_version
 from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
 from corral.launcher.doctor.judge import (
@@ -44,10 +46,11 @@ _LITTLE_SPACE_GB = 10.0
 
 
 def look_here(fileroot: Path) -> Iterator[Finding]:
-    """Python, Redis, SGLang, sandboxes, profiles, GPUs and the file root."""
+    """Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs and the file root."""
     yield ok("python", f"Python {sys.version.split()[0]}, corral {version(DISTRIBUTION)}, {sys.executable}")
     yield _redis()
     yield _sglang()
+    yield _verifiers()
     yield judge_sandbox("sandbox", why_no_sandbox())
     yield from _profiles()
     gpus = visible_gpus()
@@ -85,6 +88,15 @@ def _sglang() -> Finding:
         return ok("sglang", f"SGLang {sglang_version(python)}, {python}")
     except ValueError:
         return ok("sglang", f"none at {python}: allocations with hf only (`make sglang` installs it)")
+
+
+def _verifiers() -> Finding:
+    """Only `rollout.environment` wants it, so that it is missing is no fault."""
+    python = environment_python(EnvironmentConfig(id="any"))
+    try:
+        return ok("environments", f"verifiers {verifiers_version(python)}, {python}")
+    except ValueError:
+        return ok("environments", f"none at {python}: no rollout.environment (`make environments` installs it)")
 
 
 def _profiles() -> Iterator[Finding]:

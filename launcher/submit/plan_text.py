@@ -12,6 +12,7 @@ FROM   KEYS        TO                                  who gives what to whom, w
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import display_path
@@ -42,6 +43,7 @@ def _heading(plan: RunPlan) -> Iterator[str]:
     yield f"trial      {plan.trial.experiment}/{plan.trial.trial}   ({kind}, {plan.mode}, seed {plan.seed})"
     yield f"folder     {display_path(plan.trial.directory)}"
     yield f"data       {_data(plan)}"
+    yield from _environment(plan)
     yield f"steps      {_steps(plan)}"
     yield from _generation(plan)
     if master.source == "trajectories":
@@ -110,7 +112,7 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
     worker = plan.all_of(ModelWorkerSpec)[0]
     if worker.evaluation is None:
         return
-    file, between = display_path(worker.evaluation.dataset.path), "" if every.is_never else f"{every}, "
+    file, between = display_path(worker.evaluation.dataset.file), "" if every.is_never else f"{every}, "
     if plan.all_of(RolloutWorkerSpec):
         more = f" and {len(worker.evaluation.more)} more" if worker.evaluation.more else ""
         yield (
@@ -125,11 +127,19 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
         )
 
 
+def _environment(plan: RunPlan) -> Iterator[str]:
+    """What plays and judges in place of an agent and a reward."""
+    workers = plan.all_of(RolloutWorkerSpec)
+    if workers and (spec := workers[0].environment) is not None and (config := workers[0].rollout.environment):
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(spec.packages.items()))
+        yield f"plays      environment {config.id} ({versions}); {display_path(Path(str(config.python)))}"
+
+
 def _data(plan: RunPlan) -> str:
     of_rollout = [worker.dataset for worker in plan.all_of(RolloutWorkerSpec)]
     for dataset in (*of_rollout, *(rank.dataset for rank in plan.all_of(ModelWorkerSpec))):
         if dataset is not None:
-            return f"{display_path(dataset.config.path)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
+            return f"{display_path(dataset.config.file)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
     return "none"
 
 

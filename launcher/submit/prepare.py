@@ -29,6 +29,7 @@ from corral.launcher.cluster.own_jobs import own_jobs_of_plan
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.local import share_gpus, visible_gpus
+from corral.launcher.submit.environments import changed_environment, listed_rows
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.submit.reallocate import reallocated
@@ -67,6 +68,8 @@ class Submission(Preflight):
     """Profiles beneath the experiment file, the weakest first."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """What config.yaml is to say; empty where it stays as it is."""
+    listed_rows: Mapping[Path, bytes] = field(default_factory=dict)
+    """What datasets of the trial's own are to hold."""
 
 
 def prepare(
@@ -141,6 +144,7 @@ def prepare(
         has_default_name=chosen is None,
         profiles=loaded.source.profiles,
         written=loaded.written,
+        listed_rows=listed_rows(experiment, directory),
     )
 
 
@@ -166,6 +170,7 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
     code = look_again(plan, directory)
     plan = code.in_plan(plan)
+    changed = changed_environment(plan)
     written: Mapping[str, Any] = {}
     if allocation is not None:
         with importing_from(directory.code_path):
@@ -176,7 +181,7 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=(*code.warnings, *found.warnings),
+        warnings=(*code.warnings, *changed, *found.warnings),
         checks=(*code.checks, *found.checks),
         layout=found.layout,
         code=code,

@@ -14,6 +14,7 @@ from corral.experiments.errors import ConfigError, located
 from corral.experiments.plan import RunPlan, make_run_plan
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.submit.environments import kept_rows
 
 _FOLLOWING: Final = ("model_worker", "generation_server")
 """Groups whose count the allocation says; one that was written beside it said the same once."""
@@ -30,14 +31,15 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tu
     Raises:
         ConfigError: if it does not fit the experiment, or the trial's files are not what it was planned from.
     """
-    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}"])
+    kept = kept_rows(directory)
+    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}", *kept])
     if differing := _changed_keys(plan.config, before.experiment.model_dump(mode="json")):
         raise ConfigError.of(
             f"{directory.config_path} is not what the trial was planned from: {', '.join(differing[:3])} differs",
             hint="put the file back; a trial goes on with other ranks, and with no other settings",
         )
     follow = [f"groups.{kind}.count=null" for kind in _FOLLOWING if kind in before.written.get("groups", {})]
-    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *follow])
+    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *follow, *kept])
     with located(loaded.source):
         changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
     if (digests := set(_digests(plan.model_dump(mode="json")))) != set(_digests(changed.model_dump(mode="json"))):

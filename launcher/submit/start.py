@@ -83,6 +83,8 @@ def start(submission: Submission, *, resume: bool = False) -> str:
 def write_plan(submission: Submission) -> None:
     """Puts down what the trial is planned to be, and what the user has written of it."""
     submission.code.write(submission.directory)
+    for path, rows in submission.listed_rows.items():
+        atomic_write(path, rows)
     # The plan first: whoever comes between the two finds that what people read is behind, and nothing else.
     atomic_write(submission.directory.plan_path, submission.plan.to_json())
     if submission.written:

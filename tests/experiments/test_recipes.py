@@ -26,14 +26,20 @@ from corral.experiments.recipes.run_all import (
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
 from tests.configuration_reference import configuration_reference
+from tests.environments import give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import rows, write_inputs
 
 _RECIPES = all_recipes()
+_EACH = [
+    pytest.param(recipe, id=recipe.name, marks=[needs_environments] if "environment" in recipe.name else [])
+    for recipe in _RECIPES
+]
 _REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def _load(recipe: Path, folder: Path, *more: str) -> Experiment:
     write_inputs(folder)
+    give_tokenizer(folder / "model")
     examples = example_paths(recipe)
     for name in examples.values():
         if name.endswith(".jsonl"):
@@ -64,13 +70,13 @@ def test_recipes_are_installed() -> None:
     assert kind_of(all_recipes()[0]) == "sft"  # what the others start from
 
 
-@pytest.mark.parametrize("recipe", _RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("recipe", _EACH)
 def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: Path, tmp_path: Path) -> None:
     plan = _plan(recipe, tmp_path)
     assert place(plan.scheduling, NodeShape(cpus=8, gpus=0, mem_mb=8 * 1024)).num_nodes == 1
 
 
-@pytest.mark.parametrize("recipe", _RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("recipe", _EACH)
 def test_recipe_looks_for_its_files_beside_itself_until_told_otherwise(recipe: Path) -> None:
     with pytest.raises(ValueError, match="demo/(model|sft|tools_sft) does not exist"):
         load_experiment(recipe)

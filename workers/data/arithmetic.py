@@ -20,6 +20,11 @@ from typing import Any
 END_OF_ANSWER = "<eos>"
 PADDING = "<pad>"
 CHARACTERS = "0123456789+="
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}" + END_OF_ANSWER + "{% endif %}{% endfor %}"
+)
+"""A conversation is what was said, one after the other: to its first prompt the model answers as without a template."""
 NUM_HELD_OUT = 512
 NUM_SFT = 3072
 NUM_TOOLS = 1024
@@ -93,7 +98,11 @@ def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layer
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token=PADDING, eos_token=END_OF_ANSWER, unk_token=PADDING
+        tokenizer_object=tokenizer,
+        pad_token=PADDING,
+        eos_token=END_OF_ANSWER,
+        unk_token=PADDING,
+        chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
     torch.manual_seed(seed)
     config = Qwen2Config(

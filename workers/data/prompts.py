@@ -40,7 +40,7 @@ def load_row_ids(spec: DatasetSpec) -> list[str]:
     row: Any = msgspec.defstruct("Row", [("row_id", Any, None)], rename={"row_id": spec.config.id_key})
     decoder, left_out = msgspec.json.Decoder(row), frozenset(unfold_numbers(spec.too_long))
     row_ids: list[str] = []
-    with open_regular(spec.config.path) as stream:
+    with open_regular(spec.config.file) as stream:
         _require_planned(spec, hashlib.file_digest(stream, "sha256").hexdigest())
         stream.seek(0)
         for number, line in enumerate(stream):

@@ -108,7 +108,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         num_unjudged=int(values["unjudged"]),
         seconds=round(progress.seconds, 3),
         num_starts=progress.num_starts,
-        dataset=request.evaluation.dataset.path,
+        dataset=request.evaluation.dataset.file,
         dataset_sha256=request.dataset_sha256,
         sampling=request.evaluation.sampling,
         answers_per_problem=request.evaluation.answers_per_problem,
@@ -121,7 +121,7 @@ def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
     digest = dataset_spec(request.evaluation.dataset, kind="prompts").sha256
     if digest != request.dataset_sha256:
         raise ValueError(
-            f"dataset {request.evaluation.dataset.path} has changed since this evaluation was asked for (sha256 "
+            f"dataset {request.evaluation.dataset.file} has changed since this evaluation was asked for (sha256 "
             f"{digest}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)

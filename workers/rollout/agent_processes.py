@@ -1,4 +1,4 @@
-"""AgentProcesses: the worker's side of the processes that agents run in (`workers/user_code/agent_host.py`).
+"""AgentProcesses: the worker's side of the processes that agents and environments run in (`Program`).
 
     play ──► the process with the fewest runs ──Done──► what came of it
                 └── it ends, or says nothing any more ──► killed with all that it has started, and another one started
@@ -16,21 +16,19 @@ import mmap
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done, Setup, command
+from corral.workers.rollout.programs import Program, Started
+from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done
 
 logger = logging.getLogger(__name__)
 
-_IMPORT_TIMEOUT_S = 120.0
 _SILENT_BEATS = 3.0  # pauses between beats, beyond the agent's own time, after which a process has no loop any more
 _SILENCE_GRACE_S = 5.0
 _END_TIMEOUT_S = 10.0
@@ -78,6 +76,7 @@ class _Process:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     mark: mmap.mmap
+    started: Started
     _: KW_ONLY
     silence_s: float
     runs: dict[int, _Run] = field(default_factory=dict)
@@ -160,25 +159,25 @@ class _Process:
         code = await self.process.wait()
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
+        await asyncio.to_thread(self.started.end)
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class AgentProcesses:
-    """The processes of one agent; each is started when it is needed first, but for the first one.
+    """The processes of one program; each is started when it is needed first, but for the first one.
 
     Example:
-        async with AgentProcesses("my_agents:solve", settings={}, ...) as processes:
+        async with AgentProcesses(AgentProgram("my_agents:solve", ...), timeout_s=300.0, number=2) as processes:
             done = await processes.play(task, endpoint=endpoint.address, key=key, judge=judge)
     """
 
-    def __init__(self, agent: str, *, settings: Mapping[str, Any], model: Path, timeout_s: float, number: int) -> None:
+    def __init__(self, program: Program, *, timeout_s: float, number: int) -> None:
         """
         Args:
-            model: folder with the tokenizer.
             timeout_s: `rollout.agent_timeout_s`.
             number: processes at most.
         """
-        self._agent, self._settings, self._model = agent, dict(settings), model
+        self.program = program
         self._timeout_s, self._number = timeout_s, number
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
@@ -235,21 +234,21 @@ class AgentProcesses:
         return min(self._processes, key=lambda process: len(process.runs))
 
     async def _add(self) -> None:
-        """Start a process, and wait until it has imported the agent."""
-        process = await self._start()
-        name = f"agent process {process.process.pid}"
-        process.start(process.pass_output_on(name))
+        """Start a process, and wait until it has loaded what plays."""
+        process, name = await self._start(), self.program.name
+        process.start(process.pass_output_on(f"{name}, process {process.process.pid},"))
         try:
-            async with asyncio.timeout(_IMPORT_TIMEOUT_S):
+            async with asyncio.timeout(self.program.start_timeout_s):
                 first = json.loads(await process.reader.readline() or "{}")
         except (TimeoutError, ConnectionError, ValueError) as error:
             await process.end()
             raise AgentHostError(
-                f"the process that imports {self._agent} says nothing within {_IMPORT_TIMEOUT_S:.0f} s: {error!r}"
+                f"the process that loads {name} says nothing within {self.program.start_timeout_s:.0f} s: {error!r}"
             ) from error
         if "ready" not in first:
             ending = await process.end()
-            raise AgentHostError(first.get("failed") or f"the process that imports {self._agent} has ended, {ending}")
+            raise AgentHostError(first.get("failed") or f"the process that loads {name} has ended, {ending}")
+        self.program.greet(first["ready"])
         self._processes.append(process)
         self._watches.add(watch := asyncio.create_task(self._watch(process)))
         watch.add_done_callback(self._watches.discard)
@@ -258,12 +257,12 @@ class AgentProcesses:
         ours, theirs = socket.socketpair()
         mark = os.memfd_create("corral-agent")
         os.truncate(mark, MARK_BYTES)
-        setup = Setup(
-            self._agent, self._settings, str(self._model), self._timeout_s, os.getpid(), theirs.fileno(), mark
-        )
+        started = self.program.prepare(theirs.fileno(), mark)
         with theirs, os.fdopen(mark, "rb+", closefd=True):
             process = await asyncio.create_subprocess_exec(
-                *command(setup, sys.path),
+                *started.command,
+                env=started.environment,
+                cwd=started.folder,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -272,8 +271,8 @@ class AgentProcesses:
             )
             memory = mmap.mmap(mark, MARK_BYTES)
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_LINE)
-        silence_s = self._timeout_s + _SILENT_BEATS * setup.beat_s + _SILENCE_GRACE_S
-        return _Process(process, reader, writer, memory, silence_s=silence_s)
+        silence_s = self._timeout_s + _SILENT_BEATS * self.program.beat_s + _SILENCE_GRACE_S
+        return _Process(process, reader, writer, memory, started, silence_s=silence_s)
 
     async def _watch(self, process: _Process) -> None:
         """Until it ends; then everybody who waits for it hears why."""
@@ -291,7 +290,8 @@ class AgentProcesses:
         self._processes.remove(process)
         how = await process.end()
         cause = why or f"its process ended by itself, {how}"
-        logger.warning("agent process %d with %d episodes: %s", process.process.pid, len(process.runs), cause)
+        name, pid = self.program.name, process.process.pid
+        logger.warning("%s, process %d with %d episodes: %s", name, pid, len(process.runs), cause)
         lost = EpisodeLostError(cause, by_another=culprit in process.runs)
         for number, run in process.runs.items():
             if not run.outcome.done():

@@ -19,6 +19,7 @@ from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.chat import find_renderer
 from corral.experiments.inputs.dataset_file import DatasetRow
 from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
@@ -26,6 +27,7 @@ from corral.workers.rollout.agent_processes import AgentFailedError, AgentProces
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.programs import AgentProgram, EnvironmentProgram, Program
 from corral.workers.user_code.agent_host import Done
 
 logger = logging.getLogger(__name__)
@@ -48,22 +50,29 @@ class Played:
 
 
 async def open_player(
-    stack: AsyncExitStack, config: RolloutConfig, judge: RewardJudge, prompts: PromptEncoder
+    stack: AsyncExitStack,
+    config: RolloutConfig,
+    judge: RewardJudge,
+    prompts: PromptEncoder,
+    *,
+    planned: EnvironmentSpec | None = None,
 ) -> "EpisodePlayer | None":
-    """What plays the episodes of a trial's agent, until the stack is closed; None for the single turn.
+    """What plays the episodes of a trial's agent or environment, until the stack is closed; None for the single turn.
+
+    Args:
+        planned: what the environment was at submission.
 
     Raises:
-        UserCodeError: if the agent cannot be imported.
+        UserCodeError: if the agent or environment cannot be loaded.
     """
     if not config.makes_episodes:
         return None
-    processes = AgentProcesses(
-        config.agent,
-        settings=config.agent_settings,
-        model=prompts.directory,
-        timeout_s=config.agent_timeout_s,
-        number=config.agent_processes,
+    program: Program = AgentProgram(
+        config.agent, settings=config.agent_settings, model=prompts.directory, timeout_s=config.agent_timeout_s
     )
+    if config.environment is not None:
+        program = EnvironmentProgram(config.environment, config, model=prompts.directory, planned=planned)
+    processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer),
         prompts.tokenizer,
@@ -159,11 +168,13 @@ class EpisodePlayer:
             for turn in done.untrained:
                 log.leave_out(turn=turn)
         except KeyError as error:
-            raise AgentFailedError(f"agent {self.config.agent} speaks of a turn {error} that was not made") from error
+            raise AgentFailedError(
+                f"{self.processes.program.name} speaks of a turn {error} that was not made"
+            ) from error
         if not JudgedEpisode(log.branches, 0.0).sequences():
             ended = f", and came to its limit: {session.ended}" if session.ended else ""
             raise AgentFailedError(
-                f"agent {self.config.agent} ended without an answer from which something can be learned{ended}"
+                f"{self.processes.program.name} ended without an answer from which something can be learned{ended}"
             )
         turns = [self.judge.text_of(answer.output_ids) for answer in log.answers]
         return Played(session, done, Episode(turns, done.metrics, done.ended or session.ended, done.reward))

@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
             judge,
             client,
             self._prompts,
-            await open_player(stack, spec.rollout, judge, self._prompts),
+            await open_player(stack, spec.rollout, judge, self._prompts, planned=spec.environment),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,

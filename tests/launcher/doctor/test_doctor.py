@@ -237,6 +237,12 @@ def test_sglang_is_told_with_its_version_and_does_not_have_to_be_there(
     assert finding.level == "ok" and "none" in finding.said and "make sglang" in finding.said
 
 
+def test_verifiers_does_not_have_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    finding = by_check(look_here(tmp_path))["environments"]
+    assert finding.level == "ok" and "none" in finding.said and "make environments" in finding.said
+
+
 def test_whether_sandboxes_can_be_made_is_told_and_they_do_not_have_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,18 @@ def test_a_refusal_names_the_role_the_largest_part_and_the_nearest_layout() -> N
     check_on_shape(plan_of(DENSE, f"allocation={proposed[1]}"), SHAPE)
 
 
+def test_a_rank_of_few_answers_holds_less_than_a_micro_batch_unless_an_agent_makes_them_of_any_length() -> None:
+    few = ("train_batch_size=3", "ppo.group_size=2", "actor.max_tokens_per_micro_batch=65536")
+    limits = ("rollout.sampling.max_new_tokens=1024", "dataset.max_prompt_tokens=1024")
+
+    def held(*overrides: str) -> int:
+        [peak] = [use.peak for use in gpu_uses(plan_of(DENSE, *few, *limits, *overrides)) if use.kind == "model_worker"]
+        assert peak is not None
+        return peak.total
+
+    assert held() < held("rollout.agent=json:loads") == held("train_batch_size=60", "rollout.agent=json:loads")
+
+
 ON_MEGATRON = ("allocation=sglang:d4t2+megatron:d24e8", "actor.recompute=none")
 
 

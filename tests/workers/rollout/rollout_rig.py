@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,7 +130,12 @@ class RolloutRig:
         max_prompt_tokens: int = 16,
         train_batch_size: int = 256,
         server: FakeGenerationServer | None = None,
+        fields: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """
+        Args:
+            fields: what the rows say besides; nothing where there are none.
+        """
         self.server = server or FakeGenerationServer()
         self.received: list[TrajectoryHeader] = []
         """Everything that was delivered,"""
@@ -139,7 +145,7 @@ class RolloutRig:
         self.trial.create()
         self.phase: Callable[[], str] = lambda: ""
         """What the worker of `run_until` says that it does."""
-        self._prompts = prompts
+        self._prompts, self._fields = prompts, fields
         self._folder = folder
         self._rollout = RolloutConfig.model_validate(
             {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.rollout_rig:judge", **rollout}
@@ -261,7 +267,9 @@ class RolloutRig:
         return StreamSecurity(secrets, kind, trial_uuid=self.plan.trial.uuid)
 
     def _make_plan(self) -> RunPlan:
-        dataset = prompt_dataset(self._folder, self._prompts, max_prompt_tokens=self._max_prompt_tokens)
+        dataset = prompt_dataset(
+            self._folder, self._prompts, max_prompt_tokens=self._max_prompt_tokens, fields=self._fields
+        )
         manager = GserverManagerSpec(
             num_generation_servers=1,
             dataset=dataset,
@@ -280,10 +288,13 @@ class RolloutRig:
         return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
 
 
-def prompt_dataset(folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16) -> DatasetSpec:
+def prompt_dataset(
+    folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16, fields: Sequence[Mapping[str, Any]] = ()
+) -> DatasetSpec:
     """Prompts whose ids are their numbers, in this order."""
     path = folder / "rows.jsonl"
     rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
+    rows = [{**row, **more} for row, more in zip_longest(rows, fields, fillvalue={})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
     reader = DatasetReader(config=config, kind="prompts")

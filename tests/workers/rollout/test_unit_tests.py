@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.worker_specs import RewardSpec
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.judging import RewardJudge
-from corral.workers.rollout.partial_rollout import PartialAnswer
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
-from corral.workers.sandbox.base import SandboxError
+from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -119,3 +119,12 @@ def test_without_sandboxes_a_worker_says_so_before_it_judges_and_a_reward_fails_
         judge(ADDS)
     with pytest.raises(SandboxError, match="no bwrap in the PATH"):
         unit_tests({"tests": SUMS}, ADDS)
+
+
+def test_the_reward_in_the_documents_works_as_it_stands_there() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    assert asks_for_sandbox(names["prints_the_answer"])
+    assert names["prints_the_answer"]({"answer": "42"}, "print(6 * 7)") == 1.0
+    assert names["prints_the_answer"]({"answer": "42"}, "print(6 * 8)") == 0.0

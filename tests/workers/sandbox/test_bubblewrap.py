@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import secrets
 import signal
 import subprocess
@@ -182,7 +181,7 @@ def test_there_is_no_filter_for_a_machine_whose_numbers_are_not_known() -> None:
         compiled_filter("riscv64")
 
 
-def test_the_limits_of_this_process_stay() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert run("true").is_success
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+def test_where_memory_runs_out_the_kernel_ends_what_is_in_sandboxes_first() -> None:
+    mine = Path("/proc/self/oom_score_adj").read_text()
+    assert run("cat", "/proc/self/oom_score_adj").stdout == b"1000\n"
+    assert Path("/proc/self/oom_score_adj").read_text() == mine

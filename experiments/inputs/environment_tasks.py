@@ -1,0 +1,132 @@
+"""The tasks of an environment, listed at submission by its host program in the Python that it is installed in.
+
+    EnvironmentConfig ──► host.py list ──► what it is, a row a task ──► FoundEnvironment ──► tasks.jsonl of the trial
+
+From then on tasks are rows as those of any dataset: their order, and which of them a commit covers, follow from their
+ids. The Python cannot be corral's own: what environments need pins other versions of what corral needs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.config.environment import EnvironmentConfig
+
+_TIMEOUT_S = 60.0  # an interpreter on a cold network file system
+_ASK = "import importlib.metadata; print(importlib.metadata.version('verifiers'))"
+_REMEDY = "`make environments` installs it, or set rollout.environment.python to a Python that has it"
+_HOST = Path(__file__).parents[2] / "workers" / "environments" / "host.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundEnvironment:
+    """What an environment has said of itself."""
+
+    rows: bytes
+    """JSON lines: id, prompt to be shown, task; none where it was not asked for them."""
+    packages: Mapping[str, str]
+    """Versions of what it is made of, by name."""
+    sha256: str
+    """Digest of its own source."""
+
+
+def environment_python(config: EnvironmentConfig) -> Path:
+    """The interpreter that environments run in."""
+    return config.python or Path(sys.prefix).parent / ".venv-environments" / "bin" / "python"
+
+
+def verifiers_version(python: Path) -> str:
+    """The version of verifiers that an interpreter has.
+
+    Raises:
+        ValueError: if there is none, with the way to get one after a semicolon.
+    """
+    try:
+        done = subprocess.run(
+            [str(python), "-c", _ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"there is no verifiers: {python} cannot be run ({error}); {_REMEDY}") from error
+    if done.returncode:
+        raise ValueError(f"there is no verifiers: {python} does not have it installed; {_REMEDY}")
+    return done.stdout.strip()
+
+
+def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: str) -> list[str]:
+    """Starts the host of an environment, as `corral/workers/environments/host.py` says."""
+    return [str(python), str(_HOST), mode, json.dumps(settings), where]
+
+
+def host_settings(config: EnvironmentConfig, *, model: Path | None, held_out: bool = False) -> dict[str, Any]:
+    """What a host has to know of the configuration.
+
+    Args:
+        model: folder with the tokenizer; None does without.
+        held_out: whether it is about the tasks of `evaluation`.
+    """
+    return {
+        "id": config.id,
+        "args": merged(config.args, config.held_out_args or {}) if held_out else config.args,
+        "num_tasks": None if held_out else config.num_tasks,
+        "renderer": config.renderer,
+        "model_directory": "" if model is None else str(model),
+    }
+
+
+def find_environment(
+    config: EnvironmentConfig, *, lists: bool, model: Path | None = None, held_out: bool = False
+) -> FoundEnvironment:
+    """What it is, and its tasks, as it makes them now.
+
+    Args:
+        lists: whether tasks are asked for.
+        model: folder of a tokenizer, which is then seen to be able to write messages down.
+        held_out: whether those of `evaluation` are.
+
+    Raises:
+        ValueError: if it cannot be loaded, with the way out after a semicolon.
+    """
+    python = environment_python(config)
+    verifiers_version(python)
+    with tempfile.TemporaryDirectory(prefix="corral-environment-") as folder:
+        output, settings = Path(folder) / "tasks.jsonl", host_settings(config, model=model, held_out=held_out)
+        command = host_command(python, "list" if lists else "describe", settings, str(output))
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=config.load_timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(
+                f"environment {config.id} has not listed its tasks within {config.load_timeout_s:g} s; "
+                "raise rollout.environment.load_timeout_s, or ask for fewer tasks"
+            ) from error
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise ValueError(
+                f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
+                f"install it there: {python} -m pip install ..."
+            )
+        first, _, rows = output.read_bytes().partition(b"\n")
+    described = json.loads(first)["described"]
+    return FoundEnvironment(rows=rows, packages=described["packages"], sha256=described["sha256"])
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them, mapping by mapping."""
+    both = dict(below)
+    for key, value in above.items():
+        old = both.get(key)
+        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both

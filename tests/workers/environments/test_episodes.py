@@ -1,0 +1,97 @@
+"""Episodes of an environment in its own Python, among real parts: what is trained is what the environment saw, and what
+it does wrong costs its prompt, and nobody else."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corral.experiments.worker_specs import EnvironmentSpec
+from tests.environments import PACKAGES, add_template, environment, needs_environments
+from tests.workers.data.tiny_tokenizer import EOS, ids_of
+from tests.workers.rollout.rollout_rig import RolloutRig
+
+pytestmark = needs_environments
+PROMPT, MADE = ids_of("1+1="), [*ids_of("7"), EOS]
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
+
+
+def rig_of(tmp_path: Path, tasks: Sequence[Mapping[str, Any]], *, group_size: int = 2, **rollout: Any) -> RolloutRig:
+    """A worker whose prompts are these tasks."""
+    fields = [{"task": {"id": f"task-{number}", "prompt": "1+1=", **task}} for number, task in enumerate(tasks)]
+    settings = {"environment": environment("adding"), "agent_processes": 1, "reward_retries": 0, **rollout}
+    rig = RolloutRig(tmp_path, ["1+1="] * len(tasks), rollout=settings, group_size=group_size, fields=fields)
+    add_template(tmp_path / "model")
+    return rig
+
+
+def test_what_is_trained_is_what_the_environment_saw_which_is_little_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder := tmp_path / "seen").mkdir()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SERPER_API_KEY", "wanted")
+    settings = environment("adding", variables=["PYTHONPATH", "SERPER_API_KEY"])
+    rig = rig_of(tmp_path, [{"folder": str(folder)}], environment=settings)
+    spec = EnvironmentSpec(packages={"verifiers": "0.3.0"}, sha256="0")
+    workers = [each.model_copy(update={"environment": spec}) for each in rig.plan.workers]
+    rig.plan = rig.plan.model_copy(update={"workers": workers})
+    with rig:
+        rig.run_until(lambda: len(rig.received) == 1, "the prompt")
+    [tensors], sequence = rig.tensors, [*PROMPT, *MADE, *ids_of("+"), *MADE]
+    np.testing.assert_array_equal(tensors["input_ids"], sequence * 2)
+    np.testing.assert_array_equal(tensors["rewards"], [1.0, 1.0])
+    traces = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    assert len(traces) == 2
+    for number, trace in enumerate(traces):
+        [[ids, mask, logprobs]] = trace["branches"]
+        of_episode = slice(number * len(ids), (number + 1) * len(ids))
+        np.testing.assert_array_equal(tensors["input_ids"][of_episode], ids)
+        np.testing.assert_array_equal(~tensors["prompt_mask"][of_episode], mask)
+        before = slice(number * (len(ids) - 1), (number + 1) * (len(ids) - 1))
+        np.testing.assert_allclose(tensors["old_logprobs"][before], logprobs[1:])
+    scalars = rig.received[0].scalars
+    assert (scalars["episode/turns"], scalars["notes/replies"], scalars["notes/reward/right"]) == (2.0, 2.0, 1.0)
+
+    variables, home = traces[0]["variables"], Path(traces[0]["variables"]["HOME"])
+    assert variables["SERPER_API_KEY"] == "wanted"
+    assert not {"OPENAI_API_KEY", "SLURM_JOB_ID"} & variables.keys()
+    assert home.is_relative_to(traces[0]["cwd"]) and Path(variables["TMPDIR"]).is_relative_to(traces[0]["cwd"])
+    assert not home.exists(), "the folder goes with the process"
+    with pytest.raises(ProcessLookupError):
+        os.kill(traces[0]["pid"], 0)
+    assert "environment adding is not what it was at submission: {'verifiers': '0.3.0'} then" in caplog.text
+
+
+def test_what_an_environment_does_wrong_costs_its_prompt_alone(tmp_path: Path) -> None:
+    """Whatever ends the host takes other episodes with it, which are played again."""
+    tasks = [{"does": does} for does in ("", "raises", "exits", "hangs", "dies", "helps", "")]
+    with rig_of(tmp_path, tasks, group_size=1, agent_timeout_s=5.0) as rig:
+        rig.run_until(lambda: len(rig.received) == len(tasks), "all prompts")
+    outcomes = rig.outcomes()
+    assert {outcomes[number] for number in "056"} == {"finished"}
+    assert outcomes["1"].startswith("agent_error: TaskError: ") and "no such field" in outcomes["1"]
+    assert outcomes["2"].startswith("agent_error: SystemExit: 3") and "adding.py" in outcomes["2"]
+    assert outcomes["3"].startswith("agent_error: TimeoutError: it neither ended nor asked the model for 5 s")
+    assert outcomes["4"] == "agent_error: its process ended by itself, exit code 3"
+    helped = next(place for place, header in enumerate(rig.received) if header.uid.startswith("0:5#"))
+    # What the agent that learns nothing had the policy say is not among it.
+    np.testing.assert_array_equal(rig.tensors[helped]["input_ids"], [*PROMPT, *MADE, *ids_of("+"), *MADE])
+    assert rig.received[helped].scalars["episode/turns"] == 3.0
+
+
+def test_an_episode_that_comes_to_a_limit_is_judged_as_it_stands(tmp_path: Path) -> None:
+    with rig_of(tmp_path, [{}], group_size=1, episode={"max_turns": 1}) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "the prompt")
+    np.testing.assert_array_equal(rig.tensors[0]["input_ids"], [*PROMPT, *MADE])
+    np.testing.assert_array_equal(rig.tensors[0]["rewards"], [0.0])  # its last reply was none
+    assert rig.received[0].scalars["episode/ended/turns"] == 1.0
