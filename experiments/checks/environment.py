@@ -35,7 +35,7 @@ def check_environment(
             "give the path of a Python that is there in that image and here, where tasks are listed",
             path=("rollout", "environment"),
         )
-    yield from _check_rows(dataset, ("dataset", "path"))
+    yield from check_tasks(dataset, ("dataset", "path"))
     if evaluation is None:
         if environment.held_out_args is not None:
             yield ConfigProblem(
@@ -44,7 +44,7 @@ def check_environment(
                 path=("rollout", "environment", "held_out_args"),
             )
         return
-    yield from _check_rows(evaluation.dataset, ("evaluation", "dataset", "path"))
+    yield from check_tasks(evaluation.dataset, ("evaluation", "dataset", "path"))
     has_args, has_file = environment.held_out_args is not None, evaluation.dataset.path is not None
     if has_args and has_file:
         yield ConfigProblem(
@@ -61,7 +61,7 @@ def check_environment(
         )
 
 
-def _check_rows(dataset: DatasetConfig, path: KeyPath) -> Iterator[ConfigProblem]:
+def check_tasks(dataset: DatasetConfig, path: KeyPath) -> Iterator[ConfigProblem]:
     """A file of rows that no environment has listed."""
     reader = DatasetReader(config=dataset, kind="prompts")
     if dataset.path is None:

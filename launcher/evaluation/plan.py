@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.experiments.checks.environment import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
 from corral.experiments.errors import ConfigError
@@ -114,9 +115,12 @@ def make_requests(
         ConfigError: if the problems are no good.
     """
     spec = _model_worker(plan)
-    kind: RowKind = "answers" if spec.reward.function == EXACT_MATCH else "prompts"
-    digest = dataset_spec(evaluation.dataset, kind=kind).sha256
     server, rollout = _how_to_answer(plan, evaluation)
+    compares = spec.reward.function == EXACT_MATCH and not rollout.makes_episodes
+    kind: RowKind = "answers" if compares else "prompts"
+    digest = dataset_spec(evaluation.dataset, kind=kind).sha256
+    if rollout.environment is not None and (problems := list(check_tasks(evaluation.dataset, ()))):
+        raise ConfigError(problems)
     held = {
         weights.step: folder / "weights" / f"step-{weights.step:08d}" if weights.may_vanish else weights.directory
         for weights in chosen

@@ -15,7 +15,9 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.environment_tasks import find_environment, merged
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
-from corral.experiments.worker_specs import RolloutWorkerSpec
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.worker_specs import EnvironmentSpec, RolloutWorkerSpec
+from corral.launcher.submit.environments import changed_environment, kept_rows
 from tests.environments import PACKAGES, give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import write_inputs
 
@@ -58,11 +60,16 @@ def test_tasks_are_listed_as_rows_of_the_trials_own(tmp_path: Path) -> None:
     assert worker.environment and worker.environment.packages["verifiers"].startswith("0.4.")
     assert worker.rollout.environment and worker.rollout.environment.python
     assert RunPlan.from_json(plan.to_json()) == plan
+    earlier = worker.model_copy(update={"environment": EnvironmentSpec(packages={"adding": "0.1"}, sha256="0")})
+    [warning] = changed_environment(plan.model_copy(update={"workers": [earlier]}))
+    assert warning.startswith("environment adding is not what the trial began with: adding 0.1 then, verifiers 0.4.")
 
     # A trial that goes on with other ranks, and one that takes some of its tasks, read them from the file.
-    kept = tmp_path / "kept.jsonl"
+    (trial := TrialDirectory(tmp_path / "trial")).path.mkdir()
+    kept = trial.tasks_path
     kept.write_bytes(b"".join(experiment.listed_rows["dataset"].splitlines(keepends=True)[:2]))
-    again = load(tmp_path, f"dataset.path={kept}", "evaluation=null", "rollout.environment.held_out_args=null")
+    assert list(kept_rows(trial)) == [f"dataset.path={kept}"]
+    again = load(tmp_path, *kept_rows(trial), "evaluation=null", "rollout.environment.held_out_args=null")
     assert "dataset" not in again.listed_rows and again.checked_dataset.num_rows == 2
     assert plan_of(again, tmp_path / "trial").all_of(RolloutWorkerSpec)[0].dataset.config.path == kept
 
