@@ -92,7 +92,7 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
-        rewards = [episode.reward for episode in episodes]
+        rewards = [episode.total for episode in episodes]
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
             raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
         says_episodes = self.player is not None
