@@ -5,8 +5,8 @@
 Rows of so many runs each: a program that does nothing (true) and Python that prints a number, once as bare
 processes of this machine, then in one sandbox that stays, and in a new sandbox each, with as many at a time as there
 are CPUs. Prints runs per second, and the median and the 99th percentile of one run in milliseconds, with its waiting
-for a CPU, which counts what else the machine does; and the CPU time of a run, all processes and this one together. For
-new sandboxes making and closing them is in it.
+for a CPU, which counts what else the machine does; and the CPU time of a run, in a sandbox without the program's own.
+For new sandboxes making and closing them is in it.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from corral.agents import (
 )
 from corral.experiments.inputs.chat import ChatRenderer
 from corral.experiments.inputs.tokens import load_tokenizer
-from corral.workers.agents.contract import Words
+from corral.workers.agents.contract import AsksOnError, Words
 from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Reply
 from corral.workers.agents.tools import calculator, run_tool, schema_of
@@ -186,6 +187,17 @@ def test_the_calculator_computes(expression: str, value: str) -> None:
 def test_the_calculator_runs_no_program() -> None:
     with pytest.raises(ValueError, match="cannot compute"):
         calculator("__import__('os')")
+
+
+def test_an_agent_that_asks_on_for_ever_fails(tmp_path: Path) -> None:
+    async def play() -> None:
+        session = session_of(Script(), tmp_path)
+        while True:
+            with suppress(Exception):
+                await session.generate()
+
+    with pytest.raises(AsksOnError, match="the script is over"):
+        asyncio.run(play())
 
 
 def test_a_branch_goes_on_behind_a_turn_and_leaves_the_rest_as_it_is(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class EpisodeConfig(FrozenConfig):
     """Answers of the model."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Of a sequence: everything that was given and made in it. None: what a micro-batch of each model, the actor's positions and the servers' cache can take."""  # noqa: E501
+    can_replay: bool = False
+    """Whether the agent or environment does the same whenever the model says the same: then its finished turns are kept in the trial's folder, and one that is begun again, since its worker or its process was lost, goes on behind them. Not with mixtures."""  # noqa: E501
     timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds from its start to the end of its last answer, waiting for servers included; None: no limit."""
 

@@ -114,7 +114,7 @@ class ChatRenderer:
             template,
             tokenizer,
             tuple(stops),
-            tool_calls=tool_call_form(template, ends=[tokenizer.id_to_token(id) for id in stops]),
+            tool_calls=tool_call_form(template, ends=[tokenizer.id_to_token(stop) for stop in stops]),
             reasoning=reasoning,
             begins_reasoning=reasoning is not None and template.render([ASKED]).rstrip().endswith(reasoning[0]),
         )
@@ -223,7 +223,7 @@ class ChatRenderer:
 
     def _first_end(self, text: str, start: int) -> int | None:
         """Where the first of the tokens that end answers begins."""
-        ends = (text.find(self.tokenizer.id_to_token(id), start) for id in self.stop_token_ids)
+        ends = (text.find(self.tokenizer.id_to_token(stop), start) for stop in self.stop_token_ids)
         return min((end for end in ends if end >= 0), default=None)
 
     def _encode(self, text: str) -> list[int]:

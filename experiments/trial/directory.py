@@ -91,6 +91,8 @@ class TrialDirectory:
     metrics_path = _Below("metrics.jsonl")
     trajectories_path = _Below("trajectories.jsonl")
     """Which policy versions made what each train step consumed."""
+    turns_path = _Below("turns")
+    """Finished turns of episodes that are under way, where agents can be played again."""
     secrets_path = _Below("secrets")
     logs_path = _Below("logs")
     exits_path = _Below("exits")

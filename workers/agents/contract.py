@@ -106,6 +106,10 @@ class EpisodeEndedError(RuntimeError):
         """length, turns, time or closed."""
 
 
+class AsksOnError(BaseException):
+    """An agent asks on and on in an episode that has ended. It is no Exception: what catches these catches it not."""
+
+
 class JudgeError(RuntimeError):
     """`rollout.reward` failed on all of its tries: the episode cannot be judged."""
 

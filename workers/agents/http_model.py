@@ -39,8 +39,12 @@ class HttpModel:
         stop_token_ids: Sequence[int],
         temperature: float | None,
     ) -> Reply:
-        asked = {"max_tokens": max_new_tokens, "stop": list(stop) or None, "own_temperature": temperature}
-        asked["stop_token_ids"] = list(stop_token_ids) or None
+        asked = {
+            "max_tokens": max_new_tokens,
+            "stop": list(stop) or None,
+            "stop_token_ids": list(stop_token_ids) or None,
+            "own_temperature": temperature,
+        }
         sampling = {name: value for name, value in asked.items() if value is not None}
         body = {"token_ids": list(ids), "sampling_params": sampling}
         async with self._http.post("/inference/v1/generate", json=body, headers=self._headers) as response:

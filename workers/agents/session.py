@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from corral.workers.agents.contract import EpisodeEndedError, Message, ToolCall, Turn, Words
+from corral.workers.agents.contract import AsksOnError, EpisodeEndedError, Message, ToolCall, Turn, Words
+
+_MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Record:
     """Turns from which nothing is to be learned."""
     ended: str = ""
     """The limit that the last request came to."""
+    num_refused: int = 0
+    """Requests that came to it, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +220,13 @@ class Session:
             )
         except EpisodeEndedError as error:
             self._record.ended = error.reason
+            self._record.num_refused += 1
+            if self._record.num_refused > _MAX_REFUSED:
+                raise AsksOnError(
+                    f"the agent asked {_MAX_REFUSED} times in an episode that had ended: {error}"
+                ) from error
             raise
-        self._record.ended = ""
+        self._record.ended, self._record.num_refused = "", 0
         stopped, asked = reply.finish_reason == "stop", tools or self._tools
         said = self._language.read(reply.ids, stopped=stopped, tools=asked, num_before=len(self._history))
         turn = Turn(

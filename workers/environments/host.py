@@ -483,9 +483,10 @@ def main(mode: str, settings_text: str, where: str) -> int:
     """Describes, lists, or plays; 1 with the reason as the last line of stderr if the environment cannot be used."""
     settings = Settings(**json.loads(settings_text))
     if mode == "play":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != settings.parent:  # it went away before the wish was registered
-            return 1
+        if settings.parent:  # else another process sees to it that it ends
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            if os.getppid() != settings.parent:  # it went away before the wish was registered
+                return 1
         asyncio.run(serve(settings, *map(int, where.split(","))))
         return 0
     try:

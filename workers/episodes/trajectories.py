@@ -41,8 +41,20 @@ class JudgedEpisode:
     @property
     def answers(self) -> list[PartialAnswer]:
         """What was made in it, turn by turn of each branch."""
-        segments = (segment for branch in self.branches for segment in branch.segments)
-        return [segment.answer for segment in segments if segment.answer is not None]
+        return [segment.answer for segment in self._segments() if segment.answer is not None]
+
+    @property
+    def total(self) -> float:
+        """Everything that it was given: its reward, and those of its turns."""
+        return self.reward + sum(segment.reward for segment in self._segments())
+
+    @property
+    def outcome(self) -> float:
+        """Its reward, and those of turns that nothing is learned from: they stand on no token of the trainer's."""
+        return self.reward + sum(segment.reward for segment in self._segments() if not segment.is_trained)
+
+    def _segments(self) -> Iterator[Segment]:
+        return (segment for branch in self.branches for segment in branch.segments)
 
     def sequences(self) -> list[Branch]:
         """The branches that something is learned from."""
@@ -82,7 +94,7 @@ def make_sample(
         ],
         "old_logprobs": [_before(each, _logprobs, np.float32) for each in branches],
         "versions": [_before(each, _versions, np.int32) for each in branches],
-        "rewards": [np.asarray([episodes[number].reward], np.float32) for number, _ in numbered],
+        "rewards": [np.asarray([episodes[number].outcome], np.float32) for number, _ in numbered],
         "seq_no_eos_mask": [np.asarray([each.is_cut], np.bool_) for each in branches],
     }
     if says_episodes:

@@ -23,6 +23,7 @@ from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
 from corral.workers.rollout.held_out import checked_prompts
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.sandbox.curtain import Curtain
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class HeldOutProblems:
         encoder = PromptEncoder(model)
         self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
-        self._judge = RewardJudge(reward, encoder.tokenizer, stop_token_ids=self._stop_token_ids)
+        self._judge = RewardJudge(reward, encoder.tokenizer, stop_token_ids=self._stop_token_ids, curtain=Curtain())
         self._max_new_tokens = config.sampling.max_new_tokens
 
     def __len__(self) -> int:

@@ -24,6 +24,7 @@ from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
+from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.https import open_session
 
 _LOOPBACK = "127.0.0.1"
@@ -55,7 +56,9 @@ async def served_problems(
         access = ServerAccess(
             address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
         )
-        judge = RewardJudge(RewardSpec.of(rollout), prompts.tokenizer, stop_token_ids=ends)
+        judge = RewardJudge(
+            RewardSpec.of(rollout), prompts.tokenizer, stop_token_ids=ends, curtain=draw_curtain([folder])
+        )
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(

@@ -32,6 +32,7 @@ from corral.workers.episodes.trajectories import judged_answers, make_sample
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.sandbox.curtain import Curtain
 
 _MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
 NOT_FINITE = "not_finite"
@@ -73,7 +74,7 @@ class Generator:
         ValueError: if the dataset has changed since it was submitted.
     """
 
-    def __init__(self, spec: ModelWorkerSpec, generation: GenerationSpec, *, seed: int) -> None:
+    def __init__(self, spec: ModelWorkerSpec, generation: GenerationSpec, *, seed: int, curtain: Curtain) -> None:
         assert spec.dataset is not None, "the plan has a call that generates, and no dataset to take prompts from"
         self._generation = generation
         self._seed = seed
@@ -81,7 +82,9 @@ class Generator:
         self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
-        self._judge = RewardJudge(spec.reward, self._prompts.tokenizer, stop_token_ids=self._stop_token_ids)
+        self._judge = RewardJudge(
+            spec.reward, self._prompts.tokenizer, stop_token_ids=self._stop_token_ids, curtain=curtain
+        )
         self._has_judged = False
         self._num_failed = 0
 

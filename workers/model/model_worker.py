@@ -208,7 +208,7 @@ class ModelWorker(Worker):
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls)
         contexts = mesh_contexts(parallel, meshes | reallocation_meshes(graph, meshes))
-        self._models = Models(spec, self._store, contexts, seed=context.plan.seed)
+        self._models = Models(spec, self._store, contexts, seed=context.plan.seed, secrets=[context.trial.secrets_path])
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     # Requests that are answered at once, in the stream's thread

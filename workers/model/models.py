@@ -14,7 +14,7 @@ All of them contain collectives of a mesh and are the main thread's; the ranks o
 import gc
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +54,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WrittenReply,
 )
+from corral.workers.sandbox.curtain import draw_curtain
 
 if TYPE_CHECKING:
     from corral.workers.backends.megatron.engine import MegatronEngine
@@ -253,9 +254,11 @@ class Models:
         contexts: Mapping[str, ParallelContext | None],
         *,
         seed: int,
+        secrets: Sequence[Path] = (),
     ) -> None:
         """
         Args:
+            secrets: folders that a reward is kept from.
             contexts: this rank's place in the mesh of each model, and of each reallocation, by name.
         """
         self._contexts = contexts
@@ -265,7 +268,9 @@ class Models:
             role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed) for role in spec.roles
         }
         with _blamed_on_the_plan():
-            self._generator = Generator(spec, spec.generation, seed=seed) if spec.generation is not None else None
+            self._generator = (
+                Generator(spec, spec.generation, seed=seed, curtain=draw_curtain(secrets)) if spec.generation else None
+            )
         self._evaluators = {
             call.name: _make_evaluator(spec, self._models[call.model_name])
             for call in spec.calls

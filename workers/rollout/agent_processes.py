@@ -156,7 +156,7 @@ class _Process:
         self.writer.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        code = await self.process.wait()
+        code = self.started.curtain.exit_code(await self.process.wait())
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
         await asyncio.to_thread(self.started.end)
@@ -248,7 +248,10 @@ class AgentProcesses:
         if "ready" not in first:
             ending = await process.end()
             raise AgentHostError(first.get("failed") or f"the process that loads {name} has ended, {ending}")
-        self.program.greet(first["ready"])
+        if not self.program.greet(first["ready"]):
+            await process.end()
+            await self._add()
+            return
         self._processes.append(process)
         self._watches.add(watch := asyncio.create_task(self._watch(process)))
         watch.add_done_callback(self._watches.discard)
@@ -260,7 +263,7 @@ class AgentProcesses:
         started = self.program.prepare(theirs.fileno(), mark)
         with theirs, os.fdopen(mark, "rb+", closefd=True):
             process = await asyncio.create_subprocess_exec(
-                *started.command,
+                *started.curtain.around(started.command),
                 env=started.environment,
                 cwd=started.folder,
                 stdin=asyncio.subprocess.DEVNULL,

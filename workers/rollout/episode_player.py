@@ -28,6 +28,7 @@ from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.programs import AgentProgram, EnvironmentProgram, Program
+from corral.workers.rollout.turn_journal import EpisodeJournal, TurnJournal
 from corral.workers.user_code.agent_host import Done
 
 logger = logging.getLogger(__name__)
@@ -56,11 +57,13 @@ async def open_player(
     prompts: PromptEncoder,
     *,
     planned: EnvironmentSpec | None = None,
+    turns: Path | None = None,
 ) -> "EpisodePlayer | None":
     """What plays the episodes of a trial's agent or environment, until the stack is closed; None for the single turn.
 
     Args:
         planned: what the environment was at submission.
+        turns: folder of the trial's finished turns, if those are kept that are made for it.
 
     Raises:
         UserCodeError: if the agent or environment cannot be loaded.
@@ -68,10 +71,16 @@ async def open_player(
     if not config.makes_episodes:
         return None
     program: Program = AgentProgram(
-        config.agent, settings=config.agent_settings, model=prompts.directory, timeout_s=config.agent_timeout_s
+        config.agent,
+        settings=config.agent_settings,
+        model=prompts.directory,
+        timeout_s=config.agent_timeout_s,
+        curtain=judge.curtain,
     )
     if config.environment is not None:
-        program = EnvironmentProgram(config.environment, config, model=prompts.directory, planned=planned)
+        program = EnvironmentProgram(
+            config.environment, config, model=prompts.directory, planned=planned, curtain=judge.curtain
+        )
     processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer),
@@ -90,6 +99,7 @@ async def open_player(
         prompts,
         config=config,
         socket_path=str(socket_path),
+        journal=TurnJournal(turns) if turns is not None and config.episode.can_replay else None,
     )
 
 
@@ -105,6 +115,8 @@ class EpisodePlayer:
     config: RolloutConfig
     socket_path: str
     """Of the endpoint."""
+    journal: TurnJournal | None = None
+    """Of an agent that does the same on the same answers."""
 
     async def play(
         self,
@@ -137,6 +149,7 @@ class EpisodePlayer:
                 max_turns=limits.max_turns,
                 max_tokens=limits.max_tokens,
                 timeout_s=limits.timeout_s,
+                journal=self._kept(uid, number, client),
             )
             try:
                 return await self._play(session, row, prompt_ids, number)
@@ -145,6 +158,15 @@ class EpisodePlayer:
                 if num_lost == _MAX_LOST:
                     raise AgentFailedError(f"{num_lost} processes that played it ended, the last: {error}") from error
                 logger.info("an episode of prompt %s is played again: %s", uid, error)
+
+    def forget(self, uid: str, number: int | None = None) -> None:
+        """An episode is over, or its next try is to have other answers; None is all of the prompt's."""
+        if self.journal is not None:
+            self.journal.discard(uid, number)
+
+    def _kept(self, uid: str, number: int, client: GenerationClient) -> EpisodeJournal | None:
+        """The turns of an earlier try; not of a mixture, whose experts are not kept with them."""
+        return self.journal.open(uid, number) if self.journal is not None and client.experts is None else None
 
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:

@@ -92,7 +92,7 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
-        rewards = [episode.reward for episode in episodes]
+        rewards = [episode.total for episode in episodes]
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
             raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
         says_episodes = self.player is not None
@@ -118,7 +118,9 @@ class GroupMaker:
                 )
             if self.player is None:
                 return await self._answers(uid, row, prompt_ids, order=order)
-            return await self._episodes(self.player, uid, row, prompt_ids, order=order)
+            episodes = await self._episodes(self.player, uid, row, prompt_ids, order=order)
+            self.player.forget(uid)
+            return episodes
         except RewardFailedError as error:
             raise PromptFailedError(f"reward_error: {error}") from error
         except PromptTooLongError as error:
@@ -193,6 +195,7 @@ class GroupMaker:
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:
                     raise  # the judge has made its own tries, and a server would refuse again
+                player.forget(uid, number)
                 logger.warning("the agent failed on prompt %s: %s\n%s", uid, error, error.traceback)
         raise AssertionError("the last try returns or raises")
 

@@ -15,6 +15,7 @@ from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.rollout.reward_processes import RewardProcesses
 from corral.workers.rollout.rewards import Problem
+from corral.workers.sandbox.curtain import Curtain
 from corral.workers.user_code.reward_host import Call
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,20 @@ class RewardJudge:
         RewardHostError: by all that judges, if no process can be started.
     """
 
-    def __init__(self, reward: RewardSpec, tokenizer: Any, *, stop_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, reward: RewardSpec, tokenizer: Any, *, stop_token_ids: Collection[int], curtain: Curtain
+    ) -> None:
         """
         Args:
+            curtain: keeps the reward's processes from what it hides.
             stop_token_ids: a last token that is one of them is not part of the answer's text.
         """
+        self.curtain = curtain
+        """That user code runs behind."""
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._processes = RewardProcesses(reward.function, number=reward.processes)
+        self._processes = RewardProcesses(reward.function, number=reward.processes, curtain=curtain)
 
     @property
     def takes_groups(self) -> bool:

@@ -18,11 +18,14 @@ from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.environment_tasks import environment_python, host_command, host_settings
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.environments.confinement import Confinement
+from corral.workers.sandbox.curtain import Curtain
 from corral.workers.user_code.agent_host import Setup, command
 
 logger = logging.getLogger(__name__)
 
 _IMPORT_TIMEOUT_S = 120.0
+NOBODY = 0
+"""In place of the parent's number: behind a curtain a process has another one, with which it ends."""
 _BEAT_S = 1.0  # of an environment's host
 
 
@@ -37,6 +40,8 @@ class Started:
     """Where it works; None: where the worker does."""
     end: Callable[[], object] = lambda: None
     """Removes what it leaves, once it has ended."""
+    curtain: Curtain = Curtain()  # noqa: RUF009 - it is frozen
+    """Keeps it from a trial's secrets."""
 
 
 class Program(Protocol):
@@ -52,8 +57,8 @@ class Program(Protocol):
     def prepare(self, channel: int, mark: int) -> Started:
         """The next process; the descriptors are inherited under their numbers."""
 
-    def greet(self, ready: Any) -> None:
-        """Look at what a process says of itself when it is ready."""
+    def greet(self, ready: Any) -> bool:
+        """Look at what a process says of itself when it is ready; False if it is to be prepared in another way."""
 
 
 class AgentProgram:
@@ -61,23 +66,30 @@ class AgentProgram:
 
     start_timeout_s = _IMPORT_TIMEOUT_S
 
-    def __init__(self, agent: str, *, settings: Mapping[str, Any], model: Path, timeout_s: float) -> None:
+    def __init__(
+        self, agent: str, *, settings: Mapping[str, Any], model: Path, timeout_s: float, curtain: Curtain
+    ) -> None:
         """
         Args:
             model: folder with the tokenizer.
             timeout_s: `rollout.agent_timeout_s`.
         """
+        self._curtain = curtain
         self.name = f"agent {agent}"
         self._setup = Setup(agent, dict(settings), str(model), timeout_s, os.getpid(), channel=-1, mark=-1)
         self.beat_s = self._setup.beat_s
 
     def prepare(self, channel: int, mark: int) -> Started:
         setup = self._setup
-        started = Setup(setup.agent, setup.settings, setup.model, setup.timeout_s, setup.parent, channel, mark)
-        return Started(command(started, sys.path))
+        parent = NOBODY if self._curtain.hidden else setup.parent
+        started = Setup(setup.agent, setup.settings, setup.model, setup.timeout_s, parent, channel, mark)
+        return Started(command(started, sys.path), curtain=self._curtain)
 
-    def greet(self, ready: Any) -> None:
-        """It says nothing of itself."""
+    def greet(self, ready: Any) -> bool:
+        if not (ready["needs_sandbox"] and self._curtain.hidden):
+            return True
+        self._curtain = Curtain()  # behind one there are no sandboxes
+        return False
 
 
 class EnvironmentProgram:
@@ -86,7 +98,13 @@ class EnvironmentProgram:
     beat_s = _BEAT_S
 
     def __init__(
-        self, config: EnvironmentConfig, rollout: RolloutConfig, *, model: Path, planned: EnvironmentSpec | None
+        self,
+        config: EnvironmentConfig,
+        rollout: RolloutConfig,
+        *,
+        model: Path,
+        planned: EnvironmentSpec | None,
+        curtain: Curtain,
     ) -> None:
         """
         Args:
@@ -98,19 +116,21 @@ class EnvironmentProgram:
         self._config, self._planned, self._python = config, planned, environment_python(config)
         self._settings = host_settings(config, model=model) | {
             "timeout_s": rollout.agent_timeout_s,
-            "parent": os.getpid(),
+            "parent": NOBODY if curtain.hidden else os.getpid(),
         }
+        self._curtain = curtain
         self._is_told = False
 
     def prepare(self, channel: int, mark: int) -> Started:
         confinement = Confinement(self._python, variables=self._config.variables)
         command = host_command(self._python, "play", self._settings, f"{channel},{mark}")
-        return Started(command, confinement.environment, confinement.folder, confinement.end)
+        return Started(command, confinement.environment, confinement.folder, confinement.end, self._curtain)
 
-    def greet(self, ready: Any) -> None:
+    def greet(self, ready: Any) -> bool:
         planned, self._is_told = None if self._is_told else self._planned, True
         if planned is None or (ready["sha256"] == planned.sha256 and ready["packages"] == planned.packages):
-            return
+            return True
         logger.warning(
             "%s is not what it was at submission: %s then, %s now", self.name, planned.packages, ready["packages"]
         )
+        return True

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from corral.workers.sandbox.curtain import Curtain
 from corral.workers.user_code.reward_host import Call, Form, Outcome, command
 
 T = TypeVar("T")
@@ -52,10 +53,11 @@ class _Process:
 class RewardProcesses:
     """At most `number` of them, None as many as there are CPUs, but 4 to 16; each is started when it is needed."""
 
-    def __init__(self, import_path: str, *, number: int | None) -> None:
+    def __init__(self, import_path: str, *, number: int | None, curtain: Curtain) -> None:
         cpus = min(max(len(os.sched_getaffinity(0)), _DEFAULT_PROCESSES[0]), _DEFAULT_PROCESSES[-1])
         self._import_path = import_path
         self._number = number or cpus
+        self._curtain = curtain
         self._host: socket.socket | None = None
         self._idle: list[_Process] = []
         self._places: asyncio.Semaphore | None = None
@@ -69,16 +71,11 @@ class RewardProcesses:
             RewardHostError: if it cannot be.
         """
         if self._host is None:
-            self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            with theirs:
-                self._process = subprocess.Popen(
-                    command(self._import_path, theirs.fileno(), sys.path),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
-            self._host.settimeout(_IMPORT_TIMEOUT_S)
-            self._form = self._answer(Form)
-            self._host.settimeout(_HOST_TIMEOUT_S)
+            self._form = self._start()
+            if self._form.needs_sandbox and self._curtain.hidden:  # behind which there are none
+                self._end_host()
+                self._curtain = Curtain()
+                self._form = self._start()
         if self._form.error:
             raise RewardHostError(self._form.error)
         return self._form
@@ -86,6 +83,21 @@ class RewardProcesses:
     def close(self) -> None:
         """End all of them; calls under way are cancelled, as nothing was judged."""
         self._is_closed = True
+        self._end_host()
+
+    def _start(self) -> Form:
+        self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        host = command(self._import_path, theirs.fileno(), sys.path, is_hidden=bool(self._curtain.hidden))
+        with theirs:
+            self._process = subprocess.Popen(
+                self._curtain.around(host), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._host.settimeout(_IMPORT_TIMEOUT_S)
+        form = self._answer(Form)
+        self._host.settimeout(_HOST_TIMEOUT_S)
+        return form
+
+    def _end_host(self) -> None:
         if self._host is not None:
             self._host.close()
             try:
@@ -176,7 +188,7 @@ class RewardProcesses:
         except OSError as error:
             raise RewardHostError(f"the process that imports {self._import_path} does not answer: {error}") from error
         if not answer:
-            ending = _ending(self._process.wait(_HOST_TIMEOUT_S))
+            ending = _ending(self._curtain.exit_code(self._process.wait(_HOST_TIMEOUT_S)))
             raise RewardHostError(f"the process that imports {self._import_path} has ended, {ending}")
         return msgspec.msgpack.decode(answer, type=kind)
 

@@ -60,6 +60,7 @@ from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
+from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
@@ -139,14 +140,26 @@ class RolloutWorker(Worker):
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
         )
-        judge = RewardJudge(RewardSpec.of(spec.rollout), self._prompts.tokenizer, stop_token_ids=self._stop_token_ids)
+        judge = RewardJudge(
+            RewardSpec.of(spec.rollout),
+            self._prompts.tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            curtain=await asyncio.to_thread(draw_curtain, [context.trial.secrets_path]),
+        )
         stack.callback(judge.close)
         judge.start()
         self._groups = GroupMaker(
             judge,
             client,
             self._prompts,
-            await open_player(stack, spec.rollout, judge, self._prompts, planned=spec.environment),
+            await open_player(
+                stack,
+                spec.rollout,
+                judge,
+                self._prompts,
+                planned=spec.environment,
+                turns=context.trial.turns_path,
+            ),
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,

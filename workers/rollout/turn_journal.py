@@ -85,9 +85,9 @@ class TurnJournal:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return EpisodeJournal(self.directory / f"{self._name(uid)}.{episode}")
 
-    def discard(self, uid: str) -> None:
-        """Nobody will play these episodes again, or all of them are to be made anew."""
-        for path in self.directory.glob(f"{self._name(uid)}.*"):
+    def discard(self, uid: str, episode: int | None = None) -> None:
+        """Nobody will play this episode again, or it is to be made anew; None is all of the prompt's."""
+        for path in self.directory.glob(f"{self._name(uid)}.{'*' if episode is None else episode}"):
             path.unlink(missing_ok=True)
 
     def _name(self, uid: str) -> str:

@@ -1,10 +1,10 @@
 """A sandbox by bubblewrap, without root, daemon or cgroups: namespaces hide, rlimits refuse, a look from outside ends.
 
     create ──► holder: a mount namespace with one bounded tmpfs, which is the disk; it ends when its stdin closes
-    exec   ──► nsenter holder ──► bwrap ──► process 1 of a process namespace ──► prlimit ──► command
+    exec   ──► nsenter holder ──► bwrap ──► process 1 of a process namespace ──► prlimit ──► gate ──► command
 
-Nothing of a sandbox outlives this process: the holder reads end of file, and bwrap's tie to the thread that started it
-ends the rest.
+Nothing of a sandbox outlives this process: bwrap is tied to the thread that started it, and what it starts to bwrap.
+The holder reads end of file, and ends its process group, where all of bwrap is until these ties are there.
 
 What bounds what:
 - disk: the tmpfs has a size and a number of inodes, and nothing else can be written. It is memory of the host.
@@ -24,14 +24,16 @@ import platform
 import re
 import resource
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from corral.workers.sandbox.base import Limits, Result, SandboxError, SandboxFileError
 from corral.workers.sandbox.command import WRITABLE, bwrap, python_folders
-from corral.workers.sandbox.run import END_TIMEOUT_S, GATE, START_TIMEOUT_S, Run, kill, shown, start_process
+from corral.workers.sandbox.run import END_TIMEOUT_S, GATE, START_TIMEOUT_S, Run, shown, start_process
 
 _FILE_TIMEOUT_S = 30.0
 _BYTES_PER_INODE = 8192  # each takes about 1 KB of the kernel's memory, which the size of a tmpfs does not count
@@ -49,6 +51,7 @@ number=0
 for folder; do mkdir "$number"; mount --rbind -- "$folder" "$number"; number=$((number + 1)); done
 echo held
 read -r _ || :
+kill -s KILL 0
 """
 _FIRST_TO_END = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
@@ -80,7 +83,7 @@ class Bubblewrap:
         folders = sorted(python_folders() if binds is None else binds)
         own = ["unshare", "--mount", *([] if _is_root() else ["--user", "--map-root-user"])]
         sizes = [str(disk_bytes), str(max(disk_bytes // _BYTES_PER_INODE, 256))]
-        holder = await start_process([*own, "/bin/sh", "-c", _HOLD, "sandbox", *sizes, *map(str, folders)])
+        holder = await start_process([*own, "/bin/sh", "-c", _HOLD, "sandbox", *sizes, *map(str, folders)], group=0)
         sandbox = cls(holder, program=program, folders=folders)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -99,7 +102,7 @@ class Bubblewrap:
         limits = limits or Limits()
         if self._holder.returncode is not None:
             raise SandboxError("the sandbox is closed")
-        run = Run(limits)
+        run = Run(limits, group=self._holder.pid)
         task = asyncio.ensure_future(
             run.result(partial(self._command, command, limits), stdin=stdin, timeout_s=timeout_s)
         )
@@ -134,7 +137,9 @@ class Bubblewrap:
             run.end("closed")
         if self._runs:
             await asyncio.wait(list(self._runs), timeout=END_TIMEOUT_S)  # who awaits them hears what becomes of them
-        kill(self._holder)
+        if self._holder.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._holder.pid, signal.SIGKILL)
         await self._holder.communicate(b"")  # which also closes its stdin
 
     async def __aenter__(self) -> Self:

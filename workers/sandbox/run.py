@@ -1,12 +1,12 @@
 """One run in a sandbox, from bwrap's start until all that it started is gone.
 
-    bwrap ──status: process 1──► go ahead ──► look every 50 ms ──too much──┐
-      │                                            deadline, end() ────────┴──SIGKILL──► process 1, and its namespace
-      ├──output──► kept up to the limit, then dropped
+    bwrap ──status: process 1──► look every 50 ms ──too much──┐
+      │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
+      ├──output: the gate's line ──► go ahead;  then kept up to the limit, and dropped
       └──status: exit code──► Result           none, and nobody ended it: SandboxError
 
-The command waits for the first line of its input. When bwrap has told the number of process 1, it has tied itself to
-this thread; before, nothing would end the command if this process were killed.
+The command waits at a gate until bwrap has made everything, and each of its processes is tied to the one before. If
+this process is killed earlier, the command never begins; what bwrap has left half made is the holder's to end.
 """
 
 import asyncio
@@ -27,16 +27,21 @@ END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends
 _LOOK_INTERVAL_S = 0.05
 _PIECE_BYTES = 1 << 16
 _SAID_BYTES = 500
+GATE = ("/bin/sh", "-c", 'echo && read -r _ && exec "$@"', "sandbox")
+"""In the sandbox, before the command: it prints an empty line, and reads no more than one."""
 # What process 1 of a sandbox was started with can be read there.
-GATE = ("/bin/sh", "-c", 'read -r _ && exec "$@"', "sandbox")
-"""In the sandbox, before the command: it reads no more than the line."""
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 _Cause = Literal["", "time", "memory", "processes", "closed"]
 
 
-async def start_process(command: Sequence[str], *, descriptors: Sequence[int] = ()) -> asyncio.subprocess.Process:
+async def start_process(
+    command: Sequence[str], *, group: int, descriptors: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
     """A process with pipes for all that it says and hears, and nothing of this one's environment.
+
+    Args:
+        group: of processes, that it joins; 0 is one of its own.
 
     Raises:
         SandboxError: if there is no such program.
@@ -44,7 +49,13 @@ async def start_process(command: Sequence[str], *, descriptors: Sequence[int] = 
     pipe = asyncio.subprocess.PIPE
     try:
         return await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=descriptors, env=_ENVIRONMENT
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=descriptors,
+            env=_ENVIRONMENT,
+            process_group=group,
         )
     except OSError as error:
         raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
@@ -65,10 +76,16 @@ def shown(said: bytes) -> str:
 class Run:
     """A command that is ended by a limit, by `end()`, or by itself."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, group: int) -> None:
+        """
+        Args:
+            group: the processes that the holder ends at its end.
+        """
         self._limits = limits
+        self._group = group
         self._kernel_kills = _kernel_kills()
         self._init: tuple[int, int] | None = None
+        self._is_told = asyncio.Event()
         self._has_begun = asyncio.Event()
         self._cause: _Cause = ""
 
@@ -121,7 +138,8 @@ class Run:
             await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb", buffering=0)
             )
-            return await start_process(command(status_end, filter_end), descriptors=(status_end, filter_end)), reader
+            descriptors = status_end, filter_end
+            return await start_process(command(*descriptors), group=self._group, descriptors=descriptors), reader
         finally:
             os.close(status_end)
             os.close(filter_end)
@@ -130,8 +148,13 @@ class Run:
         assert process.stdin and process.stdout and process.stderr, "it was started with pipes"
         kept = _Kept(self._limits.output_bytes), _Kept(self._limits.output_bytes)
         await asyncio.gather(
-            self._feed(process.stdin, stdin), kept[0].read(process.stdout), kept[1].read(process.stderr), process.wait()
+            self._feed(process.stdin, stdin),
+            self._hear(process.stdout, kept[0]),
+            kept[1].read(process.stderr),
+            process.wait(),
         )
+        if self._init is not None:
+            await _ended(self._init[1])  # bwrap ends when the command has, and process 1 when all others have
         return kept
 
     async def _feed(self, stream: asyncio.StreamWriter, content: bytes) -> None:
@@ -142,10 +165,16 @@ class Run:
             stream.close()
             await stream.wait_closed()
 
+    async def _hear(self, stream: asyncio.StreamReader, kept: "_Kept") -> None:
+        await stream.readline()  # the gate's; nothing if bwrap has failed
+        await self._is_told.wait()
+        self._has_begun.set()
+        await kept.read(stream)
+
     async def _watch(self, status: asyncio.StreamReader) -> None:
         """Waits for the number of process 1, then looks at what all of them hold."""
         line = await status.readline()
-        self._has_begun.set()
+        self._is_told.set()
         if not line:
             return  # it has ended before
         number = json.loads(line)["child-pid"]
@@ -201,6 +230,16 @@ class _Kept:
             room = self._limit_bytes - len(self._kept)
             self._kept += piece[:room]
             self.dropped_bytes += max(len(piece) - room, 0)
+
+
+async def _ended(process: int) -> None:
+    """Waits for the end of a process, by its descriptor."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process)
 
 
 def _kernel_kills() -> int:

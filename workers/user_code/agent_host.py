@@ -1,7 +1,7 @@
 """The process that a user's agents run in: it imports the agent, and plays many episodes at a time in one event loop.
 
     worker ──lines of JSON──► host                            host ──lines of JSON──► worker
-      {"run": 7, "task": {...}, "endpoint": {...}, "key"}       {"ready": true}, or {"failed": why}
+      {"run": 7, "task": {...}, "endpoint": {...}, "key"}       {"ready": {...}}, or {"failed": why}
       {"judged": 3, "reward": 1.0}, or "error": why             {"beat": 12}            as long as its loop goes round
       {"cancel": 7}                                             {"judge": 3, "run": 7, "answer": text}
                                                                 {"done": 7, "reward": ..., ...}
@@ -50,6 +50,7 @@ from corral.workers.agents.contract import (
 from corral.workers.agents.http_model import HttpModel, open_http
 from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
+from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.loading import load_callable
@@ -76,6 +77,7 @@ class Setup(msgspec.Struct):
     timeout_s: float
     """`rollout.agent_timeout_s`."""
     parent: int
+    """The process that it ends with; 0: another one sees to that."""
     channel: int
     """Descriptor of its side of the connection."""
     mark: int
@@ -156,7 +158,7 @@ class Host:
     async def serve(self, channel: socket.socket) -> None:
         """Until the worker closes its end."""
         reader, self._writer = await asyncio.open_connection(sock=channel, limit=LARGEST_LINE)
-        self._say({"ready": True})
+        self._say({"ready": {"needs_sandbox": asks_for_sandbox(self._agent)}})
         with blocking_interrupted(self._setup.timeout_s) as wind:
             beating = asyncio.create_task(self._beat(wind))
             try:
@@ -275,7 +277,8 @@ def main(argument: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the worker says when; unlike SIG_IGN it is not left to programs
         signal.signal(number, lambda *_: None)
     setup = msgspec.json.decode(argument, type=Setup)
-    die_with_parent(parent=setup.parent)()
+    if setup.parent:
+        die_with_parent(parent=setup.parent)()
     channel = socket.socket(fileno=setup.channel)
     os.register_at_fork(after_in_child=lambda: os.close(setup.channel))  # what an agent forks does not speak for it
     try:

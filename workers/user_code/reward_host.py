@@ -40,6 +40,7 @@ class Form(msgspec.Struct):
 
     is_async: bool = False
     takes: Takes = "answer"
+    needs_sandbox: bool = False
     error: str = ""
 
 
@@ -70,10 +71,11 @@ def receive_all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def main(import_path: str, descriptor: int) -> None:
+def main(import_path: str, descriptor: int, *, is_hidden: bool = False) -> None:
     """Serves forks until the worker is gone.
 
     Args:
+        is_hidden: whether it runs behind a curtain, where it can make no sandbox.
         descriptor: of this side of the SOCK_SEQPACKET pair that the worker asks through.
     """
     faulthandler.enable()
@@ -84,7 +86,8 @@ def main(import_path: str, descriptor: int) -> None:
     try:
         reward = load_callable(import_path)
         form = Form(is_async(reward), what_it_takes(reward))
-        if asks_for_sandbox(reward) and (reason := why_no_sandbox()):
+        form.needs_sandbox = asks_for_sandbox(reward)
+        if form.needs_sandbox and not is_hidden and (reason := why_no_sandbox()):
             form.error = f"{import_path} runs in a sandbox, and {socket.gethostname()} can make none: {reason}"
     except BaseException as error:
         form = Form(error=f"{import_path} cannot be imported: {describe_error(error)}")
@@ -228,7 +231,8 @@ def _reply(connection: socket.socket, outcome: Outcome) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def command(import_path: str, descriptor: int, path: Sequence[str]) -> list[str]:
+def command(import_path: str, descriptor: int, path: Sequence[str], *, is_hidden: bool = False) -> list[str]:
     """Starts a host that finds modules where the worker does."""
-    code = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import main; main(sys.argv[1], int(sys.argv[2]))"
+    call = f"main(sys.argv[1], int(sys.argv[2]), is_hidden={is_hidden})"
+    code = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import main; {call}"
     return [sys.executable, "-P", "-c", code, import_path, str(descriptor), *path]

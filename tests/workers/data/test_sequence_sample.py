@@ -191,7 +191,7 @@ def test_a_key_whose_values_are_arrays_is_cut_with_the_tokens_that_they_belong_t
 def test_sequences_of_an_episode_stay_together(shape: list[list[int]]) -> None:
     numbers = [np.repeat(np.arange(len(sizes)), sizes) for sizes in shape]
     groups = [
-        SequenceSample.from_group(f"0:{index}", {"input_ids": [[1, 2]] * len(of_each), "episodes": of_each})
+        SequenceSample.from_group(f"0:{index}", {"input_ids": [[1, 2]] * len(of_each), "episodes": of_each.tolist()})
         for index, of_each in enumerate(numbers)
     ]
     sample = SequenceSample.gather(groups)

@@ -189,3 +189,10 @@ def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
 def ranks(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
     """A judge of groups: each by its note, and by how many turns it had."""
     return [episode.notes["episode"] + 10.0 * len(episode.turns) for episode in episodes]
+
+
+async def says_where(task: Task, session: Session) -> float:
+    """Which process it is in."""
+    (Path(os.environ[FOLDER]) / str(os.getpid())).touch()
+    await session.generate()
+    return 1.0

@@ -183,6 +183,11 @@ def test_an_agent_that_cannot_be_interrupted_is_ended_with_its_process(
     assert outcomes["1"].startswith("agent_error: its event loop stood still for ")
 
 
+def test_episodes_are_dealt_to_all_processes(tmp_path: Path, folder: Path) -> None:
+    one_group(tmp_path, plays("says_where", agent_processes=2), group_size=4)
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_each_try_has_other_answers(tmp_path: Path, folder: Path) -> None:
     rig, _ = one_group(tmp_path, plays("fails_at_first", reward_retries=1), group_size=1)
     seeds = [answer_seed(rig.plan.seed, order=0, answer=answer, call=turn) for answer, turn in ((0, 0), (1, 0), (1, 1))]

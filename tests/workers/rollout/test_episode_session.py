@@ -136,3 +136,15 @@ def test_an_episode_that_is_played_again_makes_only_what_it_had_not_come_to(mode
         assert again.num_replayed == len(first.output_ids)
 
     assert play(model, episode) == ["", "0.3"]
+
+
+def test_an_episode_whose_time_is_up_has_no_further_turn(model: Path) -> None:
+    async def episode(opened: Callable[..., EpisodeSession]) -> None:
+        session = opened(timeout_s=0.0)
+        for _ in range(2):
+            with pytest.raises(EpisodeEndedError) as ended:
+                await session.generate(PROMPT, TurnRequest())
+            assert ended.value.reason == session.ended == "time"
+        assert session.log.branches == []
+
+    play(model, episode)

@@ -19,6 +19,7 @@ from math_verify import parse, verify
 from corral.agents import Episode
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.sandbox.curtain import Curtain
 
 HERE = __name__
 ERRORS = {
@@ -88,7 +89,7 @@ def judges() -> Iterator[Any]:
 
     def judge(name: str = "does", *, timeout_s: float = 60.0, retries: int = 0, processes: int = 4) -> RewardJudge:
         spec = RewardSpec(function=f"{HERE}:{name}", timeout_s=timeout_s, retries=retries, processes=processes)
-        opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}))
+        opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, curtain=Curtain()))
         return opened[-1]
 
     yield judge

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
+from corral.workers.sandbox.curtain import draw_curtain
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -89,17 +89,18 @@ class Characters:
 
 
 @pytest.fixture
-def judge() -> Callable[[str], float]:
-    """Judges as a rollout worker does: in a process of the reward's own, found by the import path."""
+def judge(tmp_path: Path) -> Callable[[str], float]:
+    """Judges as a rollout worker does: in a process of the reward's own, found by the import path, and behind no
+    curtain, since it makes sandboxes."""
 
     def judge(answer: str) -> float:
         spec = RewardSpec(
             function="corral.workers.rollout.unit_tests:unit_tests", timeout_s=60.0, retries=0, processes=1
         )
-        judge = RewardJudge(spec, Characters(), stop_token_ids=set())
+        (tmp_path / "secrets").mkdir(exist_ok=True)
+        judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=draw_curtain([tmp_path / "secrets"]))
         try:
-            output = PartialAnswer(max_new_tokens=1000, output_ids=list(map(ord, answer)))
-            return asyncio.run(judge({"tests": SUMS}, output))
+            return asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer))]))[0]
         finally:
             judge.close()
 

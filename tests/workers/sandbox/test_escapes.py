@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,22 +106,30 @@ from corral.workers.sandbox.bubblewrap import Bubblewrap
 
 async def main():
     async with await Bubblewrap.create() as sandbox:
+        print("made", flush=True)
         await sandbox.exec(["sleep", sys.argv[1]], timeout_s=600.0)
 
 asyncio.run(main())
 """
 
 
-def test_a_worker_that_is_killed_leaves_nothing() -> None:
+def test_a_worker_that_is_killed_at_any_moment_leaves_nothing() -> None:
     word = f"9{secrets.randbelow(10**12):012}"
-    with subprocess.Popen([sys.executable, "-c", STARTER, word], cwd=ROOT) as worker:
-        try:
-            wait_until(
-                lambda: any(line.startswith("sleep\0") for line in processes_with(word).values()), "it did not begin"
-            )
-        finally:
-            worker.send_signal(signal.SIGKILL)
-    wait_until(lambda: not processes_with(word), "something outlived it")
+    for number in range(8):  # while bwrap makes the sandbox, and when it has
+        command = [sys.executable, "-c", STARTER, word]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            try:
+                assert worker.stdout.readline() == b"made\n"
+                if number == 0:
+                    wait_until(
+                        lambda: any(line.startswith("sleep\0") for line in processes_with(word).values()),
+                        "it did not begin",
+                    )
+                time.sleep(random.uniform(0.0, 0.06) if number else 0.0)
+            finally:
+                worker.send_signal(signal.SIGKILL)
+        wait_until(lambda: not processes_with(word), "something outlived it")
 
 
 def test_processes_are_counted_by_sandbox_and_not_by_user() -> None:
