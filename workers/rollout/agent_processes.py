@@ -285,6 +285,8 @@ class AgentProcesses:
             await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():  # what it said last is still on its way
                 await asyncio.wait([reading], timeout=1.0)
+            elif not reading.result():  # it has ended by itself, and what it runs behind has yet to say how
+                await asyncio.wait([ending], timeout=1.0)
         finally:
             ending.cancel()
             reading.cancel()

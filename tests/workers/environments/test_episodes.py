@@ -2,8 +2,8 @@
 it does wrong costs its prompt, and nobody else."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,10 @@ def test_what_is_trained_is_what_the_environment_saw_which_is_little_else(
     assert not {"OPENAI_API_KEY", "SLURM_JOB_ID"} & variables.keys()
     assert home.is_relative_to(traces[0]["cwd"]) and Path(variables["TMPDIR"]).is_relative_to(traces[0]["cwd"])
     assert not home.exists(), "the folder goes with the process"
-    with pytest.raises(ProcessLookupError):
-        os.kill(traces[0]["pid"], 0)
+    mark = f"CORRAL_ENVIRONMENT={variables['CORRAL_ENVIRONMENT']}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            assert mark not in (process / "environ").read_bytes(), "what it started goes with it, too"
     assert "environment adding is not what it was at submission: {'verifiers': '0.3.0'} then" in caplog.text
 
 
