@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SILENT_BEATS = 3.0  # pauses between beats, beyond the agent's own time, after which a process has no loop any more
 _SILENCE_GRACE_S = 5.0
-_END_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 1.0
 _LOG_BYTES, _LOG_INTERVAL_S = 2**16, 10.0  # of what a process prints, the worker's log takes so much in so long
 
 
@@ -283,10 +283,9 @@ class AgentProcesses:
         ending = asyncio.create_task(process.process.wait())  # what it has forked may keep the connection open
         try:
             await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # what it said last is still on its way
-                await asyncio.wait([reading], timeout=1.0)
-            elif not reading.result():  # it has ended by itself, and what it runs behind has yet to say how
-                await asyncio.wait([ending], timeout=1.0)
+            if not (reading.done() and reading.result()):
+                # What it said last is still on its way, or how it ended: one comes before the other.
+                await asyncio.wait([reading, ending], timeout=_LAST_WORDS_S)
         finally:
             ending.cancel()
             reading.cancel()

@@ -57,6 +57,11 @@ class EpisodeJournal:
         for turn in _read(self.path):
             self._kept[turn.question].append(turn)
 
+    @property
+    def num_turns(self) -> int:
+        """That are kept and not taken."""
+        return sum(map(len, self._kept.values()))
+
     def take(self, question: bytes, answer: PartialAnswer) -> bool:
         """Complete an answer with the one that was kept, if there is one; its finished turn is kept still."""
         if not self._kept[question]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.agents import Episode, EpisodeEndedError, Outcome, Session, Task
+from corral.workers.sandbox.base import needs_sandbox
+from corral.workers.sandbox.bubblewrap import Bubblewrap
 
 FOLDER = "CORRAL_TEST_FOLDER"
 
@@ -133,6 +135,39 @@ async def always_raises(task: Task, session: Session) -> Any:
     return task["no such field"]
 
 
+async def dies_once(task: Task, session: Session) -> float:
+    """Once, the first two turns are for nothing, as the process is gone."""
+    killed = Path(os.environ[FOLDER]) / "killed"
+    for _ in range(2):
+        await session.generate()
+        await session.say("+")
+    if not killed.exists():
+        killed.touch()
+        asyncio.get_running_loop().call_soon(os._exit, 3)  # in nobody's step
+        await asyncio.Event().wait()
+    await session.generate()
+    return 1.0
+
+
+async def waits_between(task: Task, session: Session) -> float:
+    """Two turns, then another one as soon as it may."""
+    for _ in range(2):
+        await session.generate()
+        await session.say("+")
+    while not (Path(os.environ[FOLDER]) / "go").exists():
+        await asyncio.sleep(0.01)
+    await session.generate()
+    return 1.0
+
+
+@needs_sandbox
+async def makes_a_sandbox(task: Task, session: Session) -> float:
+    await session.generate()
+    async with await Bubblewrap.create() as sandbox:
+        run = await sandbox.exec(["echo", "made"], timeout_s=60.0)
+    return float(run.stdout == b"made\n")
+
+
 async def fails_at_first(task: Task, session: Session) -> float:
     first = Path(os.environ[FOLDER]) / "first"
     await session.generate()
@@ -158,6 +193,8 @@ async def looks_around(task: Task, session: Session) -> float:
         "environment": Path("/proc/self/environ").read_bytes().decode(errors="replace"),
         "arguments": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
         "memory": _memory().decode("latin-1"),
+        "processes": [name for name in os.listdir("/proc") if name.isdigit()],
+        "secrets": [str(path) for folder in task["look in"] for path in Path(folder).iterdir()],
     }
     (Path(os.environ[FOLDER]) / "seen").write_text(json.dumps(seen))
     return 1.0
@@ -193,6 +230,7 @@ def ranks(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
 
 async def says_where(task: Task, session: Session) -> float:
     """Which process it is in."""
-    (Path(os.environ[FOLDER]) / str(os.getpid())).touch()
+    place = os.readlink("/proc/self/ns/pid")  # behind a curtain each has its own, and the same number in it
+    (Path(os.environ[FOLDER]) / f"{place}-{os.getpid()}").touch()
     await session.generate()
     return 1.0

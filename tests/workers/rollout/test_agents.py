@@ -14,6 +14,7 @@ import pytest
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.workers.data.answer_seed import answer_seed
+from corral.workers.rollout.turn_journal import TurnJournal
 from tests.workers.data.tiny_tokenizer import EOS, ids_of
 from tests.workers.rollout import some_agents
 from tests.workers.rollout.rollout_rig import RolloutRig
@@ -209,7 +210,8 @@ def test_an_agent_that_always_fails_ends_the_worker_and_is_named(
 
 
 def test_a_process_that_plays_holds_no_secret_of_the_trial(tmp_path: Path, folder: Path) -> None:
-    with RolloutRig(tmp_path, ["1+1="], rollout=plays("looks_around"), group_size=1) as rig:
+    fields = [{"look in": [str(tmp_path / "exp" / "trial" / "secrets")]}]
+    with RolloutRig(tmp_path, ["1+1="], rollout=plays("looks_around"), group_size=1, fields=fields) as rig:
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         secrets = {path.name: path.read_bytes() for path in rig.trial.secrets_path.iterdir() if path.is_file()}
     assert rig.outcomes() == {"0": "finished"}
@@ -217,5 +219,38 @@ def test_a_process_that_plays_holds_no_secret_of_the_trial(tmp_path: Path, folde
     assert not any(str(tmp_path) in target for target in seen["opened"].values()), "no file of the trial is open"
     words = {word for content in secrets.values() for word in content.decode("latin-1").split('"') if len(word) >= 24}
     assert words, "there are secrets"
+    assert seen["secrets"] == [], "nobody may read them"
+    assert 1 <= len(seen["processes"]) < 8, "there are its own, and no worker that holds them"
     for where in ("environment", "arguments", "memory"):
         assert not any(word in seen[where] for word in words), where
+
+
+def test_an_agent_that_makes_sandboxes_runs_where_it_can(tmp_path: Path) -> None:
+    _, tensors = one_group(tmp_path, plays("makes_a_sandbox"), group_size=1)
+    np.testing.assert_array_equal(tensors["rewards"], [1.0])
+
+
+@pytest.mark.parametrize(("can_replay", "num_requests"), [(True, 3), (False, 5)])
+def test_turns_of_an_episode_whose_process_is_lost_are_made_once_where_it_can_be_played_again(
+    can_replay: bool, num_requests: int, tmp_path: Path, folder: Path
+) -> None:
+    rollout = plays("dies_once", episode={"can_replay": can_replay})
+    rig, tensors = one_group(tmp_path, rollout, group_size=1)
+    assert rig.server.num_requests == num_requests
+    made = [*ids_of("7"), EOS]
+    expected = [*ids_of("1+1="), *made, *ids_of("+"), *made, *ids_of("+"), *made]
+    np.testing.assert_array_equal(tensors["input_ids"], expected)
+    assert not rig.trial.turns_path.exists() or not list(rig.trial.turns_path.iterdir())
+
+
+def test_a_rollout_worker_goes_on_behind_the_turns_that_the_one_before_it_has_seen(
+    tmp_path: Path, folder: Path
+) -> None:
+    rollout = plays("waits_between", episode={"can_replay": True})
+    with RolloutRig(tmp_path, ["1+1="], rollout=rollout, group_size=1) as rig:
+        turns = TurnJournal(rig.trial.turns_path)
+        rig.run_until(lambda: turns.open("0:0", 0).num_turns == 2, "two turns")
+        (folder / "go").touch()
+        rig.run_until(lambda: len(rig.received) == 1, "the episode")
+        assert rig.server.num_requests == 3
+        np.testing.assert_array_equal(rig.tensors[0]["prompt_mask"].sum(), 6)
