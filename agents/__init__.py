@@ -5,6 +5,7 @@ rollout:
 """
 
 from corral.workers.agents.contract import (
+    Endpoint,
     Episode,
     EpisodeEndedError,
     JudgeError,
@@ -14,11 +15,13 @@ from corral.workers.agents.contract import (
     ToolCall,
     Turn,
 )
+from corral.workers.agents.program import program
 from corral.workers.agents.session import Session
 from corral.workers.agents.shipped import feedback, single_turn
 from corral.workers.agents.tools import tools
 
 __all__ = [
+    "Endpoint",
     "Episode",
     "EpisodeEndedError",
     "JudgeError",
@@ -29,6 +32,7 @@ __all__ = [
     "ToolCall",
     "Turn",
     "feedback",
+    "program",
     "single_turn",
     "tools",
 ]

@@ -73,8 +73,8 @@ def session_of(model: Script, folder: Path) -> Session:
     return Session(model, language, judge, TASK.prompt_ids)
 
 
-def test_there_are_three_files_and_each_is_short() -> None:
-    assert FILES.keys() == {"second_look", "lookup", "shortest"}
+def test_there_are_four_files_and_each_is_short() -> None:
+    assert FILES.keys() == {"second_look", "lookup", "shortest", "play"}
     assert all(len(text.splitlines()) < 30 for text in FILES.values())
 
 

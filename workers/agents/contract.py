@@ -39,6 +39,16 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where programs that speak OpenAI's API find the model, in this episode."""
+
+    base_url: str
+    """http://127.0.0.1:PORT/v1"""
+    api_key: str = field(repr=False)
+    """Of this episode; it opens nothing when the episode is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """What a model asks for."""
 

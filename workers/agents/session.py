@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from corral.workers.agents.contract import AsksOnError, EpisodeEndedError, Message, ToolCall, Turn, Words
+from corral.workers.agents.contract import AsksOnError, Endpoint, EpisodeEndedError, Message, ToolCall, Turn, Words
 
 _MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
@@ -139,6 +139,7 @@ class Session:
         conversation: Sequence[Message] | None = None,
         record: Record | None = None,
         behind: "dict[int, _Point] | None" = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         """
         Args:
@@ -146,12 +147,14 @@ class Session:
             conversation: the same as messages, if it is one.
             record: of the episode, if it has another session already.
             behind: the histories behind each turn of the episode, likewise.
+            endpoint: where others reach the model.
         """
         self._model, self._language, self._judge = model, language, judge
         self._history = list(history)
         self._conversation = None if conversation is None else list(conversation)
         self._record = record if record is not None else Record()
         self._behind = behind if behind is not None else {}
+        self._endpoint = endpoint
         self._last: Answered | None = None
         self._tools: Sequence[Mapping[str, Any]] = ()
 
@@ -159,6 +162,17 @@ class Session:
     def ids(self) -> Sequence[int]:
         """The history: everything that was said and made in it."""
         return tuple(self._history)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where a program of somebody else's speaks to the model: what it makes is of this episode, too.
+
+        Raises:
+            RuntimeError: if the agent is tried without one.
+        """
+        if self._endpoint is None:
+            raise RuntimeError("this session has no endpoint; a rollout worker's has")
+        return self._endpoint
 
     @property
     def record(self) -> Record:
@@ -269,6 +283,7 @@ class Session:
             conversation=point.conversation,
             record=self._record,
             behind=self._behind,
+            endpoint=self._endpoint,
         )
         branch._last, branch._tools = point.last, self._tools
         return branch

@@ -168,7 +168,7 @@ class AgentProcesses:
 
     Example:
         async with AgentProcesses(AgentProgram("my_agents:solve", ...), timeout_s=300.0, number=2) as processes:
-            done = await processes.play(task, endpoint=endpoint.address, key=key, judge=judge)
+            done = await processes.play(task, endpoint=address, key=key, judge=judge)
     """
 
     def __init__(self, program: Program, *, timeout_s: float, number: int) -> None:
@@ -198,12 +198,12 @@ class AgentProcesses:
         for process in self._processes:
             await process.end()
 
-    async def play(self, task: Mapping[str, Any], *, endpoint: str, key: str, judge: Judge) -> Done:
+    async def play(self, task: Mapping[str, Any], *, endpoint: Mapping[str, str], key: str, judge: Judge) -> Done:
         """What comes of one episode.
 
         Args:
             task: the fields of a `Task`.
-            endpoint: path of the model endpoint's Unix socket.
+            endpoint: the model's: `unix`, the path of its socket, and `url`.
             key: what opens it for this episode.
             judge: asks the trial's reward about a text.
 
@@ -216,7 +216,7 @@ class AgentProcesses:
         outcome: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         process.runs[number] = _Run(outcome, judge)
         try:
-            await process.say({"run": number, "task": dict(task), "endpoint": {"unix": endpoint}, "key": key})
+            await process.say({"run": number, "task": dict(task), "endpoint": dict(endpoint), "key": key})
             done = await outcome
         finally:
             if process.runs.pop(number, None) is not None and not process.is_ended:

@@ -180,7 +180,8 @@ class EpisodePlayer:
         task = {"fields": row.fields, "prompt": row.prompt, "prompt_ids": list(prompt_ids), "episode": number}
         key = self.endpoint.open_episode(session)
         try:
-            done = await self.processes.play(task, endpoint=self.socket_path, key=key, judge=judge)
+            address = {"unix": self.socket_path, "url": self.endpoint.url}
+            done = await self.processes.play(task, endpoint=address, key=key, judge=judge)
         finally:
             self.endpoint.close_episode(key)
         log = session.log

@@ -39,6 +39,7 @@ from corral.experiments.inputs.row_prompts import is_ids
 from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.agents.contract import (
+    Endpoint,
     EpisodeEndedError,
     JudgeError,
     Message,
@@ -192,15 +193,16 @@ class Host:
 
     async def _play(self, number: int, message: Mapping[str, Any]) -> None:
         """One episode, from its task to what came of it; a run that is cancelled has nobody who waits for it."""
-        task, path = Task(**message["task"]), message["endpoint"]["unix"]
+        task, path, key = Task(**message["task"]), message["endpoint"]["unix"], message["key"]
         http = self._http.setdefault(path, open_http(path)) if path not in self._http else self._http[path]
         run = AgentRun(self._setup.agent, timeout_s=self._setup.timeout_s)
         session = Session(
-            run.asks(HttpModel(http, message["key"])),
+            run.asks(HttpModel(http, key)),
             self._language,
             run.asks(partial(self._judge, number)),
             task.prompt_ids,
             conversation=_messages_of(task.prompt),
+            endpoint=Endpoint(message["endpoint"]["url"] + "/v1", key),
         )
         done = Done(number)
         try:

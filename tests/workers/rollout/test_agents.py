@@ -4,6 +4,7 @@ wrong costs their prompt, and nobody else."""
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corral.agents import Outcome
 from corral.experiments.exit_codes import WorkerExit
+from corral.workers.agents.program import outcome_of
 from corral.workers.data.answer_seed import answer_seed
 from corral.workers.rollout.turn_journal import TurnJournal
 from tests.workers.data.tiny_tokenizer import EOS, ids_of
@@ -254,3 +257,34 @@ def test_a_rollout_worker_goes_on_behind_the_turns_that_the_one_before_it_has_se
         rig.run_until(lambda: len(rig.received) == 1, "the episode")
         assert rig.server.num_requests == 3
         np.testing.assert_array_equal(rig.tensors[0]["prompt_mask"].sum(), 6)
+
+
+def test_a_program_that_knows_the_api_alone_plays_an_episode(tmp_path: Path) -> None:
+    """The one of docs/agents.md, with the client of OpenAI; it is told an address and a key, and nothing of a trial."""
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    (tmp_path / "play.py").write_text(page.partition("# play.py\n")[2].partition("```")[0])
+    settings = {"command": [sys.executable, str(tmp_path / "play.py")]}
+    rollout = {"agent": "corral.agents:program", "agent_settings": settings, "agent_processes": 1}
+    with RolloutRig(tmp_path, ["1+1="], rollout=rollout, fields=[{"answer": 7}]) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+    assert rig.outcomes() == {"0": "finished"}
+    np.testing.assert_array_equal(rig.tensors[0]["input_ids"], [*ids_of("1+1="), *ids_of("7"), EOS] * 2)
+    np.testing.assert_array_equal(rig.tensors[0]["rewards"], [1.0, 1.0])
+    assert rig.received[0].scalars["notes/characters"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "outcome"),
+    [
+        ("", None),
+        ("12", Outcome(12.0)),
+        ("1\n0.5\n", Outcome(0.5)),
+        ('{"reward": 1, "calls": 2, "why": "right"}', Outcome(1.0, metrics={"calls": 2.0})),
+        ('{"score": 1}', None),
+        ("1\nthe answer is 1", None),
+        ("NaN", None),
+        ('["1"]', None),
+    ],
+)
+def test_the_last_line_of_a_program_says_what_it_was_worth(output: str, outcome: Outcome | None) -> None:
+    assert outcome_of(output) == outcome
