@@ -8,7 +8,10 @@ from typing import Any
 
 import psutil
 
+from corral.workers.sandbox.base import needs_sandbox
 
+
+@needs_sandbox  # so that no curtain hides the evaluation from it
 def crash(problem: Mapping[str, Any], answer: str) -> float:
     """Ends the evaluation as a segmentation fault would: no exception, no clean-up."""
     host, evaluation, *_ = psutil.Process().parents()

@@ -245,6 +245,7 @@ def test_an_unreadable_payload_is_said_and_holds_nobody_up(as_role: AsRole, rece
         await put(sender, 8)
         sender.set_receivers({0: receiver.endpoint})
         await until(lambda: acked(sender) == 1, waiting_for="the readable record")
+        await until(lambda: len(verdicts) == 8, waiting_for="the others, which are read at the same time")
         assert sorted(verdicts) == [(header(index).uid, "unreadable") for index in range(8)]
 
     spool = MemorySpool()

@@ -41,7 +41,7 @@ def test_without_bubblewrap_or_with_an_old_one_it_says_what_to_install(
     monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
     tmp_path.chmod(0o755)
     for folder in tmp_path.parents:
-        if folder.stat().st_uid == os.getuid() and folder.name.startswith("pytest-"):
+        if folder.stat().st_uid == os.getuid() and folder.name.startswith(("pytest-", "popen-")):
             folder.chmod(0o755)
     reason = why_no_sandbox()
     assert reason.startswith("bubblewrap is too old (") and reason.endswith(

@@ -27,7 +27,7 @@ def last_in_mask(mask: Tensor, lengths: Sequence[int]) -> Tensor:
     """[n] int64: where the last True entry of each answer is, or its last entry if none is True; no answer is empty."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=mask.device)
     ends = counts.cumsum(0)
-    places = torch.cat([counts.new_full((1,), -1), mask.nonzero().squeeze(1)])
+    places = torch.cat([torch.full((1,), -1, dtype=counts.dtype, device=counts.device), mask.nonzero().squeeze(1)])
     last = places[torch.searchsorted(places, ends) - 1]
     return torch.where(last < ends - counts, ends - 1, last)
 
