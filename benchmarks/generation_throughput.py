@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from corral.experiments.config.rollout import SglangConfig
-from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
+from corral.experiments.inputs.other_pythons import sglang_python, sglang_version
 from corral.workers.engine.engine import DTYPES, GenerationEngine
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams

@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 
 from corral.experiments.config.rollout import EngineConfig, SglangConfig
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import ServerAccess

@@ -34,8 +34,8 @@ from corral.experiments.config.rollout import (
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.environment_tasks import FoundEnvironment, environment_python, find_environment
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.environment_tasks import FoundEnvironment, find_environment
+from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (

@@ -78,9 +78,7 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
         key.name: key
         for key in (
             Key("input_ids", "per_token", "int32"),
-            Key(
-                "prompt_mask", "per_token", "bool"
-            ),  # True on tokens that were given, not made: the prompt, tools' outputs
+            Key("prompt_mask", "per_token", "bool"),  # True on tokens that were given: the prompt, tools' outputs
             Key("old_logprobs", "per_shifted_token", "float32"),  # of the behaviour policy; 0 on given tokens
             Key("versions", "per_shifted_token", "int32"),  # policy version that made the token; -1 on given tokens
             Key("logprobs", "per_shifted_token", "float32"),  # an inference call's output, before it is renamed

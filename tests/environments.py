@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.config.environment import EnvironmentConfig
-from corral.experiments.inputs.environment_tasks import environment_python
+from corral.experiments.inputs.other_pythons import environment_python
 from tests.workers.data.tiny_tokenizer import write_tokenizer
 
 PACKAGES = Path(__file__).parent / "environment_packages"

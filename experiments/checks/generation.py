@@ -17,7 +17,7 @@ from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, model_type
 from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
-from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
+from corral.experiments.inputs.other_pythons import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
 
 BUILT_GENERATION_BACKENDS = ("hf", "sglang")

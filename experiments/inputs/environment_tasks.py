@@ -3,13 +3,12 @@
     EnvironmentConfig ──► host.py list ──► what it is, a row a task ──► FoundEnvironment ──► tasks.jsonl of the trial
 
 From then on tasks are rows as those of any dataset: their order, and which of them a commit covers, follow from their
-ids. The Python cannot be corral's own: what environments need pins other versions of what corral needs.
+ids.
 """
 
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.environment import EnvironmentConfig
+from corral.experiments.inputs.other_pythons import environment_python, verifiers_version
 
-_TIMEOUT_S = 60.0  # an interpreter on a cold network file system
-_ASK = "import importlib.metadata; print(importlib.metadata.version('verifiers'))"
-_REMEDY = "`make environments` installs it, or set rollout.environment.python to a Python that has it"
 _HOST = Path(__file__).parents[2] / "workers" / "environments" / "host.py"
 
 
@@ -34,28 +31,6 @@ class FoundEnvironment:
     """Versions of what it is made of, by name."""
     sha256: str
     """Digest of its own source."""
-
-
-def environment_python(config: EnvironmentConfig) -> Path:
-    """The interpreter that environments run in."""
-    return config.python or Path(sys.prefix).parent / ".venv-environments" / "bin" / "python"
-
-
-def verifiers_version(python: Path) -> str:
-    """The version of verifiers that an interpreter has.
-
-    Raises:
-        ValueError: if there is none, with the way to get one after a semicolon.
-    """
-    try:
-        done = subprocess.run(
-            [str(python), "-c", _ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"there is no verifiers: {python} cannot be run ({error}); {_REMEDY}") from error
-    if done.returncode:
-        raise ValueError(f"there is no verifiers: {python} does not have it installed; {_REMEDY}")
-    return done.stdout.strip()
 
 
 def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: str) -> list[str]:

@@ -19,8 +19,7 @@ from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.environment_tasks import environment_python, verifiers_version
-from corral.experiments.inputs.sglang_environment import sglang_python, sglang_version
+from corral.experiments.inputs.other_pythons import environment_python, sglang_python, sglang_version, verifiers_version
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
 from corral.launcher.doctor.judge import (
     Finding,

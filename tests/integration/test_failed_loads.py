@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.config.rollout import SglangConfig
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.weights import weights_name
 from tests.integration.evidence import (

@@ -39,8 +39,6 @@ class EpisodeSession:
     """From now to the end of the last answer."""
     journal: EpisodeJournal | None = None
     """Of an agent that does the same on the same answers: turns that it has had before are not made again."""
-    num_replayed: int = 0
-    """Tokens that were in the journal."""
     log: EpisodeLog = field(init=False)
     ended: EndReason = ""
     """The limit that it has come to."""
@@ -81,7 +79,6 @@ class EpisodeSession:
         stops = [*request.stop, *map(str, request.stop_token_ids)]
         question = question_of(turn.prompt_ids, sampling, stops) if self.journal else b""
         if self.journal is not None and self.journal.take(question, turn.answer):
-            self.num_replayed += len(turn.answer.output_ids)
             return
         await self.client.complete(
             self.uid,

@@ -84,6 +84,8 @@ class GroupMaker:
             episodes = await self.attempt(uid, row, order=order)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
+            if self.player is not None:
+                self.player.forget(uid)
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
             if self._failed_in_a_row >= min(_MAX_FAILED_IN_A_ROW, self.num_prompts):
                 raise self._all_fail(

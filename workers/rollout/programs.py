@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.environment_tasks import environment_python, host_command, host_settings
+from corral.experiments.inputs.environment_tasks import host_command, host_settings
+from corral.experiments.inputs.other_pythons import environment_python
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.environments.confinement import Confinement
 from corral.workers.sandbox.curtain import Curtain

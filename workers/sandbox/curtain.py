@@ -52,6 +52,8 @@ class Curtain:
 
 def draw_curtain(hidden: Sequence[Path]) -> Curtain:
     """One that hides these folders, tried out; where this machine cannot, the log says why, and nothing is hidden."""
+    if not hidden:
+        return Curtain()
     curtain = Curtain(shutil.which("bwrap") or "", tuple(hidden))
     reason = "there is no bwrap in the PATH; install the package bubblewrap" if not curtain.program else _try(curtain)
     if not reason:

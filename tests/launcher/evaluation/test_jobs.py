@@ -15,7 +15,7 @@ from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, read_result, result_path
 from corral.launcher.evaluation import status

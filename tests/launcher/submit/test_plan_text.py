@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import display_path
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import GenerationServerSpec

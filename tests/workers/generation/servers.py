@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 
 from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, UpdateMode, WeightsConfig
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import GenerationBackend, ServerAccess

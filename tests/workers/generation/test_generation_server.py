@@ -18,7 +18,7 @@ import pytest
 
 from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.inputs.sglang_environment import sglang_python
+from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks

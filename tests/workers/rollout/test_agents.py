@@ -246,6 +246,15 @@ def test_turns_of_an_episode_whose_process_is_lost_are_made_once_where_it_can_be
     assert not rig.trial.turns_path.exists() or not list(rig.trial.turns_path.iterdir())
 
 
+def test_no_turn_is_kept_of_a_prompt_that_is_dropped(tmp_path: Path, folder: Path) -> None:
+    rollout = plays("fails_at_first", episode={"can_replay": True})
+    with RolloutRig(tmp_path, ["1+1=", "1+2="], rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 2, "two prompts")
+        kept = list(rig.trial.turns_path.iterdir())
+    assert [outcome.partition(":")[0] for outcome in sorted(rig.outcomes().values())] == ["agent_error", "finished"]
+    assert not kept
+
+
 def test_a_rollout_worker_goes_on_behind_the_turns_that_the_one_before_it_has_seen(
     tmp_path: Path, folder: Path
 ) -> None:
