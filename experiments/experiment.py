@@ -36,9 +36,9 @@ from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, Eval
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
-from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.users_code import Declared, users_paths
 from corral.experiments.inputs.users_process import ask_keys
+from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.trial.directory import validate_name
 from corral.experiments.worker_specs import (
     DatasetSpec,

@@ -27,9 +27,9 @@ from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
+from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
 from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key
 from corral.scheduling.model_function_call import (

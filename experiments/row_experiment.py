@@ -7,8 +7,8 @@ Workers: the master and the model workers; the latter read the rows themselves.
 """
 
 from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length
+from corral.experiments.prompts.length_limits import LengthLimits
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 
 ROW_KEYS = ("input_ids", "prompt_mask")

@@ -23,8 +23,8 @@ from corral.agents import (
     single_turn,
     tools,
 )
-from corral.experiments.inputs.chat import ChatRenderer
-from corral.experiments.inputs.tokens import load_tokenizer
+from corral.experiments.prompts.chat import ChatRenderer
+from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
 from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Reply

@@ -71,6 +71,8 @@ RANKS: dict[str, list[set[str]]] = {
     "experiments": [
         {"config", "exit_codes"},
         {"errors", "worker_specs"},
+        {"regular_file"},
+        {"prompts"},
         {"inputs", "trial"},
         {"checks", "host_memory"},
         {"loading"},

@@ -8,9 +8,9 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowK
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, dotted, split_remedy
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.length_limits import LengthLimits
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
+from corral.experiments.prompts.length_limits import LengthLimits
 from corral.scheduling.mesh import Mesh
 
 MODEL_CONTEXT = "the model's max_position_embeddings"

@@ -15,9 +15,9 @@ import msgspec
 
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.errors import ConfigError, ConfigProblem, closest, display_path, show_value
-from corral.experiments.inputs.messages import ToolSchema, check_tools, plain_messages
-from corral.experiments.inputs.regular_file import open_regular
-from corral.experiments.inputs.row_prompts import Prompt, is_ids
+from corral.experiments.prompts.messages import ToolSchema, check_tools, plain_messages
+from corral.experiments.prompts.row_prompts import Prompt, is_ids
+from corral.experiments.regular_file import open_regular
 from corral.experiments.worker_specs import DatasetSpec
 from corral.scheduling.worker_information import fold_numbers
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from corral.experiments.errors import ConfigProblem, display_path, show_value
-from corral.experiments.inputs.regular_file import open_regular, read_regular
-from corral.experiments.inputs.tokens import eos_token_ids
+from corral.experiments.prompts.tokens import eos_token_ids
+from corral.experiments.regular_file import open_regular, read_regular
 from corral.scheduling.packing import TransformerShape
 
 _LFS_BEGINNING = b"version https://git-lfs"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, display_path, dotted, shorten, split_remedy
-from corral.experiments.inputs.regular_file import open_regular
+from corral.experiments.regular_file import open_regular
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20  # mappings and lists inside each other; the schema needs five

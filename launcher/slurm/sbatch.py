@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.regular_file import read_regular
 from corral.experiments.plan import RunPlan
+from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name

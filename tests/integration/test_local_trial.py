@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from corral.experiments.inputs.tokens import encode_prompt, eos_token_ids, load_tokenizer
+from corral.experiments.prompts.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.trial.evaluation import read_result, result_path
 from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (

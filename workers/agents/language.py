@@ -9,9 +9,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from corral.experiments.inputs.chat import ChatRenderer
-from corral.experiments.inputs.row_prompts import is_ids
-from corral.experiments.inputs.tokens import encode_answer, encode_prompt
+from corral.experiments.prompts.chat import ChatRenderer
+from corral.experiments.prompts.row_prompts import is_ids
+from corral.experiments.prompts.tokens import encode_answer, encode_prompt
 from corral.workers.agents.contract import Message, ToolCall, Words
 from corral.workers.agents.session import Answered, Said
 

@@ -12,7 +12,7 @@ import msgspec
 
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
-from corral.experiments.inputs.regular_file import open_regular
+from corral.experiments.regular_file import open_regular
 from corral.experiments.worker_specs import DatasetSpec
 from corral.scheduling.worker_information import unfold_numbers
 

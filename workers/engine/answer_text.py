@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from corral.experiments.inputs.tokens import load_tokenizer
+from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.engine.requests import FinishReason, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,

@@ -14,8 +14,8 @@ from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.row_prompts import PromptEncoder
-from corral.experiments.inputs.tokens import eos_token_ids
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from corral.experiments.inputs.row_prompts import PromptEncoder
-from corral.experiments.inputs.tokens import eos_token_ids
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust

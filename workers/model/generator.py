@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.row_prompts import PromptEncoder
-from corral.experiments.inputs.tokens import eos_token_ids
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.experiments.inputs.row_prompts import PromptEncoder
-from corral.experiments.inputs.tokens import encode_answer, end_of_answer_id
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.tokens import encode_answer, end_of_answer_id
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec
 from corral.workers.data.prompts import is_held_out, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.experiments.inputs.chat import ChatRenderer
-from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
+from corral.experiments.prompts.chat import ChatRenderer
+from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages
 from corral.workers.episodes.log import Turn
 
 _FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of those that say something

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from corral.experiments.inputs.chat import ChatRenderer
-from corral.experiments.inputs.row_prompts import is_ids
-from corral.experiments.inputs.tokens import encode_prompt
+from corral.experiments.prompts.chat import ChatRenderer
+from corral.experiments.prompts.row_prompts import is_ids
+from corral.experiments.prompts.tokens import encode_prompt
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.model_endpoint.conversations import Conversations

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from corral.experiments.inputs.messages import ToolSchema, check_tools
-from corral.experiments.inputs.row_prompts import is_ids
+from corral.experiments.prompts.messages import ToolSchema, check_tools
+from corral.experiments.prompts.row_prompts import is_ids
 from corral.workers.episodes.turn_request import EndReason
 
 

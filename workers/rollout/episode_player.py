@@ -16,9 +16,9 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.chat import find_renderer
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.prompts.chat import find_renderer
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.trajectories import JudgedEpisode

@@ -20,7 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import FILTERED

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.inputs.dataset_file import DatasetRow
-from corral.experiments.inputs.row_prompts import PromptEncoder
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
 from corral.workers.data.prompts import RowsById
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem

@@ -23,8 +23,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from corral.experiments.inputs.row_prompts import PromptEncoder
-from corral.experiments.inputs.tokens import eos_token_ids
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger

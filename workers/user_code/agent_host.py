@@ -34,9 +34,9 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from corral.experiments.inputs.chat import find_renderer
-from corral.experiments.inputs.row_prompts import is_ids
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.chat import find_renderer
+from corral.experiments.prompts.row_prompts import is_ids
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.agents.contract import (
     Endpoint,

@@ -9,8 +9,8 @@ import pytest
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.row_prompts import PromptEncoder
 from corral.experiments.plan import RunPlan
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
 from corral.workers.data.prompts import load_planned_rows, load_row_ids

@@ -8,8 +8,8 @@ import pytest
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.length_limits import LengthLimits
-from corral.experiments.inputs.tokens import end_of_answer_id, eos_token_ids, load_tokenizer
+from corral.experiments.prompts.length_limits import LengthLimits
+from corral.experiments.prompts.tokens import end_of_answer_id, eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import DatasetSpec
 from corral.workers.model.samples import RowLoader
 from tests.workers.data.tiny_tokenizer import BOS, EOS, PAD, ids_of, write_tokenizer

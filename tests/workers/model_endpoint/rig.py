@@ -15,8 +15,8 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from corral.experiments.config.rollout import SamplingConfig
-from corral.experiments.inputs.chat import ChatRenderer, find_renderer
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.chat import ChatRenderer, find_renderer
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient, Setback

@@ -25,8 +25,8 @@ from aiohttp import web
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.inputs.dataset_file import DatasetReader
-from corral.experiments.inputs.row_prompts import Prompt
 from corral.experiments.plan import RunPlan
+from corral.experiments.prompts.row_prompts import Prompt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust

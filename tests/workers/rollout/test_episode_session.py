@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.config.rollout import SamplingConfig
-from corral.experiments.inputs.tokens import load_tokenizer
+from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.turn_request import EpisodeEndedError, TurnRequest

@@ -5,9 +5,9 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from corral.experiments.inputs.messages import ToolSchema
-from corral.experiments.inputs.row_prompts import Prompt, PromptEncoder
-from corral.experiments.inputs.tokens import encode_answer
+from corral.experiments.prompts.messages import ToolSchema
+from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
+from corral.experiments.prompts.tokens import encode_answer
 
 _SPECIAL_TOKENS = 4  # no tokenizer puts more around a text
 

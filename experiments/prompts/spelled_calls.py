@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.experiments.inputs.messages import ToolSchema
-from corral.experiments.inputs.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall
+from corral.experiments.prompts.messages import ToolSchema
+from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall
 
 _NAME = r"([^\s<>\[\]{}\"'|=]+)"
 

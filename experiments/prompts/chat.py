@@ -19,9 +19,9 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ASKED, ChatTemplate, has_template
-from corral.experiments.inputs.messages import Message, ToolSchema, plain_messages
-from corral.experiments.inputs.template_probes import (
+from corral.experiments.prompts.chat_template import ASKED, ChatTemplate, has_template
+from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages
+from corral.experiments.prompts.template_probes import (
     SAID,
     THOUGHT,
     ToolCallForm,
@@ -30,8 +30,8 @@ from corral.experiments.inputs.template_probes import (
     stand_in_for,
     tool_call_form,
 )
-from corral.experiments.inputs.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.inputs.tool_calls import FoundCall
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.tool_calls import FoundCall
 
 
 @dataclass(frozen=True, slots=True)

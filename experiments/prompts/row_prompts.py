@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from corral.experiments.inputs.messages import Message, ToolSchema
-from corral.experiments.inputs.tokens import encode_prompt, load_tokenizer
+from corral.experiments.prompts.messages import Message, ToolSchema
+from corral.experiments.prompts.tokens import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
-    from corral.experiments.inputs.chat import ChatRenderer
+    from corral.experiments.prompts.chat import ChatRenderer
 
 Prompt = str | Sequence[Message] | Sequence[int]
 
@@ -37,7 +37,7 @@ class PromptEncoder:
 
     @cached_property
     def chat(self) -> "ChatRenderer":
-        from corral.experiments.inputs.chat import ChatRenderer  # only who renders messages pays for Jinja
+        from corral.experiments.prompts.chat import ChatRenderer  # only who renders messages pays for Jinja
 
         return ChatRenderer.of_model(self.directory, self.tokenizer)
 

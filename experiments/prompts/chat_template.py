@@ -20,9 +20,9 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from corral.experiments.inputs.messages import Message, ToolSchema, with_text_arguments
-from corral.experiments.inputs.regular_file import read_regular
-from corral.experiments.inputs.tool_calls import PROBE
+from corral.experiments.prompts.messages import Message, ToolSchema, with_text_arguments
+from corral.experiments.prompts.tool_calls import PROBE
+from corral.experiments.regular_file import read_regular
 
 ASKED = {"role": "user", "content": "q"}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

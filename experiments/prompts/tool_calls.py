@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corral.experiments.inputs.messages import ToolSchema
+from corral.experiments.prompts.messages import ToolSchema
 
 PROBED_NAME, PROBED_ARGUMENTS = "probed_function", {"probed_key": "probed_value"}
 _CALL = {"id": "123456789", "type": "function", "function": {"name": PROBED_NAME, "arguments": PROBED_ARGUMENTS}}

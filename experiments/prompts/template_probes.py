@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from corral.experiments.inputs.chat_template import ASKED, ChatTemplate
-from corral.experiments.inputs.spelled_calls import SpelledCallForm, spelled_form_in
-from corral.experiments.inputs.tool_calls import PROBE, JsonCallForm, json_form_in
+from corral.experiments.prompts.chat_template import ASKED, ChatTemplate
+from corral.experiments.prompts.spelled_calls import SpelledCallForm, spelled_form_in
+from corral.experiments.prompts.tool_calls import PROBE, JsonCallForm, json_form_in
 
 ToolCallForm = JsonCallForm | SpelledCallForm
 SAID, THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from corral.experiments.inputs.chat import ChatRenderer, ToolCall
+from corral.experiments.prompts.chat import ChatRenderer, ToolCall
 from tests.chat_models import ADD, CHARACTERS, ENDS, TEMPLATES, ids_of, write_chat_tokenizer
 
 RENDERERS: dict[str, ChatRenderer] = {}

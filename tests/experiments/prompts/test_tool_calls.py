@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.inputs.spelled_calls import spelled_form_in
-from corral.experiments.inputs.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall, json_form_in
+from corral.experiments.prompts.spelled_calls import spelled_form_in
+from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall, json_form_in
 
 Write = Callable[[int, str, dict[str, Any]], str]
 """(place among the calls of an answer, name, arguments) -> text"""

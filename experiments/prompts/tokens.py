@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.experiments.inputs.regular_file import read_regular
+from corral.experiments.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
