@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,9 +231,11 @@ def test_the_components_of_our_own_job_end_with_it(attempt: Attempt) -> None:
 def test_a_controller_that_is_away_at_the_end_is_waited_for_but_not_for_ever(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(continuation, "_SWEEP_INTERVAL_S", 0.05)
+    pauses: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)  # time passes in pauses only
+    monkeypatch.setattr(continuation, "time", clock)
+    monkeypatch.setattr(continuation, "_SWEEP_INTERVAL_S", 5.0)
     attempt.slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     attempt.continuation.sweep()
-    assert len(attempt.slurm.calls("squeue")) > 1
+    assert len(attempt.slurm.calls("squeue")) == 4 and pauses == [5.0] * 3
     assert "Unable to contact" in attempt.events("jobs_left")[0]["cause"]
