@@ -45,7 +45,7 @@ class GenerationEngine(ContinuousBatch):
         engine = GenerationEngine(Path("models/qwen2-tiny"), version="1.0")
         request = GenerationRequest(request_id="a", prompt=(5, 6, 7), sampling=SamplingParams(max_new_tokens=16))
         [output] = engine.generate([request])     # output.output_ids, .output_logprobs, .weight_versions
-        engine.update_weights(Path("weights/v1"), version="1.1")
+        engine.apply_weights(engine.stage_weights(Path("weights/v1")), version="1.1")
     """
 
     def __init__(
@@ -137,14 +137,6 @@ class GenerationEngine(ContinuousBatch):
         self.model_directory = staged.directory
         self.version = version
         return before
-
-    def update_weights(self, directory: Path, *, version: str) -> None:
-        """Stage and apply in one go.
-
-        Raises:
-            WeightsRejectedError: the old weights and version are still in place.
-        """
-        self.apply_weights(self.stage_weights(directory), version=version)
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.Module, frozenset[int]]:

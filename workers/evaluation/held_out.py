@@ -48,25 +48,24 @@ class HeldOutProblems:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def put_to(self, model: nn.Module, part: slice = slice(None), *, batch_size: int) -> dict[str, float]:
-        """Sums over the answers to a part of the problems, `batch_size` of them at a time."""
+    def put_to(self, model: nn.Module, *, batch_size: int) -> dict[str, float]:
+        """Sums over the answers to the problems, `batch_size` of them at a time."""
         outputs = generate_greedily(
             model,
-            self._prompts[part],
+            self._prompts,
             max_new_tokens=self._max_new_tokens,
             stop_token_ids=self._stop_token_ids,
             batch_size=batch_size,
         )
-        rewards = asyncio.run(self._judge_all(self._rows[part], outputs))
+        rewards = asyncio.run(self._judge_all(outputs))
         by_problem = (sums_of(reward, [len(output)]) for reward, output in zip(rewards, outputs, strict=True))
         return functools.reduce(added, by_problem, dict.fromkeys(sums_of([], []), 0.0))
 
-    async def _judge_all(self, rows: Sequence[DatasetRow], outputs: Sequence[list[int]]) -> list[list[float]]:
+    async def _judge_all(self, outputs: Sequence[list[int]]) -> list[list[float]]:
         """The reward of each answer, none where the reward function failed on every try."""
         async with asyncio.TaskGroup() as tasks:
-            judging = [
-                tasks.create_task(self._reward_of(row, output)) for row, output in zip(rows, outputs, strict=True)
-            ]
+            pairs = zip(self._rows, outputs, strict=True)
+            judging = [tasks.create_task(self._reward_of(row, output)) for row, output in pairs]
         return [task.result() for task in judging]
 
     async def _reward_of(self, row: DatasetRow, output: list[int]) -> list[float]:

@@ -304,7 +304,7 @@ def run_across_an_update(engine: GenerationEngine, mode: UpdateMode, new_weights
         engine.step()
     outputs = {output.request_id: output for output in engine.pause(mode)}
     assert engine.step() == []
-    engine.update_weights(new_weights, version="1.1")
+    engine.apply_weights(engine.stage_weights(new_weights), version="1.1")
     engine.resume()
     return outputs | finish(engine)
 

@@ -126,7 +126,7 @@ def test_after_many_updates_an_int8_maker_is_bit_for_bit_one_that_started_with_t
     before = sampled(updated)
     for _ in range(3):
         for directory in directories:
-            updated.update_weights(directory, version=directory.name)
+            updated.apply_weights(updated.stage_weights(directory), version=directory.name)
     fresh = sampled(GenerationEngine(directories[1], quantization="int8", dtype=dtype))
     assert sampled(updated) == fresh
     assert fresh != before

@@ -86,7 +86,7 @@ def test_an_answer_that_newer_weights_read_again_keeps_the_experts_of_those_that
     for _ in range(8):
         assert not engine.step()
     engine.pause("retract")
-    engine.update_weights(directories[1], version="1.1")
+    engine.apply_weights(engine.stage_weights(directories[1]), version="1.1")
     engine.resume()
     outputs = []
     while engine.has_work:
@@ -125,7 +125,7 @@ def test_a_rounded_mixture_answers_nearly_alike(directories: list[Path], dtype: 
 
 def test_new_weights_come_from_files_with_the_experts_one_by_one(directories: list[Path]) -> None:
     engine = GenerationEngine(directories[0])
-    engine.update_weights(directories[1], version="1.1")
+    engine.apply_weights(engine.stage_weights(directories[1]), version="1.1")
     [output] = engine.generate([request("a", PROMPTS[1], sampling_seed=1)])
     expected = reference_logprobs(load_reference(directories[1]), PROMPTS[1], output.output_ids)
     torch.testing.assert_close(torch.tensor(output.output_logprobs), expected, atol=1e-4, rtol=0)

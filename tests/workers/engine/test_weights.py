@@ -41,7 +41,7 @@ def greedy(engine: GenerationEngine) -> list[int]:
 
 def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_directory: Path) -> None:
     engine = GenerationEngine(old_directory, version="1.0")
-    engine.update_weights(new_directory, version="1.1")
+    engine.apply_weights(engine.stage_weights(new_directory), version="1.1")
     assert greedy(engine) == reference_greedy(load_reference(new_directory), REQUEST.prompt, max_new_tokens=12)
     assert engine.version == "1.1"
 
@@ -53,7 +53,7 @@ def test_an_update_also_renews_the_copies_of_the_weights(intermediate_size: int,
     )
     engine = GenerationEngine(old)
     for directory in (old, new):
-        engine.update_weights(directory, version="1.1")
+        engine.apply_weights(engine.stage_weights(directory), version="1.1")
         prompts = [(index, index + 1) for index in range(8)]
         outputs = engine.generate(replace(REQUEST, request_id=str(prompt), prompt=prompt) for prompt in prompts)
         reference = load_reference(directory)
@@ -79,13 +79,13 @@ def test_weights_in_several_files_are_read_through_their_index(old_directory: Pa
     sharded = save_tiny_model(tmp_path / "sharded", seed=1, max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
     engine = GenerationEngine(old_directory)
-    engine.update_weights(sharded, version="1.1")
+    engine.apply_weights(engine.stage_weights(sharded), version="1.1")
     assert greedy(engine) == reference_greedy(load_reference(sharded), REQUEST.prompt, max_new_tokens=12)
 
 
 def test_weights_of_another_precision_are_converted_as_at_start_up(old_directory: Path, new_directory: Path) -> None:
     engine = GenerationEngine(old_directory, dtype="bfloat16")
-    engine.update_weights(new_directory, version="1.1")
+    engine.apply_weights(engine.stage_weights(new_directory), version="1.1")
     assert greedy(engine) == greedy(GenerationEngine(new_directory, dtype="bfloat16"))
 
 
@@ -102,10 +102,10 @@ def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path) -> None:
         save_file(tensors, copy / "model.safetensors")
         return copy
 
-    engine.update_weights(store_head(0), version="1.1")
+    engine.apply_weights(engine.stage_weights(store_head(0)), version="1.1")
     assert greedy(engine) == before
     with pytest.raises(WeightsRejectedError, match="ties lm_head.weight to its embedding, but the file's two differ"):
-        engine.update_weights(store_head(0.5), version="1.2")
+        engine.apply_weights(engine.stage_weights(store_head(0.5)), version="1.2")
 
 
 def remove_norm(tensors: dict[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsRejectedError, match=message):
-        engine.update_weights(tmp_path, version="1.1")
+        engine.apply_weights(engine.stage_weights(tmp_path), version="1.1")
     assert greedy(engine) == before
     assert engine.version == "1.0"
 
@@ -159,14 +159,14 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
 def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
     engine = GenerationEngine(old_directory)
     with pytest.raises(WeightsRejectedError, match="could not be read"):
-        engine.update_weights(tmp_path / "absent", version="1.1")
+        engine.apply_weights(engine.stage_weights(tmp_path / "absent"), version="1.1")
     content = (new_directory / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsRejectedError, match="could not be read"):
-        engine.update_weights(tmp_path, version="1.1")
+        engine.apply_weights(engine.stage_weights(tmp_path), version="1.1")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(WeightsRejectedError, match="'../model.safetensors', which is no plain file name"):
-        engine.update_weights(tmp_path, version="1.1")
+        engine.apply_weights(engine.stage_weights(tmp_path), version="1.1")
 
 
 def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
