@@ -100,12 +100,12 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         )
 
     def _start(self, peer: Peer, message: Message[RequestT]) -> None:
+        answer: msgspec.Struct | Awaitable[msgspec.Struct] | Exception
         try:
             answer = self._handler(peer, message.body)
-        except Exception as error:  # whatever it is, the client asked and must hear it
-            self._fail(message.request_id, error)
-            return
-        if isinstance(answer, msgspec.Struct):
+        except Exception as error:
+            answer = error
+        if isinstance(answer, msgspec.Struct | Exception):
             self._reply(message.request_id, answer)
             return
         later = asyncio.ensure_future(answer)
@@ -114,25 +114,19 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
 
     def _handle_answer(self, request_id: str, answer: "asyncio.Future[msgspec.Struct]") -> None:
         self._unanswered.discard(answer)
-        if answer.cancelled():
-            return
-        if (error := answer.exception()) is not None:
-            self._fail(request_id, error)
-        else:
-            self._reply(request_id, answer.result())
+        if not answer.cancelled():
+            self._reply(request_id, answer.exception() or answer.result())
 
-    def _reply(self, request_id: str, reply: msgspec.Struct) -> None:
+    def _reply(self, request_id: str, reply: msgspec.Struct | BaseException) -> None:
         try:
+            if isinstance(reply, BaseException):
+                raise reply
             frames = self._codec.encode(reply, epoch=0, request_id=request_id)
-        except Exception as error:
-            self._fail(request_id, error)
-            return
+        except Exception as error:  # whatever it is, the client asked and must hear it
+            logger.exception("the %s handler failed", self._purpose)
+            frames = self._codec.encode(error_reply(error), epoch=0, request_id=request_id)
         self._replies.finish(request_id, frames)
         self._send(request_id, frames)
-
-    def _fail(self, request_id: str, error: BaseException) -> None:
-        logger.error("the %s handler failed", self._purpose, exc_info=error)
-        self._reply(request_id, error_reply(error))
 
     def _send(self, request_id: str, frames: list[Buffer]) -> None:
         identity = self._identity_by_request_id.pop(request_id)
