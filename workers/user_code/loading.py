@@ -88,10 +88,9 @@ def configured(found: Any, settings: Mapping[str, Any], *, key: str) -> Any:
     try:
         return found(**settings)
     except ValidationError as error:
+        fields: tuple[str, ...] = tuple(getattr(found, "model_fields", ()))
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(
-            f"{key}: {wrong}; {found.__name__} has {', '.join(getattr(found, 'model_fields', ())) or 'none'}"
-        ) from error
+        raise ValueError(f"{key}: {wrong}; {found.__name__} has {', '.join(fields) or 'no fields'}") from error
 
 
 def built_in_or_loaded(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
