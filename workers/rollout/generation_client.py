@@ -261,6 +261,7 @@ class GenerationClient:
                 "temperature": group.sampling.temperature,
                 "top_p": group.sampling.top_p,
                 "top_k": group.sampling.top_k,
+                "min_p": group.sampling.min_p,
                 "stop_token_ids": list(self.stop_token_ids),
                 "max_new_tokens": answer.remaining,
                 "sampling_seed": answer.sampling_seed,
