@@ -31,9 +31,9 @@ from corral.experiments.config.rollout import (
     SglangConfig,
     WeightsConfig,
 )
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.environment_tasks import FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
@@ -83,11 +83,11 @@ class AsyncPPOExperiment(PolicyExperiment):
         Raises:
             ConfigError: if it cannot be loaded.
         """
-        return self._find(lists=self.dataset.path is None, held_out=False)
+        return self._find(lists=not self.dataset.is_named, held_out=False)
 
     @cached_property
     def _held_out(self) -> FoundEnvironment | None:
-        if self.evaluation is None or self.evaluation.dataset.path is not None:
+        if self.evaluation is None or self.evaluation.dataset.is_named:
             return None
         return self._find(lists=True, held_out=True)
 
@@ -117,7 +117,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if self.evaluation is not None and "evaluation.dataset" in listed:
             rows = self.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
             changes["evaluation"] = self.evaluation.model_copy(update={"dataset": rows})
-        return self.model_copy(update=changes)
+        return super().placed_in(directory).model_copy(update=changes)
 
     @property
     def writes_deltas(self) -> bool:
