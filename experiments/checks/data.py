@@ -1,9 +1,8 @@
 """Checks of rows, batches and models: what the files hold, and whether lengths and vocabularies go together."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
@@ -24,7 +23,7 @@ class CheckedDataset:
     num_rows: int | None
     """Rows that can be used; None if it is broken."""
     problems: list[ConfigProblem]
-    too_long: Mapping[str, Sequence[int]] = MappingProxyType({})
+    too_long: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Numbers of rows that are longer than they may be, by source; empty where not every row was looked at."""
     warnings: tuple[str, ...] = ()
     """What has to be known of rows that are too long, and of those that were not looked at."""

@@ -74,24 +74,21 @@ class Source:
         Raises:
             PlacedError: if one can have no name, or has that of another one.
         """
-        key, wanted, found = self.config.columns.id, self.numbers, dict[str, int]()
-        before = f"{self.name}/" if self.name else ""
-        given = self.rows.column(key)
-        for number in range(wanted.stop):
-            try:
-                value = next(given)
-                if value == () or number < wanted.start or number in self.left_out:
+        key, wanted, left_out, found = self.config.columns.id, self.numbers, self.left_out, dict[str, int]()
+        before, number = f"{self.name}/" if self.name else "", -1
+        try:
+            for number, value in enumerate(islice(self.rows.column(key), wanted.stop)):
+                if value == () or number < wanted.start or number in left_out:
                     continue
-                row_id = row_id_of(value, number, key)
-            except RowError as error:
-                raise PlacedError(f"{self.rows.place(number)}: {error.rule}", error.hint) from error
-            except (ValueError, RecursionError) as error:
-                raise PlacedError(f"{self.rows.place(number)}: row is not JSON: {error}", _ONE_A_LINE) from error
-            first = found.setdefault(before + row_id, number)
-            if first != number:
-                hint = f"every {key!r} must be unique; a row without it is known by its number, from 0"
-                other = f"{key!r} {row_id!r} is also that of {self.rows.place(first)}"
-                raise PlacedError(f"{self.rows.place(number)}: {other}", hint)
+                row_id = before + row_id_of(value, number, key)
+                if (first := found.setdefault(row_id, number)) != number:
+                    hint = f"every {key!r} must be unique; a row without it is known by its number, from 0"
+                    raise RowError(f"{key!r} {value!r} is also that of {self.rows.place(first)}", hint)
+        except RowError as error:
+            raise PlacedError(f"{self.rows.place(number)}: {error.rule}", error.hint) from error
+        except (ValueError, RecursionError) as error:
+            # It is the next one that could not be read.
+            raise PlacedError(f"{self.rows.place(number + 1)}: row is not JSON: {error}", _ONE_A_LINE) from error
         return found
 
 

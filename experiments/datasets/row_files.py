@@ -79,10 +79,11 @@ class JsonLines:
     def column(self, name: str) -> Iterator[Any]:
         # Nothing else of a row is decoded.
         row: Any = msgspec.defstruct("Row", [("value", Any, None)], rename={"value": name})
-        decoder = msgspec.json.Decoder(row)
-        for number in range(len(self)):
-            line = self._line(number)
-            yield decoder.decode(line).value if line.strip() else ()
+        decode, data, start = msgspec.json.Decoder(row).decode, self._data, 0
+        for end in self._ends.tolist():
+            line = data[start:end]
+            yield () if line.isspace() else decode(line).value
+            start = end
 
     def _line(self, number: int) -> bytes:
         start = int(self._ends[number - 1]) if number else 0

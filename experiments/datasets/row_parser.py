@@ -197,7 +197,7 @@ def _common_beginning(chosen: Answer, rejected: Answer) -> tuple[Prompt, tuple[A
 
 def _missing(fields: Mapping[str, Any], key: str, what: str, hint: str) -> RowError:
     """Of a row without something at a key, or, with the hint, with something of another form."""
-    if fields.get(key) is not None:
+    if key in fields:
         return RowError(f"{key!r} is no {what}: {show_value(fields[key])}", hint)
     near = closest(key, list(fields))
     known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"

@@ -78,7 +78,7 @@ def test_a_reference_of_dpo_may_have_ranks_of_its_own(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"chosen": None}, ["pairs.jsonl:2: 'chosen' is no chosen", "write it as text"]),
-        ({"rejected": [7]}, ["pairs.jsonl:2: 'rejected' must be text or a number, got [7]"]),
+        ({"rejected": [7]}, ["pairs.jsonl:2: 'rejected' is no conversation: messages[0] is no object but int"]),
         ({"chosen": "5", "rejected": "5"}, ["pairs.jsonl:2: the chosen answer is the rejected one: 5"]),
     ],
 )
