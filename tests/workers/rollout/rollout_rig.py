@@ -24,7 +24,7 @@ from aiohttp import web
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.row_prompts import Prompt
 from corral.experiments.trial.directory import TrialDirectory
@@ -242,9 +242,9 @@ class RolloutRig:
         self.manager = GserverManager(self.context(stack, "gserver_manager"))
         choose = self.manager._choose
 
-        def count(request: Schedule) -> Route:
+        def count(request: Schedule, *, is_first: bool = False) -> Route:
             self._num_retried += bool(request.failed_url)
-            return choose(request)
+            return choose(request, is_first=is_first)
 
         self.manager._choose = count  # type: ignore[method-assign]
         task = self._loop.start(self.manager._main())
@@ -297,9 +297,7 @@ def prompt_dataset(
     rows = [{**row, **more} for row, more in zip_longest(rows, fields, fillvalue={})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
-    reader = DatasetReader(config=config, kind="prompts")
-    reader.read_to_end()
-    return DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256)
+    return dataset_spec(config, kind="prompts")
 
 
 def judge(problem: Mapping[str, Any], answer: str) -> float:
