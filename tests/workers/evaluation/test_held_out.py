@@ -76,5 +76,5 @@ def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, model: Path) 
 
 
 def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ValueError, match=r"line 1 of .*held_out.jsonl has 6 tokens, more than max_prompt_tokens 5"):
+    with pytest.raises(ValueError, match=r"prompt of .*held_out.jsonl:1 has 6 tokens, more than max_prompt_tokens 5"):
         HeldOutProblems(evaluation(tmp_path, max_prompt_tokens=5), model, reward=RewardSpec())
