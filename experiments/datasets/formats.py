@@ -134,7 +134,7 @@ def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
     """Those of `Dataset.save_to_disk` and `DatasetDict.save_to_disk`; none in another folder."""
     if (folder / _SPLITS).exists():
         splits = json.loads(read_regular(folder / _SPLITS))["splits"]
-        if split not in splits:
+        if split is None or split not in splits:
             near = closest(split, splits) if split else None
             asked = f"has no split {split!r}" if split else f"has {len(splits)} splits"
             raise ValueError(f"{display_path(folder)} {asked}; set split to {near or ' or '.join(splits)}")
