@@ -308,6 +308,15 @@ class AsyncPPOExperiment(PolicyExperiment):
             yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
             yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
             yield from check_mixture(self.actor.path)
+            samplings = {"rollout": self.rollout.sampling, "evaluation": self.evaluation and self.evaluation.sampling}
+            for part, sampling in samplings.items():
+                if sampling and sampling.min_p > 0.0 and self.sglang.flags.get("enable-deterministic-inference"):
+                    yield ConfigProblem(
+                        f"{part}.sampling.min_p {sampling.min_p:g}: SGLang's deterministic inference draws by seeds, "
+                        "and ends where min_p is asked of it",
+                        "use top_p, or remove sglang.flags.enable-deterministic-inference",
+                        path=(part, "sampling", "min_p"),
+                    )
         elif engine.backend == "hf":
             yield from check_embedded_model(self.actor.path, remedy="use SGLang: sglang:d1 in place of hf:d1")
 

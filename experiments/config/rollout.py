@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.environment import EnvironmentConfig
@@ -29,6 +29,8 @@ def check_import_path_syntax(text: str) -> str:
 ImportPath = Annotated[str, AfterValidator(check_import_path_syntax)]
 """`package.module:name` of a function or class."""
 
+_PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+
 
 class SamplingConfig(FrozenConfig):
     """How one answer is sampled."""
@@ -41,6 +43,19 @@ class SamplingConfig(FrozenConfig):
     """Share of the probability mass that is sampled from; 1.0 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Number of most likely tokens that are sampled from; -1 is all."""
+
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Tokens that are less than this many times as likely as the likeliest are not sampled; 0.0 samples from all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_from_the_model(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (written := _PENALTIES & data.keys()):
+            raise ValueError(
+                f"{', '.join(sorted(written))} would change the generator's logits by what it has said, and not the "
+                "trainer's, whose log-probabilities are compared with them; penalise repetition in the reward"
+            )
+        return data
 
     @field_validator("top_k")
     @classmethod
