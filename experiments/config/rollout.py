@@ -124,6 +124,8 @@ class RolloutConfig(GenerationConfig):
     """Limits of an episode, where the agent is not the single turn."""
     environment: EnvironmentConfig | None = None
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
+    spool: Literal["disk", "memory"] = "disk"
+    """Where a rollout worker keeps finished prompts until a commit covers them, and finished turns with `episode.can_replay`. `disk`: in the trial's folder, where they outlive it. `memory`: they are lost with it, and made anew. Either way every prompt is trained on once."""  # noqa: E501
     first_token_timeout_s: float = Field(default=300.0, gt=0.0)
     """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)

@@ -94,6 +94,10 @@ class Commit(_Entry, frozen=True, kw_only=True):
     """How many samples this commit adds as dropped."""
 
 
+DROPPED_AS_FILTERED: Final = "filtered"
+"""Begins the reasons of the ledger for prompts from which nothing is learned, though nothing was wrong with them."""
+
+
 class FallBack(_Entry, frozen=True, kw_only=True):
     """The commits after slot `to` cannot be loaded: they count no more, for nobody."""
 

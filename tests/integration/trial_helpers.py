@@ -318,9 +318,10 @@ def submit(
         pace.set(pause_s=pause_s, until_step=None if runs_on else _STEPS_AHEAD)
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
     everything = os.environ | dict(environment or {})
+    places = [str(Path(__file__).parent), *filter(None, [(environment or {}).get("PYTHONPATH")])]
     everything |= {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),  # where paced_rewards is
+        "PYTHONPATH": os.pathsep.join(places),  # the first is where paced_rewards is
         "CORRAL_TEST_PACE": str(pace.path),
         "CORRAL_TEST_TRIAL": str(directory),
     }
@@ -338,7 +339,46 @@ def submit(
     return trial
 
 
-def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_code: int = 0) -> str:
+def submit_environment(
+    fileroot: Path,
+    material: Material,
+    *,
+    num_tasks: int,
+    overrides: Mapping[str, object] | None = None,
+    pace: Pace | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Trial:
+    """Starts a trial of an environment: the recipe's, unless overrides name another one with as many tasks."""
+    settings: dict[str, object] = {
+        "actor.path": material.model,
+        "rollout.environment.args.taskset.num_tasks": num_tasks,
+        "rollout.environment.held_out_args": "{taskset: {first: 7000, num_tasks: 4}}",
+        "train_batch_size": 8,
+        "ppo.group_size": 2,
+        "supervision.step_timeout_s": 300,
+        "supervision.setup_timeout_s": 300,
+        **(overrides or {}),
+    }
+    everything = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+    options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
+    file = str(RECIPES / "arithmetic_environment.yaml")
+    run_program(
+        ["rl-submit", file, "--local", "-n", "trial", "--fileroot", str(fileroot), *options],
+        environment=everything,
+        timeout_s=2 * DEADLINE_S,  # it loads the environment
+    )
+    directory = fileroot / "arithmetic-environment" / "trial"
+    pace = pace or Pace(fileroot / "pace", num_steps=num_tasks // int(str(settings["train_batch_size"])))
+    trial = Trial(directory, uids=[], environment=everything, pace=pace)
+    rows = [json.loads(line) for line in trial.directory.tasks_path.read_text().splitlines()]
+    trial.uids = [f"0:{row['id']}" for row in rows]
+    assert len(set(trial.uids)) == num_tasks
+    return trial
+
+
+def run_program(
+    command: Sequence[str], *, environment: Mapping[str, str], exit_code: int = 0, timeout_s: float = DEADLINE_S
+) -> str:
     """Runs one of our commands; returns what it printed, errors last."""
     program, *arguments = command
     done = subprocess.run(
@@ -347,7 +387,7 @@ def run_program(command: Sequence[str], *, environment: Mapping[str, str], exit_
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=timeout_s,
         check=False,
     )
     if done.returncode != exit_code:

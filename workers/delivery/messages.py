@@ -44,10 +44,6 @@ UNTIL_A_COMMIT: Final = frozenset[VerdictKind](("duplicate", "consumed", "droppe
 """Verdicts after which a record is still kept."""
 
 
-FILTERED = "filtered"
-"""How the reason of a dropped group begins from which nothing would be learned."""
-
-
 class SenderHello(MessageBody, frozen=True, tag="sender_hello"):
     """First thing on every connection."""
 

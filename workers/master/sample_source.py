@@ -33,9 +33,9 @@ from typing import Protocol
 
 import msgspec
 
+from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
-from corral.workers.delivery.messages import FILTERED
 from corral.workers.requests.messages import MetadataReply, Rejection
 
 logger = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class TrajectorySource:
             if not self.buffer.put(sample):
                 copies.append(sample)
             elif sample.dropped_because:
-                self.buffer.filtered += sample.dropped_because.startswith(FILTERED)
+                self.buffer.filtered += sample.dropped_because.startswith(DROPPED_AS_FILTERED)
                 dropped.append(sample.uid)
                 self.on_drop(sample.uid, sample.dropped_because)
             else:

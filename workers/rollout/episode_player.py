@@ -57,13 +57,13 @@ async def open_player(
     prompts: PromptEncoder,
     *,
     planned: EnvironmentSpec | None = None,
-    turns: Path | None = None,
+    journal: TurnJournal | None = None,
 ) -> "EpisodePlayer | None":
     """What plays the episodes of a trial's agent or environment, until the stack is closed; None for the single turn.
 
     Args:
         planned: what the environment was at submission.
-        turns: folder of the trial's finished turns, if those are kept that are made for it.
+        journal: of finished turns, where an agent that can replay is to find them again.
 
     Raises:
         UserCodeError: if the agent or environment cannot be loaded.
@@ -99,7 +99,7 @@ async def open_player(
         prompts,
         config=config,
         socket_path=str(socket_path),
-        journal=TurnJournal(turns) if turns is not None and config.episode.can_replay else None,
+        journal=journal if config.episode.can_replay else None,
     )
 
 

@@ -22,9 +22,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.delivery.messages import FILTERED
 from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
@@ -107,7 +107,9 @@ class GroupMaker:
         episodes = group.episodes
         rewards = [episode.total for episode in episodes]
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
-            raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
+            raise PromptFailedError(
+                f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}"
+            )
         says_episodes = self.player is not None
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
         statistics = dict(statistics_of(group)) if says_episodes else {}

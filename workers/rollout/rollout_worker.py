@@ -39,7 +39,7 @@ from corral.workers.delivery.messages import (
     uid_of_delivery,
 )
 from corral.workers.delivery.sender import TrajectorySender
-from corral.workers.delivery.spool import Spool
+from corral.workers.delivery.spool import MemorySpool, Spool
 from corral.workers.episodes.trajectories import version_spans
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
@@ -61,6 +61,7 @@ from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
@@ -115,7 +116,9 @@ class RolloutWorker(Worker):
     async def _set_up(self, stack: AsyncExitStack) -> None:
         context, spec = self.context, self._spec
         self._load_data()
-        spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
+        keeps_on_disk = spec.rollout.spool == "disk"  # what this worker has, the next one of its index has, too
+        spool: Spool | MemorySpool = Spool(context.trial.spool_path(spec.index)) if keeps_on_disk else MemorySpool()
+        stack.enter_context(spool)
         self._manager = await stack.enter_async_context(
             AsyncRequestClient[ManagerRequest, ManagerReply](
                 context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
@@ -159,7 +162,7 @@ class RolloutWorker(Worker):
                 judge,
                 self._prompts,
                 planned=spec.environment,
-                turns=context.trial.turns_path,
+                journal=TurnJournal(context.trial.turns_path if keeps_on_disk else None),
             ),
             config=spec.rollout,
             trial_seed=context.plan.seed,

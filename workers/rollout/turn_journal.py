@@ -1,6 +1,7 @@
 """TurnJournal: the finished turns of episodes that are under way, so that who plays one again need not make them again.
 
-    turn finished ──append──► {directory}/{uid}.{episode}     on the shared file system, where all rollout workers look
+    turn finished ──append──► {directory}/{uid}.{episode}     on the shared file system, where all rollout workers look;
+                              or in memory                    while this worker lives, for its lost processes
     played again, by whichever worker: the same tokens asked in the same way ──take──► the answer as it was made
 
 An optimisation, and nothing but one: a turn that is not found is generated, so nothing is fsynced, and a torn record
@@ -12,8 +13,8 @@ Only agents that do the same on the same answers gain from it; whoever does some
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -45,17 +46,14 @@ def question_of(prompt_ids: Sequence[int], sampling: SamplingConfig, stop: Seque
     return hashlib.blake2b(asked, digest_size=16).digest()
 
 
-@dataclass(slots=True)
 class EpisodeJournal:
     """Of one episode."""
 
-    path: Path
-    _kept: defaultdict[bytes, deque[_Turn]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._kept = defaultdict(deque)
-        for turn in _read(self.path):
+    def __init__(self, kept: Iterable[_Turn], keep: Callable[[_Turn], None]) -> None:
+        self._kept: defaultdict[bytes, deque[_Turn]] = defaultdict(deque)
+        for turn in kept:
             self._kept[turn.question].append(turn)
+        self._keep = keep
 
     @property
     def num_turns(self) -> int:
@@ -67,36 +65,52 @@ class EpisodeJournal:
         if not self._kept[question]:
             return False
         turn = self._kept[question].popleft()
-        answer.output_ids, answer.logprobs, answer.spans = turn.ids, turn.logprobs, turn.spans
+        answer.output_ids, answer.logprobs, answer.spans = [*turn.ids], [*turn.logprobs], [*turn.spans]
         answer.stopped = turn.stopped
         return True
 
     def append(self, question: bytes, answer: PartialAnswer) -> None:
         """Keep a finished turn; OSError if it cannot be written."""
-        turn = _Turn(question, answer.output_ids, answer.logprobs, answer.spans, answer.stopped)
-        record = msgspec.msgpack.encode(turn)
-        with self.path.open("ab", buffering=0) as file:
-            file.write(len(record).to_bytes(_LENGTH_BYTES, "big") + record)
+        self._keep(_Turn(question, answer.output_ids, answer.logprobs, answer.spans, answer.stopped))
 
 
-@dataclass(frozen=True, slots=True)
 class TurnJournal:
-    """Of one trial."""
+    """Of one trial, or of one worker of it."""
 
-    directory: Path
+    def __init__(self, directory: Path | None) -> None:
+        """
+        Args:
+            directory: of the trial's; None keeps turns in this process's memory.
+        """
+        self._directory = directory
+        self._kept: dict[tuple[str, int], list[_Turn]] = {}
 
     def open(self, uid: str, episode: int) -> EpisodeJournal:
         """What is kept of an episode, whoever has played it so far."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return EpisodeJournal(self.directory / f"{self._name(uid)}.{episode}")
+        if self._directory is None:
+            kept = self._kept.setdefault((uid, episode), [])
+            return EpisodeJournal(tuple(kept), kept.append)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._directory / f"{_name_of(uid)}.{episode}"
+        return EpisodeJournal(_read(path), partial(_write, path))
 
     def discard(self, uid: str, episode: int | None = None) -> None:
         """Nobody will play this episode again, or it is to be made anew; None is all of the prompt's."""
-        for path in self.directory.glob(f"{self._name(uid)}.{'*' if episode is None else episode}"):
-            path.unlink(missing_ok=True)
+        for key in [key for key in self._kept if key[0] == uid and episode in (None, key[1])]:
+            del self._kept[key]
+        if self._directory is not None:
+            for path in self._directory.glob(f"{_name_of(uid)}.{'*' if episode is None else episode}"):
+                path.unlink(missing_ok=True)
 
-    def _name(self, uid: str) -> str:
-        return hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
+
+def _name_of(uid: str) -> str:
+    return hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
+
+
+def _write(path: Path, turn: _Turn) -> None:
+    record = msgspec.msgpack.encode(turn)
+    with path.open("ab", buffering=0) as file:
+        file.write(len(record).to_bytes(_LENGTH_BYTES, "big") + record)
 
 
 def _read(path: Path) -> list[_Turn]:

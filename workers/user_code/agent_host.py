@@ -24,7 +24,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -53,7 +52,7 @@ from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
-from corral.workers.user_code.blame import describe_error
+from corral.workers.user_code.blame import describe_error, users_traceback
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.trials import checked_reward
 
@@ -264,7 +263,7 @@ def _fault(error: BaseException) -> Fault:
     return Fault(
         kind,
         _printable(cause)[:_LONGEST_CAUSE],
-        _printable("".join(traceback.format_exception(error)))[-_LONGEST_TRACEBACK:],
+        _printable(users_traceback(error))[-_LONGEST_TRACEBACK:],
     )
 
 

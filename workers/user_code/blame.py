@@ -29,6 +29,14 @@ def users_frame(frame: FrameType) -> str:
     return _outermost(traceback.extract_stack(frame))
 
 
+def users_traceback(error: BaseException) -> str:
+    """As Python prints it, from the user's first line on, if it came through any."""
+    trace = error.__traceback__
+    while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
 def shown_path(file: str) -> str:
     return Path(file).name
 

@@ -28,7 +28,7 @@ import msgspec
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
-from corral.workers.user_code.blame import describe_error, users_frame
+from corral.workers.user_code.blame import describe_error, users_frame, users_traceback
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.trials import Takes, as_taken, checked_rewards, is_async, what_it_takes
 
@@ -220,7 +220,7 @@ def _late(call: Call, frame: FrameType | None) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(cause=describe_error(error), traceback="".join(traceback.format_exception(error)))
+    return Outcome(cause=describe_error(error), traceback=users_traceback(error))
 
 
 def _reply(connection: socket.socket, outcome: Outcome) -> None:

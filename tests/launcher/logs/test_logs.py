@@ -226,6 +226,16 @@ def test_what_the_trainer_goes_on_with_is_told_while_it_lasts(directory: TrialDi
     assert "ALARM" not in describe_failures(directory, attempt=1)
 
 
+def test_prompts_that_were_dropped_are_named_with_their_causes(directory: TrialDirectory) -> None:
+    cause = "agent_error: KeyError: 'answer' (my_agents.py:12)"
+    for step, dropped in enumerate([{"0:a": cause}, {}, {"0:b": "filtered: all are 1"}, {"0:c": cause, "0:d": "\x1b"}]):
+        delta = {"epoch": 1, "step": 9 + step, "trained": {}, "dropped": dropped}
+        (directory.ledger_path / f"1-{9 + step}-0123abcd.json").write_text(json.dumps(delta))
+    (directory.ledger_path / "1-99-0123abcd.json").write_text("torn")
+    told = ["dropped prompts: 3", f"  2 x {cause}: 0:a, 0:c", "  1 x \\x1b: 0:d"]
+    assert describe_failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
+
+
 def write_exit(directory: TrialDirectory, worker: str, returncode: int, moment: float, **fields: object) -> None:
     record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "node": "n1", **fields}
     (directory.exits_path / f"{worker.replace('/', '-')}.{moment}.json").write_text(json.dumps(record))

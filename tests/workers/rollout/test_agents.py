@@ -146,6 +146,9 @@ def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_th
     assert outcomes["9"] == "agent_error: its process ended by itself, killed by signal 9"
     assert sum(len(record.getMessage()) for record in caplog.records) < 400_000, "the rest is said in a number"
     assert any("bytes more" in record.getMessage() for record in caplog.records)
+    assert ", in misbehaves\n" in caplog.text and "agent_run.py" not in caplog.text, (
+        "tracebacks begin in the user's file"
+    )
 
 
 def test_episodes_whose_process_another_one_ended_are_played_again_as_if_nothing_were(

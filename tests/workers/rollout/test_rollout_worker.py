@@ -118,6 +118,18 @@ def test_a_server_that_cannot_be_brought_to_the_weights_is_asked_again(tmp_path:
         assert server.broken_updates == []
 
 
+@pytest.mark.parametrize(("spool", "num_asked"), [("disk", 4), ("memory", 8)])
+def test_what_no_commit_covers_outlives_the_worker_on_disk_and_is_made_anew_where_it_was_in_memory(
+    spool: str, num_asked: int, tmp_path: Path
+) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "2+2="], rollout={"spool": spool}) as rig:
+        rig.run_until(lambda: len(rig.received) == 2, "both prompts")
+        rig.receiver.start_session("two")  # which knows nothing of them
+        rig.run_until(lambda: len(rig.received) == 4, "both again")
+        assert rig.server.num_requests == num_asked and rig.outcomes() == {"0": "finished", "1": "finished"}
+        assert bool(list(rig.trial.spool_path(0).glob("record-*"))) is (spool == "disk")
+
+
 def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_prompts_too(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+1=", "9", "2+2="], rollout={"reward": f"{HERE}:fails_for_one"}) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")

@@ -17,8 +17,9 @@ def answer_of(*ids: int) -> PartialAnswer:
     return PartialAnswer(9, list(ids), [-float(token) for token in ids], spans, stopped=True)
 
 
-def test_a_turn_is_taken_once_and_for_the_same_question_alone(tmp_path: Path) -> None:
-    journal = TurnJournal(tmp_path / "turns")
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_turn_is_taken_once_and_for_the_same_question_alone(is_on_disk: bool, tmp_path: Path) -> None:
+    journal = TurnJournal(tmp_path / "turns" if is_on_disk else None)
     question = question_of([1, 2], SAMPLING, ["\n"])
     journal.open("0:a/b", 3).append(question, answer_of(5, 6))
     journal.open("0:a/b", 3).append(question, answer_of(7))
@@ -38,7 +39,7 @@ def test_a_torn_end_costs_no_more_than_itself(tmp_path: Path, lost: int) -> None
     journal, question = TurnJournal(tmp_path), question_of([1], SAMPLING, [])
     for token in (5, 6):
         journal.open("0:a", 0).append(question, answer_of(token))
-    path = journal.open("0:a", 0).path
+    [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-lost])
     again = journal.open("0:a", 0)
     assert [again.take(question, PartialAnswer(9)) for _ in range(2)] == [True, False]
