@@ -31,5 +31,5 @@ def test_a_line_is_a_sorted_list(added: list[tuple[int, int]], events: list[str 
         else:
             gone = [waiting for waiting in listed if waiting.until <= int(event)]
             listed = [waiting for waiting in listed if waiting.until > int(event)]
-            assert line.let_go(lambda waiting, now=event: waiting.until <= now) == gone  # type: ignore[misc]
+            assert line.let_go(lambda waiting, now=int(event): waiting.until <= now) == gone
         assert len(line) == len(listed)
