@@ -140,9 +140,9 @@ class SglangClient:
         body = {"model_path": str(weights), "weight_version": version, "flush_cache": flush_cache}
         await self._post("/update_weights_from_disk", body, timeout_s)
 
-    async def give_up_requests(self, *, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
+    async def give_up_requests(self) -> None:
         """End all requests with the tokens that they have, once the server goes on."""
-        await self._post("/abort_request", {"abort_all": True}, timeout_s)
+        await self._post("/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
 
     async def held(self) -> tuple[str, Path]:
         """The tag of the weights that the server says it holds, and the directory that they were read from."""

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _READY_INTERVAL_S = 0.2
-_GIVE_UP_TIMEOUT_S = 1.0  # one that hangs is not waited for: what it had is asked for elsewhere
+_GIVE_UP_TIMEOUT_S = 5.0  # one that hangs is not waited for longer: what it had is asked for elsewhere
 _EXIT_USAGE = 2  # of argparse
 
 
@@ -206,9 +206,15 @@ class SglangBackend:
         if self._process is None:
             return
         if self._process.poll() is None and not self._lost:
-            with suppress(ServerError):
-                await self._client.give_up_requests(timeout_s=_GIVE_UP_TIMEOUT_S)
+            with suppress(ServerError, TimeoutError):
+                async with asyncio.timeout(_GIVE_UP_TIMEOUT_S):
+                    await self._give_up_requests()
         await self._process.stop()
+
+    async def _give_up_requests(self) -> None:
+        await self._client.give_up_requests()
+        while (progress := await self._look())["running"] + progress["queued"]:
+            await asyncio.sleep(_READY_INTERVAL_S)
 
     def _launch(self, bound: socket.socket, secrets_file: Path) -> SglangProcess:
         gpu, num_ranks = has_gpu(os.environ), self.spec.tensor_parallel_size

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -101,6 +101,8 @@ class GserverManager(Worker):
         """Servers may need an update, or there are other weights."""
         self._workers: dict[Peer, str] = {}
         """Rollout workers by connection."""
+        self._incarnations: dict[str, str] = {}
+        """The process of each that has reported last."""
         self._turns: dict[str, asyncio.Future[Allocation]] = {}
         """By name, of the rollout workers that wait for a prompt."""
         self._told: WaitingFor | Literal[""] = ""
@@ -195,7 +197,9 @@ class GserverManager(Worker):
                     finished=dict(msgspec.structs.astuple(admitted) for admitted in request.finished),
                     dropped=request.dropped,
                 )
-                self._table.has_only(request.worker, {admitted.uid for admitted in request.running})
+                if self._incarnations.get(request.worker) != request.incarnation:
+                    self._incarnations[request.worker] = request.incarnation
+                    self._has_only(request.worker, {admitted.uid for admitted in request.running})
                 self._let_in()
                 return Ok()
             case Answered(problem=problem):
@@ -266,7 +270,7 @@ class GserverManager(Worker):
     async def _serve_waiting(self) -> None:
         """Those who wait for a server look again, some at a time: the first that is ready is not to get them all."""
         self._let_in()  # what is held out waits for a version
-        for number, waiting in enumerate(self._without_server.expired(math.inf)):
+        for number, waiting in enumerate(self._without_server.let_go(lambda _: True)):
             if not self._is_answered(waiting):
                 self._let_wait(waiting)
             if number % _MOST_SERVED_AT_ONCE == _MOST_SERVED_AT_ONCE - 1:
@@ -288,11 +292,19 @@ class GserverManager(Worker):
         return True
 
     async def _look_at_waiting(self) -> None:
-        """Who has waited for long asks again."""
-        for line in (self._without_server, self._without_room):
-            for waiting in line.expired(time.monotonic()):
-                if not waiting.answer.done():
-                    waiting.answer.set_result(self._no_route(waiting.request.knows))
+        now = time.monotonic()
+        self._send_back(lambda waiting: waiting.until <= now)
+
+    def _send_back(self, is_one: Callable[[Waiting], bool]) -> None:
+        """These wait no more: who is still there asks again."""
+        for waiting in (*self._without_server.let_go(is_one), *self._without_room.let_go(is_one)):
+            if not waiting.answer.done():
+                waiting.answer.set_result(self._no_route(waiting.request.knows))
+
+    def _has_only(self, worker: str, uids: Collection[str]) -> None:
+        """A rollout worker has these groups only: what it had besides waits for no server and is on none."""
+        self._send_back(lambda waiting: waiting.request.worker == worker and waiting.request.uid not in uids)
+        self._table.has_only(worker, uids)
 
     def _no_route(self, reason: str) -> Route:
         return Route(url=None, reason=reason, waits_for=self._servers[:_MOST_NAMED])
@@ -380,7 +392,7 @@ class GserverManager(Worker):
         self._workers = {peer: worker for peer, worker in self._workers.items() if self._server.is_connected(peer)}
         for worker in self._admission.look(set(self._workers.values()), now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
-            self._table.has_only(worker, ())
+            self._has_only(worker, ())
             self._evaluations.book.lose(worker)
         self._let_in()
 

@@ -1,13 +1,14 @@
 """WaitingLine: requests for a server that wait for the same thing, those of the oldest prompts first.
 
     add ──► waiting ──take, when it is its turn──► answered
-               └───────expired, when its time is up──┘
+               └──────let_go, for another reason─────┘
 
 A hundred thousand answers may wait, so each of them is an entry here, and neither a task nor a timer. Pure.
 """
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 from corral.workers.requests.manager_messages import Route, Schedule
@@ -19,7 +20,7 @@ class Waiting(NamedTuple):
     answer: asyncio.Future[Route]
     request: Schedule
     until: float
-    """When it is told in any case, on the clock of `WaitingLine.expired`."""
+    """When it is told in any case, on the clock of whoever looks."""
 
 
 class WaitingLine:
@@ -50,10 +51,11 @@ class WaitingLine:
         """Let the first one go."""
         return heapq.heappop(self._heap)[2]
 
-    def expired(self, now: float) -> list[Waiting]:
-        """Let those go whose time is up, in order; at infinity these are all."""
-        gone = sorted(entry for entry in self._heap if entry[2].until <= now)
+    def let_go(self, is_one: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Let all these go, in order."""
+        gone = sorted(entry for entry in self._heap if is_one(entry[2]))
         if gone:
-            self._heap = [entry for entry in self._heap if entry[2].until > now]
+            left = {count for _, count, _ in gone}
+            self._heap = [entry for entry in self._heap if entry[1] not in left]
             heapq.heapify(self._heap)
         return [waiting for *_, waiting in gone]

@@ -25,6 +25,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.stream_events import StreamEvent
+from corral.workers.generation import sglang as sglang_backend
 from corral.workers.generation.backend import BackendLostError
 from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.server_client import ServerError, SglangClient
@@ -622,9 +623,11 @@ async def sample_group(
 
 @pytest.mark.parametrize("kind", ["hf", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_a_server_that_is_told_to_end_gives_out_all_that_it_has_made(
-    kind: str, references: list[Any], tmp_path: Path
+    kind: str, references: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what came in one event with new weights, whose version SGLang says only at the end of a request."""
+    monkeypatch.setattr(sglang_backend, "_GIVE_UP_TIMEOUT_S", DEADLINE_S)  # however loaded the machine is
+    monkeypatch.setattr(sglang_backend, "STOP_GRACE_S", DEADLINE_S)
     models = [save_tiny_model(tmp_path / f"v{seed}", seed=seed) for seed in range(2)]
     for path in (model / name for model in models for name in ("config.json", "generation_config.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))  # answers of full length

@@ -22,7 +22,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights, Refusa
 from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager
 from corral.workers.manager.servers import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
-from corral.workers.requests.manager_messages import Finish, Route, Schedule
+from corral.workers.requests.manager_messages import Finish, Report, Route, Schedule
 from corral.workers.streams.router import Peer
 from corral.workers.weight_transport.filling import Filling, FindWay, whole
 from tests.launcher.trials import make_plan
@@ -210,10 +210,16 @@ def test_who_waits_for_room_gets_it_when_a_group_ends_and_the_oldest_prompt_firs
         wait_for(manager, [host], "0.1")
 
         async def ask(uid: str, order: int, tokens: int) -> Route | asyncio.Future[Route]:
-            return manager._route(Schedule(uid=uid, tokens=tokens, order=order, knows=_NO_ROOM))
+            return manager._route(
+                Schedule(uid=uid, tokens=tokens, order=order, knows=_NO_ROOM, worker="rollout_worker/0")
+            )
 
         async def end(uid: str) -> None:
             manager._answer(PEER, Finish(worker="rollout_worker/0", uid=uid, order=0, outcome="finished"))
+
+        async def lose() -> None:
+            report = Report(worker="rollout_worker/0", incarnation="b", running=[], finished=[], dropped=[])
+            manager._answer(PEER, report)
 
         def wait(uid: str, order: int, tokens: int) -> asyncio.Future[Route]:
             answer = trial.hosts.run(ask(uid, order, tokens))
@@ -228,6 +234,11 @@ def test_who_waits_for_room_gets_it_when_a_group_ends_and_the_oldest_prompt_firs
         trial.hosts.run(end("0:b"))
         assert all(answer.result().url == host.url for answer in waiting)
         assert not manager._without_room
+
+        gone = wait("0:f", 5, 80)
+        trial.hosts.run(lose())
+        assert gone.result().url is None, "nobody takes room for a worker that is not there any more"
+        assert not manager._without_room and servers_of(manager)[0].tokens == 0
 
 
 def test_a_manager_that_starts_again_has_no_host_read_what_it_holds(trial: Trial) -> None:

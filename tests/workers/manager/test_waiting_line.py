@@ -1,4 +1,4 @@
-"""Who waits for a server: the oldest prompts first, and for no longer than was said."""
+"""Who waits for a server: the oldest prompts first, and until somebody lets them go."""
 
 import asyncio
 
@@ -31,5 +31,5 @@ def test_a_line_is_a_sorted_list(added: list[tuple[int, int]], events: list[str 
         else:
             gone = [waiting for waiting in listed if waiting.until <= int(event)]
             listed = [waiting for waiting in listed if waiting.until > int(event)]
-            assert line.expired(float(event)) == gone
+            assert line.let_go(lambda waiting, now=int(event): waiting.until <= now) == gone
         assert len(line) == len(listed)
