@@ -103,7 +103,7 @@ class RolloutConfig(GenerationConfig):
     reorder_window: int | None = Field(default=None, ge=1)
     """How far a finished prompt may get ahead of older ones that are still being answered, counted in prompts: 1 trains strictly in their order, and with any window no answer is thrown away for having taken long. None: whatever is finished, and what is too old by its turn is answered anew. See docs/rollout.md."""  # noqa: E501
     spare_answers: int = Field(default=0, ge=0)
-    """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled. Long answers become rarer in training than the policy makes them."""  # noqa: E501
+    """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled; of an agent's or environment's episodes so many may fail, too. Long answers, and failing ones, become rarer in training than the policy makes them."""  # noqa: E501
     drop_uniform_groups: bool = False
     """Whether a prompt all of whose answers have the same reward is dropped, and counted as `filtered`: relative to each other they teach nothing."""  # noqa: E501
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
