@@ -100,10 +100,13 @@ def read_values(metrics: Path, name: str) -> list[float]:
     return [float(line[name]) for line in lines if line.get(name) is not None]
 
 
-def steps_to_goal(metrics: Path, goal: float) -> int | None:
-    """Train steps after which held-out problems were first answered that well; None if they never were."""
+def answers_to_goal(metrics: Path, goal: float) -> int | None:
+    """Answers that were trained on before held-out problems were first answered that well; None if they never were."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return next((int(line["step"]) for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
+    reached = next((line["step"] for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
+    if reached is None:
+        return None
+    return round(sum(line.get("ppo/num_answers", 0.0) for line in lines if line["step"] <= reached))
 
 
 def compared_algorithms() -> list[str]:
@@ -118,16 +121,14 @@ def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, goal: f
         goal: mean reward of answers to held-out problems that is good enough.
     """
     (recipe,) = (path for path in all_recipes() if path.name == _COMPARED)
-    settings = read_yaml(recipe)[0]
-    per_step = settings["train_batch_size"] * settings["ppo"]["group_size"]
     rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {goal:g}")]
     for name in names:
         own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
         sft_export = export_of(_SFT, root=root, trial=trial)
         metrics = train(recipe, root=root, trial=f"{trial}-{name}", data=data, sft_export=sft_export, overrides=own)
-        values, steps = read_values(metrics, "eval/reward/mean"), steps_to_goal(metrics, goal)
+        values, answers = read_values(metrics, "eval/reward/mean"), answers_to_goal(metrics, goal)
         ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")
-        rows.append((name, *ends, "-" if steps is None else f"{steps * per_step:,}"))
+        rows.append((name, *ends, "-" if answers is None else f"{answers:,}"))
     return _aligned(rows)
 
 
