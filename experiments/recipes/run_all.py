@@ -106,7 +106,8 @@ def answers_to_goal(metrics: Path, goal: float) -> int | None:
     reached = next((line["step"] for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
     if reached is None:
         return None
-    return round(sum(line.get("ppo/num_answers", 0.0) for line in lines if line["step"] <= reached))
+    trained: float = sum(line.get("ppo/num_answers", 0.0) for line in lines if line["step"] <= reached)
+    return round(trained)
 
 
 def compared_algorithms() -> list[str]:
