@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from corral.experiments.config.data import DatasetConfig  # noqa: E402
-from corral.experiments.inputs.dataset_file import dataset_spec  # noqa: E402
+from corral.experiments.datasets.dataset import dataset_spec  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.trial.log_state import Claim, Commit  # noqa: E402

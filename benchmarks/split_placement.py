@@ -182,7 +182,9 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
         uids = ordered_uids(
             [f"sum-{number}" for number in range(spec.num_prompts)], seed=1, dataset_epoch=0, shuffle=True
         )
-        source = DatasetSource(iter(uids), buffer, gang, batch_size=spec.train_batch_size)
+        source = DatasetSource(
+            iter(uids), buffer, gang, batch_size=spec.train_batch_size, on_drop=lambda uid, why: None
+        )
         calls = MeshCalls(spec, graph, gang, buffer, Lineage([], epoch=1))
         for step in range(num_steps):
             batch = await source.poll(version=step, remaining=spec.num_prompts)

@@ -31,9 +31,9 @@ from corral.experiments.config.rollout import (
     SglangConfig,
     WeightsConfig,
 )
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
@@ -85,8 +85,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         """
         if (config := self.rollout.environment) is None:
             return None
-        lists = ["dataset"] if self.dataset.path is None else []
-        if self.evaluation is not None and self.evaluation.dataset.path is None and config.held_out_args is not None:
+        lists = [] if self.dataset.is_named else ["dataset"]
+        if self.evaluation is not None and not self.evaluation.dataset.is_named and config.held_out_args is not None:
             lists.append(HELD_OUT)
         try:
             has_tokenizer = (self.actor.path / "tokenizer.json").exists()  # else that is told beside all else
@@ -108,7 +108,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if self.evaluation is not None and HELD_OUT in listed:
             rows = self.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
             changes["evaluation"] = self.evaluation.model_copy(update={"dataset": rows})
-        return self.model_copy(update=changes)
+        return super().placed_in(directory).model_copy(update=changes)
 
     @property
     def writes_deltas(self) -> bool:

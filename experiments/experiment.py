@@ -34,8 +34,10 @@ from corral.experiments.config.cluster import (
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
-from corral.experiments.errors import ConfigProblem
+from corral.experiments.datasets.dataset import Dataset
+from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
+from corral.experiments.inputs.located_rows import locate_rows
 from corral.experiments.inputs.users_code import Declared, users_paths
 from corral.experiments.inputs.users_process import ask_keys
 from corral.experiments.prompts.length_limits import LengthLimits
@@ -240,8 +242,46 @@ class Experiment(FrozenConfig):
     @cached_property
     def checked_dataset(self) -> CheckedDataset:
         """What is in the dataset that is learned from."""
-        rows = self.listed_rows.get("dataset")
-        return check_dataset(self.dataset, ("dataset",), kind=self.row_kind, limits=self.length_limits(), content=rows)
+        rows, limits = self.listed_rows.get("dataset"), self.length_limits()
+        try:
+            config = self.located_dataset
+        except ConfigError as error:
+            return CheckedDataset(num_rows=None, problems=list(error.problems))
+        return check_dataset(config, ("dataset",), kind=self.row_kind, limits=limits, content=rows)
+
+    @cached_property
+    def located_dataset(self) -> DatasetConfig:
+        """`dataset`, with the files that its rows are in.
+
+        Raises:
+            ConfigError: if there are none, or a function of the user's fails on a row.
+        """
+        return locate_rows(self.dataset, ("dataset",))
+
+    @cached_property
+    def located_evaluation(self) -> EvaluationConfig | None:
+        """`evaluation`, with the files of its rows; raises the same."""
+        if self.evaluation is None:
+            return None
+        rows = locate_rows(self.evaluation.dataset, ("evaluation", "dataset"))
+        return self.evaluation.model_copy(update={"dataset": rows})
+
+    @cached_property
+    def answers_held_out(self) -> bool:
+        """Whether held-out rows are problems with answers, and no conversations, as the first of them says."""
+        if self.located_evaluation is None or self.row_kind != "conversations":
+            return True
+        try:
+            rows = Dataset.open(self.located_evaluation.dataset, kind="conversations")
+            first = next(iter(rows.values()), None)
+        except ValueError:
+            return True  # the checks of data say what is wrong
+        return first is None or isinstance(first.answers[0], str)
+
+    @property
+    def held_out_kind(self) -> RowKind:
+        """What every held-out row must have."""
+        return self.row_kind
 
     @property
     def listed_rows(self) -> Mapping[str, bytes]:
@@ -253,8 +293,8 @@ class Experiment(FrozenConfig):
         return {}
 
     def placed_in(self, directory: Path) -> Self:
-        """The same, with the names that its files are going to have in the trial's directory."""
-        return self
+        """The same, with the names of the files that its rows are in, or are going to be in the trial's directory."""
+        return self.model_copy(update={"dataset": self.located_dataset, "evaluation": self.located_evaluation})
 
     @property
     def own_code(self) -> tuple[str, ...]:
@@ -277,7 +317,8 @@ class Experiment(FrozenConfig):
 
     def find_warnings(self) -> Iterator[str]:
         """Settings that have no effect as they stand."""
-        yield from dataset_warnings(self.dataset, self.evaluation, self.checked_dataset, kind=self.row_kind)
+        checked, evaluation = self.checked_dataset, self.located_evaluation
+        yield from dataset_warnings(self.located_dataset, evaluation, checked, kind=self.row_kind)
         task = self.scheduling_setup()["model_worker"].scheduling
         yield from memory_warning(
             {"the copy of weights and optimizer for each commit": self._copied_mb},
@@ -311,7 +352,7 @@ class Experiment(FrozenConfig):
 
     def evaluate_calls(self) -> list[ModelFunctionCall]:
         """The calls that look at held-out rows, where that is not done by generation servers beside training."""
-        if self.evaluation is None or self.row_kind == "preferences" or self.generates:
+        if self.evaluation is None or self.row_kind == "preferences" or self.generates or not self.answers_held_out:
             return []
         return [
             ModelFunctionCall(

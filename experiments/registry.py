@@ -168,7 +168,12 @@ def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
         )
     if (evaluation := experiment.evaluation) is not None:
         path, limits = models[experiment.roles[0]].path, experiment.length_limits()
-        rows, kind = experiment.listed_rows.get("evaluation.dataset"), experiment.row_kind
+        rows, kind = experiment.listed_rows.get("evaluation.dataset"), experiment.held_out_kind
+        try:
+            evaluation = experiment.located_evaluation or evaluation
+        except ConfigError as error:
+            yield from error.problems
+            return
         yield from check_evaluation(
             evaluation, path, kind=kind, limits=limits, on_servers=experiment.generates, content=rows
         )

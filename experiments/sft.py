@@ -21,7 +21,12 @@ class SFTExperiment(RowExperiment):
 
     @property
     def row_kind(self) -> RowKind:
-        return "answers"
+        return "conversations"
+
+    @property
+    def held_out_kind(self) -> RowKind:
+        # Problems are answered by the model, and their answers compared; of conversations the loss alone is told.
+        return "answers" if self.answers_held_out else "conversations"
 
     def calls(self) -> list[ModelFunctionCall]:
         return [self.train_call("sft", input_keys=ROW_KEYS)]

@@ -14,8 +14,8 @@ from typing import Any
 
 from corral.experiments.config.algorithm import INTERFACE_NAMES
 from corral.experiments.config.model import ReferenceModelConfig
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.inputs.model_directory import transformer_shape
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
@@ -78,7 +78,7 @@ def _trainer_specs(experiment: Experiment, dataset: DatasetSpec) -> Iterator[Wor
     changed = {name.role for call in graph.calls for name in graph.changed_by(call)}
     held_out = None
     if experiment.evaluation is not None and any(call.input_keys for call in graph.evaluate_calls):
-        held_out = dataset_spec(experiment.evaluation.dataset, kind=experiment.row_kind)
+        held_out = dataset_spec(experiment.evaluation.dataset, kind=experiment.held_out_kind)
     master = MasterWorkerSpec(
         calls=list(graph.calls),
         train_batch_size=experiment.train_batch_size,

@@ -1,5 +1,6 @@
 """What each worker of a trial is told: one complete, typed specification per process, kept in plan.json."""
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,19 +34,39 @@ Head = Literal["lm", "value", "scalar"]
 """What a model makes of tokens: a language model's logits, a value each, or one score of the whole answer."""
 
 
+class SourceSpec(FrozenConfig):
+    """A source of rows as it was at submission."""
+
+    files: tuple[Path, ...]
+    """Where its rows are, in their order."""
+    num_rows: int = Field(ge=1)
+    """Those that are used."""
+    too_long: str = ""
+    """Numbers of others, from 1, as in 3-5,9: they are longer than a prompt or a row may be, and left out."""
+    sha256: str
+    """By which workers know that it has not changed; see `fingerprint`."""
+
+
 class DatasetSpec(FrozenConfig):
-    """A dataset that was read and checked at submission."""
+    """A dataset that was looked at at submission."""
 
     config: DatasetConfig
     """Where it is and how its rows are named."""
     row_kind: RowKind
     """What a sample is made of."""
-    num_rows: int = Field(ge=1)
-    """Rows in the file that are used."""
-    too_long: str = ""
-    """Lines of the others, from 1, as in 3-5,9: they are longer than a prompt or a row may be, and left out."""
-    sha256: str
-    """Digest of the file; workers refuse a file that has changed."""
+    sources: dict[str, SourceSpec]
+    """By name; that of the only one is empty."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources that are used."""
+        return sum(one.num_rows for one in self.sources.values())
+
+    @property
+    def sha256(self) -> str:
+        """Of all sources together."""
+        digests = [one.sha256 for one in self.sources.values()]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class ParameterCounts(FrozenConfig):

@@ -73,6 +73,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"errors", "worker_specs"},
         {"regular_file"},
         {"prompts"},
+        {"datasets"},
         {"inputs", "trial"},
         {"checks", "host_memory"},
         {"loading"},

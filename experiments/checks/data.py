@@ -1,13 +1,13 @@
 """Checks of rows, batches and models: what the files hold, and whether lengths and vocabularies go together."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, dotted, split_remedy
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.datasets.dataset import Dataset, Look
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted, split_remedy
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.prompts.length_limits import LengthLimits
@@ -23,10 +23,10 @@ class CheckedDataset:
     num_rows: int | None
     """Rows that can be used; None if it is broken."""
     problems: list[ConfigProblem]
-    too_long: tuple[int, ...] = ()
-    """Lines, from 1, of rows that are longer than they may be."""
-    excess: str = ""
-    """Where the first of them is, and by what it is too long."""
+    too_long: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Numbers of rows that are longer than they may be, by source; empty where not every row was looked at."""
+    warnings: tuple[str, ...] = ()
+    """What has to be known of rows that are too long, and of those that were not looked at."""
 
 
 def check_dataset(
@@ -35,33 +35,51 @@ def check_dataset(
     """Rows of a dataset, and what is wrong with it, which single rows that are too long are not.
 
     Args:
+        config: with the files that its rows are in.
         content: the rows, where no file has them yet.
     """
-    if config.path is None and content is None:
+    if not config.is_named and content is None:
         message, hint = f"{dotted(path)}.path is missing", "name the file; only rollout.environment brings its own rows"
         return CheckedDataset(num_rows=None, problems=[ConfigProblem(message, hint, path=path)])
-    reader = DatasetReader(config=config, kind=kind, content=content)
-    problems: list[ConfigProblem] = []
-    too_long: list[int] = []
-    first, where_read = "", ""
+    where = (*path, "sources" if config.sources else "hub" if config.hub else "path")
     try:
-        for row in reader:
-            where_read = "" if isinstance(row.prompt, str) else f"{reader.name}:{row.line}: "
-            if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
-                first = first or f"{reader.name}:{row.line}: {excess}"
-                too_long.append(row.line)
-    except ValueError as error:
-        message, hint = split_remedy(str(error))
-        problems.append(ConfigProblem(where_read + message, hint))
-    num_rows = reader.num_rows - len(too_long)
-    if too_long and not num_rows:
+        look = Look(Dataset.open(config, kind=kind, content=content))
+    except ConfigError as error:
+        return CheckedDataset(num_rows=None, problems=[replace(one, path=where) for one in error.problems])
+    problems: list[ConfigProblem] = []
+    too_long, first, num_looked_at = _too_long(look, limits, problems)
+    num_too_long = sum(map(len, too_long.values()))
+    if num_too_long and num_too_long == num_looked_at:
         hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
         problems.append(ConfigProblem(f"every row is too long; the first: {first}", hint))
-    where = (*path, "path")
-    problems = [replace(one, path=where) for one in (*reader.problems, *problems)]
-    return CheckedDataset(
-        num_rows=None if problems else num_rows, problems=problems, too_long=tuple(too_long), excess=first
-    )
+    problems = [replace(one, path=where) for one in (*look.problems, *problems)]
+    if problems:
+        return CheckedDataset(num_rows=None, problems=problems)
+    if not look.is_whole:
+        which = f"{num_too_long} of them are too long; the first: {first}" if first else "none of them is too long"
+        said = f"{num_looked_at} of {look.num_rows} rows were looked at, evenly from everywhere; {which}"
+        later = "rows that are broken or too long are dropped and counted when it is their turn"
+        return CheckedDataset(num_rows=look.num_rows, problems=[], warnings=(f"{said}; {later}",))
+    said = f"{num_too_long} of {look.num_rows} rows of the dataset are left out, since they are too long; the first: "
+    warnings = (said + first,) if num_too_long else ()
+    return CheckedDataset(num_rows=look.num_rows - num_too_long, problems=[], too_long=too_long, warnings=warnings)
+
+
+def _too_long(look: Look, limits: LengthLimits, problems: list[ConfigProblem]) -> tuple[dict[str, list[int]], str, int]:
+    """Numbers of rows that are, by source, what the first of them is, and how many were looked at."""
+    too_long: dict[str, list[int]] = {}
+    first, place, num_looked_at = "", "", 0
+    try:
+        for source, number, row in look:
+            num_looked_at += 1
+            place = "" if isinstance(row.prompt, str) else f"{row.place}: "
+            if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
+                first = first or f"{row.place}: {excess}"
+                too_long.setdefault(source.name, []).append(number)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        problems.append(ConfigProblem(place + message, hint))
+    return too_long, first, num_looked_at
 
 
 def check_batch(
@@ -144,10 +162,10 @@ def check_evaluation(
         rows = None if name else content
         found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits, content=rows)
         yield from (replace(problem, path=path) for problem in found.problems)
-        if found.too_long and not found.problems:
+        if found.warnings:
             # An accuracy is one of all problems, or cannot be compared with that of somebody else.
             yield ConfigProblem(
-                f"{len(found.too_long)} held-out rows are too long; the first: {found.excess}",
+                f"held-out rows have to be usable all of them: {found.warnings[0]}",
                 "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
                 path=path,
             )
@@ -174,14 +192,13 @@ def dataset_warnings(
     datasets = {"dataset": dataset}
     if evaluation is not None:
         datasets["evaluation.dataset"] = evaluation.dataset
-        if evaluation.dataset.path == dataset.path and dataset.path is not None:
+        if evaluation.dataset.files == dataset.files and dataset.files and evaluation.dataset.rows == dataset.rows:
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
-    unread = {"answer_key"} if kind == "preferences" else {"chosen_key", "rejected_key"}
+    unread = {"answer"} if kind == "preferences" else {"chosen", "rejected"}
     for name, one in datasets.items():
-        for key in sorted(unread & one.model_fields_set):
-            yield f"{name}.{key} has no effect: rows of this experiment are {kind}"
+        given = {column for source in one.all_sources.values() for column in source.columns.model_fields_set}
+        for key in sorted(unread & given):
+            yield f"{name}.columns.{key} has no effect: rows of this experiment are {kind}"
     if evaluation is not None and kind == "preferences" and evaluation.model_fields_set & {"sampling", "more"}:
         yield "evaluation.sampling and evaluation.more have no effect: nothing is answered where rows are preferences"
-    if count := len(checked.too_long):
-        in_all, first = count + (checked.num_rows or 0), checked.excess
-        yield f"{count} of {in_all} rows of the dataset are left out, since they are too long; the first: {first}"
+    yield from checked.warnings

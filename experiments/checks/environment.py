@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigProblem, KeyPath
-from corral.experiments.inputs.dataset_file import DatasetReader
 
 
 def check_environment(
@@ -45,7 +45,7 @@ def check_environment(
             )
         return
     yield from check_tasks(evaluation.dataset, ("evaluation", "dataset", "path"))
-    has_args, has_file = environment.held_out_args is not None, evaluation.dataset.path is not None
+    has_args, has_file = environment.held_out_args is not None, evaluation.dataset.is_named
     if has_args and has_file:
         yield ConfigProblem(
             "rollout.environment.held_out_args and evaluation.dataset.path both say which tasks are held out",
@@ -63,14 +63,16 @@ def check_environment(
 
 def check_tasks(dataset: DatasetConfig, path: KeyPath) -> Iterator[ConfigProblem]:
     """A file of rows that no environment has listed."""
-    reader = DatasetReader(config=dataset, kind="prompts")
-    if dataset.path is None:
+    if not dataset.is_named:
         return
-    for row in reader:
-        if not isinstance(row.fields.get("task"), dict):
-            yield ConfigProblem(
-                f"line {row.line} has no task: with rollout.environment rows are tasks that it has listed",
-                "remove the path, and they are listed at submission; or name the tasks.jsonl of another trial",
-                path=path,
-            )
-            return
+    try:
+        rows = Dataset.open(dataset, kind="prompts")
+        first = next(iter(rows.values()), None)
+    except ValueError:
+        return  # the checks of data say so
+    if first is not None and not isinstance(first.fields.get("task"), dict):
+        yield ConfigProblem(
+            f"{first.place} has no task: with rollout.environment rows are tasks that it has listed",
+            "remove the path, and they are listed at submission; or name the tasks.jsonl of another trial",
+            path=path,
+        )

@@ -1,55 +1,143 @@
-"""What is learned from: one JSON object a line, with a prompt and what reward or loss want beside it."""
+"""What is learned from: rows, with a prompt and what reward or loss want beside it.
+
+path, hub ──rows──► slice ──transform──► columns ──► prompts, answers, conversations, pairs
+sources: {name: the same, weight} ──► one order of all of them
+"""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.config.rollout import ImportPath, SamplingConfig
 from corral.scheduling.cadence import Frequency
 
-RowKind = Literal["prompts", "answers", "preferences"]
-"""What a row must have: a prompt; an answer besides, which prompts may have, too; or a chosen and a rejected answer."""
+RowKind = Literal["prompts", "answers", "conversations", "preferences"]
+"""What a row must have: a prompt; an answer besides, which prompts may have, too; one that is learned, of several turns
+perhaps; or a chosen and a rejected answer."""
 
 HELD_OUT_ANSWERS = "held_out_answers"
 """What a call that evaluates by answering problems is implemented by."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_ORIGIN = {"path", "hub", "subset", "split", "rows", "transform", "columns"}
+Named = TypeVar("Named")
 
 
-class DatasetConfig(FrozenConfig):
-    """A jsonl file; every row is checked before anything is submitted, and those that are too long are left out."""
+def _checked_names(value: dict[str, Named]) -> dict[str, Named]:
+    for name in value:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a metric; use letters, digits, . _ and -")
+    return value
+
+
+class ColumnsConfig(FrozenConfig):
+    """How the fields of rows are called that mean something here; all others are left to rewards and agents."""
+
+    prompt: str = Field(default="prompt", min_length=1)
+    """The prompt: a non-empty string; or, where answers are rewarded, a list of messages, which the model's own chat
+    template writes down, or a list of token ids. Of preferences it may be missing, where both answers are whole
+    conversations."""
+    messages: str = Field(default="messages", min_length=1)
+    """A whole conversation in place of prompt and answer, where answers of rows are learned: what the assistant says in
+    it is learned. Read where a row has no prompt."""
+    tools: str = Field(default="tools", min_length=1)
+    """What the model is told that it may call, beside messages: a list of OpenAI's {"type": "function", "function":
+    {...}}. A row need not have it."""
+    answer: str = Field(default="answer", min_length=1)
+    """The reference answer, a string or a number, which is taken as its text."""
+    chosen: str = Field(default="chosen", min_length=1)
+    """The preferred answer of a pair: text, or messages."""
+    rejected: str = Field(default="rejected", min_length=1)
+    """The other answer of a pair: text, or messages."""
+    id: str = Field(default="id", min_length=1)
+    """What identifies the row; one without it is known by its number in the data, counted from 0."""
+
+
+class SourceConfig(FrozenConfig):
+    """Where rows come from, which of them are taken, and how their fields are called."""
 
     path: Path | None = None
-    """File with one JSON object a line; None only with `rollout.environment`, whose tasks are the rows then."""
-    prompt_key: str = Field(default="prompt", min_length=1)
-    """Field that holds the prompt: a non-empty string; or, where answers are rewarded, a list of messages, which the
-    model's own chat template writes down, or a list of token ids."""
-    tools_key: str = Field(default="tools", min_length=1)
-    """Field that holds what the model is told that it may call, beside a prompt of messages: a list of OpenAI's
-    {"type": "function", "function": {...}}. A row need not have it."""
-    answer_key: str = Field(default="answer", min_length=1)
-    """Field that holds the reference answer, a string or a number, which is taken as its text."""
-    chosen_key: str = Field(default="chosen", min_length=1)
-    """Field that holds the preferred answer of a pair, a string."""
-    rejected_key: str = Field(default="rejected", min_length=1)
-    """Field that holds the other answer of a pair, a string."""
-    id_key: str = Field(default="id", min_length=1)
-    """Field that identifies the row; a row without it is known by its line number, counted from 0."""
+    """File of JSON lines, Parquet, Arrow or CSV; a folder that `datasets` has saved; a folder of such files, or a
+    pattern such as data/*.parquet, which are read one after the other by their names. None with `hub`, with `sources`,
+    or with `rollout.environment`, whose tasks are the rows then."""
+    hub: str | None = Field(default=None, min_length=1)
+    """A data set of the Hugging Face hub, such as openai/gsm8k, that is in this user's cache. Nothing is downloaded."""
+    subset: str | None = Field(default=None, min_length=1)
+    """Which of the configurations of `hub`, such as main."""
+    split: str | None = Field(default=None, min_length=1)
+    """Which split, such as train, where `hub` or a saved folder has several."""
+    rows: str = Field(default=":", pattern=r"^\d*:\d*$")
+    """Which rows, by their numbers from 0, as Python slices lists: 1000:2000, or :500 for the first 500."""
+    transform: ImportPath | None = None
+    """A function of yours: row -> row, or None to leave it out. It is called once for each row, when the experiment is
+    submitted; what it returns is kept in the cache."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """How the fields of rows are called."""
+    files: tuple[Path, ...] = ()
+    """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
+
+    @property
+    def first_and_last(self) -> slice:
+        """`rows`, as a slice."""
+        first, _, last = self.rows.partition(":")
+        return slice(int(first or 0), int(last) if last else None)
+
+
+class MixedSourceConfig(SourceConfig):
+    """One of several sources."""
+
+    weight: float | None = Field(default=None, gt=0.0)
+    """Its share of the prompts, compared with those of the other sources. None is the number of its rows."""
+
+
+class DatasetConfig(SourceConfig):
+    """Rows that are learned from, or held out; those that are too long are left out."""
+
+    sources: dict[str, MixedSourceConfig] = {}
+    """Several sources by name, in place of `path` and `hub`: prompts are taken from all of them in the shares that
+    their weights say, and rewards are told source by source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt in tokens. Rows that are longer are left out, and counted at submission; a held-out row that is
-    longer is refused, and a prompt that an agent makes is dropped."""
+    """Longest prompt in tokens. Rows that are longer are left out, and counted; a held-out row that is longer is
+    refused, and a prompt that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 
+    @field_validator("sources")
+    @classmethod
+    def _names_are_of_sources(cls, value: dict[str, MixedSourceConfig]) -> dict[str, MixedSourceConfig]:
+        return _checked_names(value)
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        for name, one in self.all_sources.items():
+            where = f"sources.{name} has" if name else "there are"
+            if one.path is not None and one.hub is not None:
+                raise ValueError(f"{where} both path and hub; keep the one that the rows come from")
+            if name and one.path is None and one.hub is None:
+                raise ValueError(f"{where} neither path nor hub; say where its rows come from")
+            if one.subset is not None and one.hub is None:
+                raise ValueError(f"{where} a subset, and only data sets of `hub` have some; remove it")
+        if self.sources and (own := _ORIGIN & self.model_fields_set):
+            raise ValueError(f"{', '.join(sorted(own))} and sources both say what the rows are; keep one of them")
+        return self
+
     @property
-    def file(self) -> Path:
-        """`path`, where it has to be known; a plan's always is."""
-        if self.path is None:
-            raise ValueError("dataset.path is missing; name the file, or set rollout.environment")
-        return self.path
+    def all_sources(self) -> Mapping[str, SourceConfig]:
+        """By name; where there is one, it has none."""
+        return self.sources or {"": self}
+
+    def of_file(self, path: Path) -> Self:
+        """Another file, whose rows are read as those here."""
+        return self.model_copy(update={"path": path, "hub": None, "files": (), "rows": ":", "sources": {}})
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it says where the rows come from."""
+        return bool(self.sources) or self.path is not None or self.hub is not None
 
 
 class EvaluationSampling(SamplingConfig):
@@ -86,15 +174,12 @@ class EvaluationConfig(FrozenConfig):
     @field_validator("more")
     @classmethod
     def _names_are_of_metrics(cls, value: dict[str, Path]) -> dict[str, Path]:
-        for name in value:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a metric; use letters, digits, . _ and -")
-        return value
+        return _checked_names(value)
 
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
         """All held-out rows by name, which for those of `dataset` is empty."""
-        others = {name: self.dataset.model_copy(update={"path": path}) for name, path in self.more.items()}
+        others = {name: self.dataset.of_file(path) for name, path in self.more.items()}
         return {"": self.dataset, **others}
 
     @property

@@ -127,6 +127,31 @@ class ChatRenderer:
         """
         return self._encode(self.template.render(plain_messages(messages), tools=tools))
 
+    def render_learned(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), num_given: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """A whole conversation, and of each token whether the assistant says it: from behind what the template begins
+        an answer with to the token that ends it, which a model has to learn to say as well.
+
+        Args:
+            num_given: messages at its beginning that nothing is learned of.
+
+        Raises:
+            ValueError: if the template refuses it, or does not write down what the assistant says where it is to.
+        """
+        plain = plain_messages(messages)
+        text = self.template.render(plain, tools=tools, asks=False)
+        spans, end = [], 0
+        for number, message in enumerate(plain):
+            if message["role"] == "assistant":
+                start = self._start_of_answer(text, plain[:number], tools=tools, after=end)
+                end = self._end_of_answer(text, start)
+                spans += [(start, end)] if number >= num_given else []
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
+        is_said = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
+        return list(encoding.ids), is_said
+
     def bridge(
         self,
         ids: Sequence[int],
@@ -220,6 +245,29 @@ class ChatRenderer:
             return False
         begin, end = map(self._decode(ids).rfind, self.reasoning)
         return begin > end
+
+    def _start_of_answer(
+        self, text: str, before: list[dict[str, Any]], *, tools: Sequence[ToolSchema], after: int
+    ) -> int:
+        """Where in a conversation the answer to these messages begins; `after` is the end of the one before."""
+        asked = self.template.render(before, tools=tools)
+        if text.startswith(asked):
+            return len(asked)
+        # The template writes earlier turns otherwise now, such as without their reasoning.
+        begins = asked.removeprefix(self.template.render(before, tools=tools, asks=False))
+        found = text.find(begins, after) if begins else -1
+        if found < 0:
+            raise ValueError(
+                "the model's chat template does not begin an answer in a conversation as it does behind a prompt, so "
+                "what the assistant says cannot be told from the rest; write each answer as a row of its own"
+            )
+        return found + len(begins)
+
+    def _end_of_answer(self, text: str, start: int) -> int:
+        """Behind the first token that ends answers; where none does, the end of the text."""
+        ends = ((text.find(token, start), len(token)) for token in map(self.tokenizer.id_to_token, self.stop_token_ids))
+        at, length = min(((at, length) for at, length in ends if at >= 0), default=(len(text), 0))
+        return at + length
 
     def _first_end(self, text: str, start: int) -> int | None:
         """Where the first of the tokens that end answers begins."""

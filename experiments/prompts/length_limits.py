@@ -6,8 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from corral.experiments.prompts.messages import ToolSchema
-from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
-from corral.experiments.prompts.tokens import encode_answer
+from corral.experiments.prompts.row_prompts import Answer, Prompt, PromptEncoder
 
 _SPECIAL_TOKENS = 4  # no tokenizer puts more around a text
 
@@ -32,30 +31,31 @@ class LengthLimits:
     max_sequence_tokens: int | None = None
     """Of each of these sequences; None where the model does not say how many positions it has."""
 
-    def find_excess(self, prompt: Prompt, answers: Sequence[str] = (), *, tools: Sequence[ToolSchema] = ()) -> str:
+    def find_excess(self, prompt: Prompt, answers: Sequence[Answer] = (), *, tools: Sequence[ToolSchema] = ()) -> str:
         """What of a row is too long; empty if nothing is.
 
         Raises:
-            ValueError: if the tokenizer cannot be used, or the model's template cannot for these messages; or if they
-                are not text where answers are trained on.
+            ValueError: if the tokenizer cannot be used, or the model's template cannot for these messages.
         """
-        if self.max_row_tokens is not None and not isinstance(prompt, str):
-            raise ValueError(
-                "the prompt is a list, and where the answers of rows are learned, prompts are text; write it as text, "
-                "as the template of the model would"
-            )
-        if isinstance(prompt, str) and _at_most(prompt) <= self.max_prompt_tokens:
-            at_most = [_at_most(prompt) + _at_most(answer) for answer in answers]
-            if not self._excess_of_row(at_most):
+        if isinstance(prompt, str) and prompt and _at_most(prompt) <= self.max_prompt_tokens:
+            at_most = [_at_most(prompt) + _at_most(answer) for answer in answers if isinstance(answer, str)]
+            if len(at_most) == len(answers) and not self._excess_of_row(at_most):
                 return ""
-        num_prompt = len(self._prompts.encode(prompt, tools=tools))
-        if num_prompt > self.max_prompt_tokens:
-            return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
-        num_tokens = [len(encode_answer(self._prompts.tokenizer, answer)) + 1 for answer in answers]
-        if excess := self._excess_of_row([num_prompt + num for num in num_tokens]):
-            sequences = " and ".join(f"{num_prompt} + {num}" for num in num_tokens)
-            return f"prompt and answer have {sequences} tokens, more than {excess}"
+        if prompt and (excess := self._excess_of_prompt(prompt, tools=tools)):
+            return excess
+        if self.max_row_tokens is None:
+            return ""
+        learned = [self.prompts.encode_learned(prompt, answer, tools=tools) for answer in answers]
+        if excess := self._excess_of_row([len(one.ids) for one in learned]):
+            lengths = " and ".join(f"{sum(one.is_given)} + {len(one.ids) - sum(one.is_given)}" for one in learned)
+            return f"prompt and answer have {lengths} tokens, more than {excess}"
         return ""
+
+    def _excess_of_prompt(self, prompt: Prompt, *, tools: Sequence[ToolSchema]) -> str:
+        num_prompt = len(self.prompts.encode(prompt, tools=tools))
+        if num_prompt <= self.max_prompt_tokens:
+            return ""
+        return f"the prompt has {num_prompt} tokens, more than max_prompt_tokens {self.max_prompt_tokens}"
 
     def _excess_of_row(self, num_tokens: Sequence[int]) -> str:
         """The limit that a row with these sequences breaks; empty if none."""
@@ -66,7 +66,8 @@ class LengthLimits:
         return ""
 
     @cached_property
-    def _prompts(self) -> PromptEncoder:
+    def prompts(self) -> PromptEncoder:
+        """What tokens are made by."""
         return PromptEncoder(self.model)
 
 

@@ -3,21 +3,35 @@
 "12+34="                                 ──tokens.encode_prompt──► [<bos>] ids
 [{"role": "user", "content": "12+34="}]  ──the model's own chat template──► ids     what the template says of <bos>
 [2, 17, 18]                              ──────────────────────────────────► the same
+
+What is learned of a row comes from here, too: a prompt and an answer in one sequence, and which tokens were given.
+
+"12+34=", "46"      ──► prompt ids, answer ids, end of answer           given: the prompt
+messages, messages  ──the template, the whole conversation──► ids       given: all but what the assistant says
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from corral.experiments.prompts.messages import Message, ToolSchema
-from corral.experiments.prompts.tokens import encode_prompt, load_tokenizer
+from corral.experiments.prompts.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
 
 if TYPE_CHECKING:
     from corral.experiments.prompts.chat import ChatRenderer
 
 Prompt = str | Sequence[Message] | Sequence[int]
+Answer = str | Sequence[Message]
+
+
+class LearnedSequence(NamedTuple):
+    """One sequence that something is learned of."""
+
+    ids: list[int]
+    is_given: list[bool]
+    """Of each token: nothing is learned of it."""
 
 
 @dataclass
@@ -51,6 +65,34 @@ class PromptEncoder:
         if not is_ids(prompt):
             messages: Any = prompt
             return self.chat.render(messages, tools=tools)
+        return self._known(prompt)
+
+    def encode_learned(self, prompt: Prompt, answer: Answer, *, tools: Sequence[ToolSchema] = ()) -> LearnedSequence:
+        """A prompt with an answer to it.
+
+        Args:
+            answer: text, which goes on from a text or ids, and is what the assistant says to messages; or messages.
+
+        Raises:
+            ValueError: as `encode`; or if messages follow what is none.
+        """
+        if prompt and (isinstance(prompt, str) or is_ids(prompt)):
+            if not isinstance(answer, str):
+                raise ValueError("the answer is messages, and the prompt is none; write both in the same way")
+            given = self.encode(prompt)
+            ids = [*given, *encode_answer(self.tokenizer, answer), self.end_of_answer]
+            return LearnedSequence(ids, [place < len(given) for place in range(len(ids))])
+        before: Any = prompt
+        said: Any = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        ids, is_said = self.chat.render_learned([*before, *said], tools=tools, num_given=len(before))
+        return LearnedSequence(ids, [not one for one in is_said])
+
+    @cached_property
+    def end_of_answer(self) -> int:
+        """What an answer to a text is taught to end with."""
+        return end_of_answer_id(self.directory, self.tokenizer)
+
+    def _known(self, prompt: Sequence[int]) -> list[int]:
         ids, size = list(prompt), self.tokenizer.get_vocab_size()
         if unknown := [token for token in ids if not 0 <= token < size]:
             raise ValueError(

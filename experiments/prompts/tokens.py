@@ -30,8 +30,19 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """With the special tokens that the tokenizer gives to a text of its own, such as <bos>."""
-    return list(tokenizer.encode(prompt).ids)
+    """With the special tokens that the tokenizer gives to a text of its own, such as <bos>.
+
+    Raises:
+        ValueError: if the text has the first of them already, as what a chat template has written does.
+    """
+    encoding = tokenizer.encode(prompt)
+    ids, is_added = encoding.ids, encoding.special_tokens_mask
+    if len(ids) > 1 and ids[0] == ids[1] and is_added[0]:
+        raise ValueError(
+            f"the prompt begins with {tokenizer.id_to_token(ids[0])}, which the tokenizer puts before every text, so "
+            "that it would be there twice; remove it from the text, or write the prompt as messages"
+        )
+    return list(ids)
 
 
 def encode_answer(tokenizer: Any, answer: str) -> list[int]:

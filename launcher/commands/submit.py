@@ -23,11 +23,12 @@ _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs 
 
 
 DryRun = Annotated[
-    Literal["plan", "script", "graph"] | None,
+    Literal["plan", "script", "graph", "prompts"] | None,
     typer.Option(
         "--dry-run",
-        help="Check and show the plan, or print the batch script (=script) or the dataflow graph as a Mermaid chart "
-        "(=graph), which asks no cluster; write nothing.",
+        help="Check and show the plan, or print the batch script (=script); or, without asking the cluster, the "
+        "dataflow graph as a Mermaid chart (=graph) or the first rows as the model will see them (=prompts). "
+        "Write nothing.",
     ),
 ]
 Shape = Annotated[
@@ -97,13 +98,13 @@ def submit(
                 trial_name=trial,
                 mode="local" if local else queue_here().mode,
                 shape=cluster_shape,
-                has_place=dry_run != "graph",
+                has_place=dry_run not in ("graph", "prompts"),
                 profile=profile,
                 sbatch_arguments=sbatch_arg or [],
             )
         submission = prepare(has_checks=not no_checks)
-        if dry_run in ("script", "graph"):
-            (_print_script if dry_run == "script" else _print_graph)(submission)
+        if dry_run not in (None, "plan"):
+            {"script": _print_script, "graph": _print_graph, "prompts": _print_prompts}[dry_run](submission)
             return
         _print_plan(submission, sys.stdout)
         if dry_run is None:
@@ -241,6 +242,16 @@ def _print_graph(submission: "Submission") -> None:
     master = submission.plan.master
     graph = graph_of(master.step_plan, samples=master.samples_from, published_to=master.weights_go_to)
     print(render_mermaid(graph), flush=True)
+
+
+def _print_prompts(submission: "Submission") -> None:
+    from rich.console import Console
+
+    from corral.launcher.submit.prompts_text import print_prompts
+
+    for warning in submission.warnings:
+        print(f"warning:   {warning}", file=sys.stderr)
+    print_prompts(submission.plan, Console(highlight=False))
 
 
 def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bool, verbose: bool) -> None:

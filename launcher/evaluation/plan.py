@@ -15,8 +15,8 @@ from pathlib import Path
 from corral.experiments.checks.environment import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
@@ -100,7 +100,7 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
     longest = max_new_tokens or int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
     as_trained = own.sampling if own else EvaluationSampling(max_new_tokens=longest)
     return EvaluationConfig(
-        dataset=form if dataset is None else form.model_copy(update={"path": dataset.absolute()}),
+        dataset=form if dataset is None else form.of_file(dataset.absolute()),
         sampling=as_trained.model_copy(update={"max_new_tokens": max_new_tokens or as_trained.max_new_tokens}),
         answers_per_problem=own.answers_per_problem if own else 1,
     )

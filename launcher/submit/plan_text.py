@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from corral.experiments.config.control import TrainControl
+from corral.experiments.datasets.formats import name_of
 from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
@@ -112,7 +113,7 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
     worker = plan.all_of(ModelWorkerSpec)[0]
     if worker.evaluation is None:
         return
-    file, between = display_path(worker.evaluation.dataset.file), "" if every.is_never else f"{every}, "
+    file, between = name_of(worker.evaluation.dataset), "" if every.is_never else f"{every}, "
     if plan.all_of(RolloutWorkerSpec):
         more = f" and {len(worker.evaluation.more)} more" if worker.evaluation.more else ""
         yield (
@@ -139,7 +140,7 @@ def _data(plan: RunPlan) -> str:
     of_rollout = [worker.dataset for worker in plan.all_of(RolloutWorkerSpec)]
     for dataset in (*of_rollout, *(rank.dataset for rank in plan.all_of(ModelWorkerSpec))):
         if dataset is not None:
-            return f"{display_path(dataset.config.file)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
+            return f"{name_of(dataset.config)}   {dataset.num_rows} rows, sha256 {dataset.sha256[:12]}"
     return "none"
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.datasets.dataset import Dataset
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.errors import ConfigError, display_path
-from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
 from corral.experiments.inputs.users_code import CallQuestion, Findings, Question, users_paths
 from corral.experiments.inputs.users_process import as_problem, ask, importing_from, users_root
 from corral.experiments.plan import RunPlan
@@ -24,7 +25,6 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec, RolloutWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-from corral.scheduling.worker_information import unfold_numbers
 
 _MAX_BYTES = 32 * 2**20
 _MAX_FILES = 5000
@@ -132,7 +132,7 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         reward=reward.function if row is not None and reward.function in paths else None,
         reward_timeout_s=reward.timeout_s,
         problem=row.fields if row else {},
-        answers=tuple(dict.fromkeys((*(row.answers if row else ()), prompt, ""))),
+        answers=tuple(dict.fromkeys((*map(str, row.answers if row else ()), prompt, ""))),
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
         agent_settings=rollout.agent_settings if rollout is not None else {},
         tries_sandbox=True,
@@ -141,8 +141,10 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
 
 
 def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
-    left_out = frozenset(unfold_numbers(dataset.too_long))
-    return next(iter(DatasetReader(config=dataset.config, kind=dataset.row_kind, left_out=left_out)), None)
+    try:
+        return next(iter(Dataset.planned(dataset).values()), None)
+    except OSError:
+        return None  # tasks that were listed, and are not in their file yet
 
 
 def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, RolloutConfig | None]:

@@ -966,7 +966,7 @@ FILE_CASES = (
     BrokenCase(
         name="row-without-prompt",
         files={"train.jsonl": rows(2) + _row(id="c", promt="1+1=", answer="2")},
-        words=("train.jsonl:3", "no prompt", "prompt_key: promt"),
+        words=("train.jsonl:3", "no prompt", "columns.prompt: promt"),
         line=17,
     ),
     BrokenCase(
@@ -978,7 +978,7 @@ FILE_CASES = (
     BrokenCase(
         name="row-without-answer",
         files={"heldout.jsonl": rows(1) + _row(prompt="1+1=")},
-        words=("heldout.jsonl:2", "no answer", "answer_key"),
+        words=("heldout.jsonl:2", "no answer", "columns.answer"),
         line=24,
     ),
     BrokenCase(

@@ -78,7 +78,7 @@ def test_a_reference_of_dpo_may_have_ranks_of_its_own(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"chosen": None}, ["pairs.jsonl:2: 'chosen' is no chosen", "write it as text"]),
-        ({"rejected": [7]}, ["pairs.jsonl:2: 'rejected' must be text or a number, got [7]"]),
+        ({"rejected": [7]}, ["pairs.jsonl:2: 'rejected' is no conversation: messages[0] is no object but int"]),
         ({"chosen": "5", "rejected": "5"}, ["pairs.jsonl:2: the chosen answer is the rejected one: 5"]),
     ],
 )
@@ -118,8 +118,8 @@ def test_rows_of_another_kind_are_refused_with_the_key_that_names_the_field(tmp_
     rows: list[dict[str, object]] = [{"prompt": "1+1=", "better": "2", "worse": "3"}] * 4
     with pytest.raises(ConfigError, match="pairs.jsonl:1: row has no chosen .*\n.*\n.*name the row's field with"):
         load(tmp_path, DPO, rows=rows)
-    keys = ("dataset.chosen_key=better", "dataset.rejected_key=worse")
-    assert load(tmp_path, DPO, *keys, rows=rows).dataset.chosen_key == "better"
+    keys = ("dataset.columns.chosen=better", "dataset.columns.rejected=worse")
+    assert load(tmp_path, DPO, *keys, rows=rows).dataset.columns.chosen == "better"
 
 
 def test_an_answer_longer_than_the_model_has_positions_is_refused(tmp_path: Path) -> None:
@@ -131,9 +131,10 @@ def test_an_answer_longer_than_the_model_has_positions_is_refused(tmp_path: Path
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
-    overrides = ("dataset.answer_key=a", "evaluation.sampling.max_new_tokens=8", "groups.model_worker.scheduling.gpu=0")
+    more = ("evaluation.sampling.max_new_tokens=8", "groups.model_worker.scheduling.gpu=0")
+    overrides = ("dataset.columns.answer=a", *more)
     assert list(load(tmp_path, REWARD_MODEL, *overrides).find_warnings()) == [
-        "dataset.answer_key has no effect: rows of this experiment are preferences",
+        "dataset.columns.answer has no effect: rows of this experiment are preferences",
         "evaluation.sampling and evaluation.more have no effect: nothing is answered where rows are preferences",
     ]
 

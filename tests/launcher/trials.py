@@ -27,6 +27,7 @@ from corral.experiments.worker_specs import (
     ModelWorkerSpec,
     RewardSpec,
     RolloutWorkerSpec,
+    SourceSpec,
     WorkerSpec,
 )
 from corral.launcher.cluster.job_queue import JobQueue
@@ -103,7 +104,11 @@ def make_plan(
     workers += [
         GenerationServerSpec(index=index, initial_weights=directory, engine=EngineConfig()) for index in range(servers)
     ]
-    dataset = DatasetSpec(config=DatasetConfig(path=Path("/nowhere")), row_kind="answers", num_rows=12, sha256="")
+    dataset = DatasetSpec(
+        config=DatasetConfig(path=Path("/nowhere")),
+        row_kind="answers",
+        sources={"": SourceSpec(files=(Path("/nowhere"),), num_rows=12, sha256="")},
+    )
     workers.append(
         GserverManagerSpec(
             num_generation_servers=max(servers, 1),

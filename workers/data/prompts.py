@@ -1,76 +1,48 @@
-"""Prompts: the rows of a jsonl file, checked against the plan, in the order that seed and pass give them.
+"""Prompts: the rows of a data set, as the plan has them, in the order that seed and pass give them.
 
-row (a JSON object) --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (SFT rows)
+row --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (rows whose answers are learned)
+
+Several sources: each goes through its own rows pass by pass, in an order of its own; whose turn it is says its share.
+
+    gsm8k, weight 3    0:gsm8k/7   0:gsm8k/2   0:gsm8k/5              0:gsm8k/1  ...
+    code,  weight 1                                       0:code/3               ...   1:code/3 when all were taken once
 """
 
-import hashlib
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import count, islice
+from math import lcm
 
-import msgspec
-
-from corral.experiments.config.data import DatasetConfig, RowKind
-from corral.experiments.inputs.dataset_file import DatasetReader, DatasetRow
-from corral.experiments.regular_file import open_regular
+from corral.experiments.config.data import DatasetConfig
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.worker_specs import DatasetSpec
-from corral.scheduling.worker_information import unfold_numbers
 
-RowsById = dict[str, DatasetRow]
+BAD_ROW = "bad_row"
+"""Why a row is dropped that is broken or too long."""
 
 
-def load_planned_rows(spec: DatasetSpec) -> RowsById:
-    """The rows of a dataset that was checked at submission, in file order, but for those that were too long then.
+def load_planned_rows(spec: DatasetSpec) -> Dataset:
+    """The rows of a dataset that was looked at at submission, in file order, but for those that were too long then.
 
     Raises:
-        ValueError: if the file has changed since.
+        OSError: if it cannot be read.
+        ValueError: if it has changed since.
     """
-    rows, reader = _read(spec.config, spec.row_kind, too_long=spec.too_long)
-    _require_planned(spec, reader.sha256)
-    return rows
+    return Dataset.planned(spec)
 
 
 def load_row_ids(spec: DatasetSpec) -> list[str]:
-    """The names of the same rows, in file order; nothing else of them is decoded.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it has changed since.
-    """
-    row: Any = msgspec.defstruct("Row", [("row_id", Any, None)], rename={"row_id": spec.config.id_key})
-    decoder, left_out = msgspec.json.Decoder(row), frozenset(unfold_numbers(spec.too_long))
-    row_ids: list[str] = []
-    with open_regular(spec.config.file) as stream:
-        _require_planned(spec, hashlib.file_digest(stream, "sha256").hexdigest())
-        stream.seek(0)
-        for number, line in enumerate(stream):
-            if line.strip() and number + 1 not in left_out:
-                given = decoder.decode(line).row_id
-                row_ids.append(str(number if given is None else given))
-    return row_ids
+    """The names of the same rows, in file order; raises the same."""
+    return list(Dataset.planned(spec))
 
 
-def load_held_out_rows(config: DatasetConfig) -> RowsById:
+def load_held_out_rows(config: DatasetConfig) -> Dataset:
     """The rows of held-out problems, of which the plan keeps no digest."""
-    return _read(config, "prompts")[0]
+    return Dataset.open(config, kind="prompts")
 
 
-def _read(config: DatasetConfig, kind: RowKind, *, too_long: str = "") -> tuple[RowsById, DatasetReader]:
-    reader = DatasetReader(config=config, kind=kind, left_out=frozenset(unfold_numbers(too_long)))
-    rows = {row.row_id: row for row in reader}
-    reader.raise_problems()
-    return rows, reader
-
-
-def _require_planned(spec: DatasetSpec, sha256: str) -> None:
-    if sha256 != spec.sha256:
-        raise ValueError(
-            f"dataset {spec.config.path} has changed since the trial was submitted (sha256 {sha256}, "
-            f"plan {spec.sha256}); put the old file back, or submit a new trial"
-        )
-
-
-def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:
+def ordered_uids(row_ids: Iterable[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:
     """All uids of one pass, in the order in which they are issued; the same in every process."""
     order = sorted(row_ids)
     if shuffle:
@@ -78,9 +50,54 @@ def ordered_uids(row_ids: list[str], *, seed: int, dataset_epoch: int, shuffle: 
     return [f"{dataset_epoch}:{row_id}" for row_id in order]
 
 
-def uids_of_passes(row_ids: list[str], *, seed: int, num_epochs: int, shuffle: bool) -> Iterator[str]:
-    """Every uid of all passes, in the order in which they are issued."""
-    for dataset_epoch in range(num_epochs):
+def planned_uids(row_ids: Sequence[str], spec: DatasetSpec, *, seed: int, num_epochs: int) -> Iterator[str]:
+    """Every uid of a trial, in the order in which they are issued."""
+    config = spec.config
+    weights = {name: one.weight for name, one in config.sources.items()}
+    return uids_of_passes(row_ids, seed=seed, num_epochs=num_epochs, shuffle=config.shuffle, weights=weights)
+
+
+def uids_of_passes(
+    row_ids: Sequence[str],
+    *,
+    seed: int,
+    num_epochs: int,
+    shuffle: bool,
+    weights: Mapping[str, float | None] | None = None,
+) -> Iterator[str]:
+    """As many uids as all passes over the rows have, in the order in which they are issued.
+
+    Args:
+        weights: of each source, whose name is what its rows begin with; None is the number of its rows. With these
+            alone, each pass has each row once. Empty where there is one source, which has no name.
+    """
+    if not weights:
+        for dataset_epoch in range(num_epochs):
+            yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)
+        return
+    ids_by_source: dict[str, list[str]] = {name: [] for name in weights}
+    for row_id in row_ids:
+        ids_by_source[row_id.partition("/")[0]].append(row_id)
+    shares = [Fraction(weight or len(ids_by_source[name])) for name, weight in weights.items()]
+    endless = [_endless(ids, seed=seed, shuffle=shuffle) for ids in ids_by_source.values()]
+    turns = turns_of([int(share * lcm(*(one.denominator for one in shares))) for share in shares])
+    yield from (next(endless[turn]) for turn in islice(turns, num_epochs * len(row_ids)))
+
+
+def turns_of(shares: Sequence[int]) -> Iterator[int]:
+    """Whose turn it is, for ever: of those that have had less than their share with this turn, the one that lacks most.
+
+    Nobody ever has a whole turn more than its share; after as many turns as the shares make together, all have theirs.
+    """
+    whole, taken = sum(shares), [0] * len(shares)
+    for turn in count(1):
+        chosen = max(range(len(shares)), key=lambda at: shares[at] * turn - taken[at] * whole)
+        taken[chosen] += 1
+        yield chosen
+
+
+def _endless(row_ids: list[str], *, seed: int, shuffle: bool) -> Iterator[str]:
+    for dataset_epoch in count():
         yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)
 
 

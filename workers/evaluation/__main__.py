@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.datasets.dataset import dataset_spec
+from corral.experiments.datasets.formats import name_of
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.evaluation import (
@@ -108,7 +109,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         num_unjudged=int(values["unjudged"]),
         seconds=round(progress.seconds, 3),
         num_starts=progress.num_starts,
-        dataset=request.evaluation.dataset.file,
+        dataset=Path(name_of(request.evaluation.dataset)),
         dataset_sha256=request.dataset_sha256,
         sampling=request.evaluation.sampling,
         answers_per_problem=request.evaluation.answers_per_problem,
@@ -121,7 +122,7 @@ def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
     digest = dataset_spec(request.evaluation.dataset, kind="prompts").sha256
     if digest != request.dataset_sha256:
         raise ValueError(
-            f"dataset {request.evaluation.dataset.file} has changed since this evaluation was asked for (sha256 "
+            f"dataset {name_of(request.evaluation.dataset)} has changed since this evaluation was asked for (sha256 "
             f"{digest}, then {request.dataset_sha256}); run rl-eval again"
         )
     path = progress_path(request.result)

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
-from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.worker_specs import RewardSpec

@@ -5,17 +5,17 @@ secrets of its own ──► backend: embedded engine, or SGLang ──url──
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import RewardSpec
-from corral.workers.data.prompts import RowsById
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import WrongDevicesError
@@ -34,7 +34,7 @@ _MAX_CONNECTIONS = 1024
 
 @asynccontextmanager
 async def served_problems(
-    request: EvaluationRequest, rows: RowsById, *, gpus: int
+    request: EvaluationRequest, rows: Mapping[str, DatasetRow], *, gpus: int
 ) -> AsyncIterator[tuple[HeldOutProblems, asyncio.Future[None]]]:
     """Who answers, by a server that is ended afterwards; and the end of that server, should it come before.
 

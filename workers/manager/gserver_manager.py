@@ -31,7 +31,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, WeightsInUse
-from corral.workers.data.prompts import load_row_ids, uids_of_passes
+from corral.workers.data.prompts import load_row_ids, planned_uids
 from corral.workers.generation.control import ControlClient
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
@@ -120,9 +120,8 @@ class GserverManager(Worker):
             raise BadConfigurationError(str(error)) from error
 
     def _passes(self, row_ids: list[str]) -> Callable[[], Iterator[str]]:
-        spec = self._spec
-        seed, shuffle = self.context.plan.seed, spec.dataset.config.shuffle
-        return lambda: uids_of_passes(row_ids, seed=seed, num_epochs=spec.total_train_epochs, shuffle=shuffle)
+        spec, seed = self._spec, self.context.plan.seed
+        return lambda: planned_uids(row_ids, spec.dataset, seed=seed, num_epochs=spec.total_train_epochs)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)

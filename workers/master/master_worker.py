@@ -120,7 +120,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import load_row_ids, uids_of_passes
+from corral.workers.data.prompts import load_row_ids, planned_uids
 from corral.workers.lifecycle.worker import (
     CannotContinueError,
     StopRequested,
@@ -266,7 +266,12 @@ class MasterWorker(Worker):
         if spec.source != "trajectories":
             next_order = ledger.consumed_count if spec.source == "prompts" else None
             return DatasetSource(
-                self._row_uids(), buffer, gang, batch_size=spec.train_batch_size, next_order=next_order
+                self._row_uids(),
+                buffer,
+                gang,
+                batch_size=spec.train_batch_size,
+                next_order=next_order,
+                on_drop=ledger.drop,
             )
         size, window = self._manager.rollout.reorder_window, None
         if size is not None:
@@ -314,12 +319,8 @@ class MasterWorker(Worker):
         return committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
 
     def _row_uids(self) -> Iterator[str]:
-        return uids_of_passes(
-            list(self._number_by_row),
-            seed=self.context.plan.seed,
-            num_epochs=self._spec.control.total_train_epochs,
-            shuffle=self._dataset.config.shuffle,
-        )
+        seed, num_epochs = self.context.plan.seed, self._spec.control.total_train_epochs
+        return planned_uids(list(self._number_by_row), self._dataset, seed=seed, num_epochs=num_epochs)
 
     def _publish(self, published: PublishedWeights) -> None:
         """Say which weights are the present ones."""

@@ -228,13 +228,15 @@ class SampleSource(Protocol):
 
 @dataclass(slots=True)
 class DatasetSource:
-    """Rows in the order of the seed, each once a pass; what was given back comes after all others."""
+    """Rows in the order of the seed, each once a pass; what was given back comes after all others, and what is no row
+    that can be learned from, as nobody saw before its turn, is dropped."""
 
     uids: Iterator[str]
     buffer: SequenceBuffer
     holders: SampleHolders
     _: KW_ONLY
     batch_size: int
+    on_drop: Callable[[str, str], None]
     next_order: int | None = None
     """Of prompts, which a call of the graph turns into samples: the number of the next one. None for rows as they are.
 
@@ -246,17 +248,31 @@ class DatasetSource:
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
         batch: list[str] = []
         while len(batch) < min(self.batch_size, remaining):
+            taken = self._take(min(self.batch_size, remaining) - len(batch))
+            samples = {sample.uid: sample for sample in await self._samples(taken)}
+            for sample in map(samples.__getitem__, taken):
+                if sample.dropped_because:
+                    self.on_drop(sample.uid, sample.dropped_because)
+                    remaining -= 1
+                else:
+                    self.buffer.put(sample)
+                    batch.append(sample.uid)
+        return batch or None
+
+    def _take(self, num: int) -> list[str]:
+        taken: list[str] = []
+        while len(taken) < num:
             uid = next(self.uids, None) or self._given_back.popleft()
             if not self.buffer.is_consumed(uid):
-                batch.append(uid)
+                taken.append(uid)
+        return taken
+
+    async def _samples(self, uids: Sequence[str]) -> list[BufferedSample]:
         if self.next_order is None:
-            samples = await self.holders.load_rows(batch)
-        else:
-            samples = list(map(_prompt, batch, itertools.count(self.next_order)))
-            self.next_order += len(batch)
-        for sample in samples:
-            self.buffer.put(sample)
-        return batch
+            return await self.holders.load_rows(uids)
+        samples = list(map(_prompt, uids, itertools.count(self.next_order)))
+        self.next_order += len(uids)
+        return samples
 
     async def give_back(self, batch: Sequence[str]) -> None:
         self.holders.clear(self.buffer.release(batch))

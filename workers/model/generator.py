@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
-from corral.workers.data.prompts import load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
@@ -79,6 +79,7 @@ class Generator:
         self._generation = generation
         self._seed = seed
         self._rows = load_planned_rows(spec.dataset)
+        self._max_prompt_tokens = spec.dataset.config.max_prompt_tokens
         self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
@@ -97,11 +98,8 @@ class Generator:
             orders: admission number of each prompt, which decides its random numbers.
             version: tag of the model's weights.
         """
-        rows = [self._rows[split_uid(uid)[1]] for uid in uids]
-        prompts = [
-            _Prompt(uid, order, row, self._prompts.encode(row.prompt, tools=row.tools))
-            for uid, order, row in zip(uids, orders, rows, strict=True)
-        ]
+        read = [self._read(uid, order, version=version) for uid, order in zip(uids, orders, strict=True)]
+        prompts = [one for one in read if isinstance(one, _Prompt)]
         was_training = model.training
         model.eval()
         try:
@@ -112,7 +110,19 @@ class Generator:
             model.train(was_training)
         made = asyncio.run(self._judge_all(prompts, groups, version=version))
         self._require_a_reward(made, version=version)
-        return made
+        return [*made, *(one for one in read if isinstance(one, Generated))]
+
+    def _read(self, uid: str, order: int, *, version: str) -> "_Prompt | Generated":
+        """A prompt; dropped, if its row is broken or too long."""
+        try:
+            row = self._rows[split_uid(uid)[1]]
+            ids = self._prompts.encode(row.prompt, tools=row.tools)
+            if len(ids) > self._max_prompt_tokens:
+                raise ValueError(f"the prompt has {len(ids)} tokens; max_prompt_tokens is {self._max_prompt_tokens}")
+        except ValueError as error:
+            because = f"{BAD_ROW}: {error}"
+            return Generated(SampleMetadata(uid, (), [], (version,), order, dropped_because=because), None)
+        return _Prompt(uid, order, row, ids)
 
     def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
         """UserCodeError if the reward has failed on everything since the trial began."""

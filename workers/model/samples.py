@@ -10,12 +10,16 @@ A trial has one source of the two; the master hears of samples as metadata. A re
 up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O
 thread, also while the main thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
 
-Of rows, prompt and answer are one sequence, and the loss is on the answer only:
+Of rows, prompt and answer are one sequence, and the loss is on what is answered only:
 
     {"prompt": "12+34=", "answer": "46"}  ──►  input_ids = prompt ids, answer ids, end-of-answer;  prompt_mask
+    {"messages": [...]}                   ──►  input_ids of the whole;  prompt_mask, but for what the assistant says
     {"prompt": "12+34=", "chosen": "46", "rejected": "45"}  ──►  two such sequences as one group, the chosen one first
+
+A row that is broken or too long, and was not looked at at submission, is dropped as a failed prompt is.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -23,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 
-from corral.experiments.prompts.row_prompts import PromptEncoder
-from corral.experiments.prompts.tokens import encode_answer, end_of_answer_id
+from corral.experiments.inputs.model_directory import context_length
+from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec
-from corral.workers.data.prompts import is_held_out, load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, is_held_out, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import VerdictKind, uid_of_delivery
 from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
@@ -34,35 +38,38 @@ from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.model.data_store import DataStore
 from corral.workers.requests.messages import SampleMetadata
 
+logger = logging.getLogger(__name__)
+
 
 class RowLoader:
-    """Turns a uid into a sample; `model` is the directory with the tokenizer."""
+    """Turns a uid into a sample.
 
-    def __init__(self, spec: DatasetSpec, model: Path) -> None:
+    Args:
+        model: directory with the tokenizer.
+        max_row_tokens: of all sequences of a row together; None for any number.
+    """
+
+    def __init__(self, spec: DatasetSpec, model: Path, *, max_row_tokens: int | None = None) -> None:
         self._rows = load_planned_rows(spec)
-        self._prompts = PromptEncoder(model)
-        self._end_of_answer = end_of_answer_id(model, self._prompts.tokenizer)
-        self._max_prompt_tokens = spec.config.max_prompt_tokens
+        self._limits = LengthLimits(
+            model,
+            max_prompt_tokens=spec.config.max_prompt_tokens,
+            max_row_tokens=max_row_tokens,
+            max_sequence_tokens=context_length(model),
+        )
 
     def load(self, uid: str) -> SequenceSample:
         """The sample of a uid.
 
         Raises:
-            ValueError: if its prompt is longer than the dataset allows.
+            ValueError: if there is something wrong with the row, or it is longer than it may be.
         """
-        _, row_id = split_uid(uid)
-        row = self._rows[row_id]
-        prompt = self._prompts.encode(row.prompt)
-        if len(prompt) > self._max_prompt_tokens:
-            raise ValueError(
-                f"row {row_id!r} (line {row.line}) has a prompt of {len(prompt)} tokens, more than "
-                f"dataset.max_prompt_tokens {self._max_prompt_tokens}; raise that limit or shorten the row"
-            )
-        encoded = [
-            [*prompt, *encode_answer(self._prompts.tokenizer, text), self._end_of_answer] for text in row.answers
-        ]
-        sequences = [np.asarray(ids, dtype=np.int32) for ids in encoded]
-        masks = [np.arange(len(ids)) < len(prompt) for ids in sequences]
+        row = self._rows[split_uid(uid)[1]]
+        if excess := self._limits.find_excess(row.prompt, row.answers, tools=row.tools):
+            raise ValueError(f"{row.place}: {excess}; raise that limit or shorten the row")
+        learned = [self._limits.prompts.encode_learned(row.prompt, answer, tools=row.tools) for answer in row.answers]
+        sequences = [np.asarray(one.ids, dtype=np.int32) for one in learned]
+        masks = [np.asarray(one.is_given, dtype=np.bool_) for one in learned]
         return SequenceSample.from_group(uid, {"input_ids": sequences, "prompt_mask": masks})
 
 
@@ -90,18 +97,12 @@ class Samples:
         return [] if self.receiver is None else [self._take_in(one) for one in self.receiver.drain(max_samples)]
 
     def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
-        """Store rows of the dataset, or held-out rows, and say what they are.
+        """Store rows of the dataset, or held-out rows, and say what they are, and which of them are none.
 
         Raises:
-            ValueError: if there are no such rows.
+            ValueError: if there are no such rows, or one that is held out is broken.
         """
-        loaded = [self._loader(uid).load(uid) for uid in uids]
-        for sample in loaded:
-            self.store.put(sample)
-        return [
-            SampleMetadata(uid=sample.uids[0], keys=tuple(sample.seqlens), num_tokens=sample.answer_lengths())
-            for sample in loaded
-        ]
+        return [self._load(uid) for uid in uids]
 
     def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
         """Throw trajectories away and tell who sent them; nobody sent a row."""
@@ -130,6 +131,18 @@ class Samples:
         self._delivery_by_uid.clear()
         if self.receiver is not None:
             self.receiver.start_session(session)
+
+    def _load(self, uid: str) -> SampleMetadata:
+        loader = self._loader(uid)
+        try:
+            sample = loader.load(uid)
+        except ValueError as error:
+            if is_held_out(uid):
+                raise
+            logger.warning("row %s is dropped: %s", uid, error)
+            return SampleMetadata(uid=uid, keys=(), num_tokens=[], dropped_because=f"{BAD_ROW}: {error}")
+        self.store.put(sample)
+        return SampleMetadata(uid=uid, keys=tuple(sample.seqlens), num_tokens=sample.answer_lengths())
 
     def _loader(self, uid: str) -> RowLoader:
         loader = self.held_out if is_held_out(uid) else self.rows
@@ -162,9 +175,13 @@ def open_samples(context: WorkerContext, spec: ModelWorkerSpec, store: DataStore
     if not spec.takes_samples:
         yield Samples(store)
         return
-    held_out = RowLoader(spec.held_out, spec.tokenizer) if spec.held_out is not None else None
+    limits = [call.micro_batches.max_tokens_per_micro_batch for call in spec.calls]
+    longest = min((limit for limit in limits if limit is not None), default=None)
+    held_out = None
+    if spec.held_out is not None:
+        held_out = RowLoader(spec.held_out, spec.tokenizer, max_row_tokens=longest)
     if spec.dataset is not None:
-        rows = RowLoader(spec.dataset, spec.tokenizer)
+        rows = RowLoader(spec.dataset, spec.tokenizer, max_row_tokens=longest)
         yield Samples(store, rows=rows, held_out=held_out)
         return
     with (

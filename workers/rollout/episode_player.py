@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.chat import find_renderer
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import EnvironmentSpec

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
@@ -110,7 +110,10 @@ class GroupMaker:
             raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
         says_episodes = self.player is not None
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
-        return episodes, sample, statistics_of(group) if says_episodes else {}
+        statistics = dict(statistics_of(group)) if says_episodes else {}
+        if row.source:
+            statistics[f"reward/source/{row.source}"] = math.fsum(rewards) / len(rewards)
+        return episodes, sample, statistics
 
     def _all_fail(self, what: str) -> RuntimeError:
         if self.has_judged:

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
-from corral.experiments.inputs.dataset_file import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
-from corral.workers.data.prompts import RowsById
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 
@@ -32,7 +31,7 @@ def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: 
         prompts.append(encoder.encode(row.prompt, tools=row.tools))
         if len(prompts[-1]) > config.max_prompt_tokens:
             raise ValueError(
-                f"the prompt in line {row.line} of {config.path} has {len(prompts[-1])} tokens, more than "
+                f"the prompt of {row.place} has {len(prompts[-1])} tokens, more than "
                 f"max_prompt_tokens {config.max_prompt_tokens}; shorten it"
             )
     return prompts
@@ -41,7 +40,9 @@ def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: 
 class HeldOutProblems:
     """Held-out problems that a server answers."""
 
-    def __init__(self, config: EvaluationConfig, rows: Mapping[str, RowsById], prompts: GroupMaker) -> None:
+    def __init__(
+        self, config: EvaluationConfig, rows: Mapping[str, Mapping[str, DatasetRow]], prompts: GroupMaker
+    ) -> None:
         """
         Args:
             rows: by name of the data set.

@@ -23,12 +23,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+from corral.experiments.datasets.row_parser import RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.data.prompts import load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
     UNTIL_A_COMMIT,
     TrajectoryHeader,
@@ -229,8 +230,9 @@ class RolloutWorker(Worker):
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         try:
             episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
-        except PromptFailedError as error:
-            header = header_of(num_answers=0, status="dropped", reason=str(error)[:_MAX_REASON_LENGTH])
+        except (PromptFailedError, RowError) as error:
+            reason = str(error) if isinstance(error, PromptFailedError) else f"{BAD_ROW}: {error}"
+            header = header_of(num_answers=0, status="dropped", reason=reason[:_MAX_REASON_LENGTH])
             await self._finish(uid, header, {})
             return
         branches = [branch for episode in episodes for branch in episode.sequences()]

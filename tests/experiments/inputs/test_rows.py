@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.data import ColumnsConfig, DatasetConfig
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.dataset_file import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
 from corral.workers.data.prompts import load_planned_rows, load_row_ids
 from corral.workers.rollout.rewards import exact_match
-from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, tokenizer_json, write_inputs
+from tests.experiments.broken_yaml import VALID_PPO, tokenizer_json, write_inputs
 
 LONG = {"id": "long", "prompt": "1+" * 8 + "1=", "answer": "9"}
 
@@ -56,7 +56,7 @@ def test_rows_that_are_too_long_are_left_out_everywhere_and_counted(tmp_path: Pa
     assert warning.startswith("2 of 43 rows of the dataset are left out, since they are too long; the first: ")
     assert "train.jsonl:41: " in warning and "prompt has 18 tokens" in warning
     dataset = planned(submission.plan).dataset
-    assert (dataset.num_rows, submission.plan.master.num_prompts, dataset.too_long) == (41, 41, "41,43")
+    assert (dataset.num_rows, submission.plan.master.num_prompts, dataset.sources[""].too_long) == (41, 41, "41,43")
     loaded = load_planned_rows(dataset)
     assert len(loaded) == 41 and "last" in loaded and not {"long", "longer"} & loaded.keys()
     assert load_row_ids(dataset) == list(loaded)
@@ -72,8 +72,8 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
         '{"name": 7, "prompt": "c"}',
     ]
     path.write_text("\n".join([*lines, '{"name": "0x", "prompt": "left out"}', '{"prompt": "d"}']))
-    config = DatasetConfig(path=path, id_key="name")
-    dataset = dataset_spec(config, kind="prompts", too_long=[6])
+    config = DatasetConfig(path=path, columns=ColumnsConfig(id="name"))
+    dataset = dataset_spec(config, kind="prompts", too_long={"": [5]})
     assert load_row_ids(dataset) == list(load_planned_rows(dataset)) == ["0", "nested é", "7", "6"]
     with path.open("a") as file:
         file.write("no row")
@@ -85,7 +85,7 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
 
 
 def test_held_out_rows_are_all_looked_at_or_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 held-out rows are too long; the first: .*heldout.jsonl:11"):
+    with pytest.raises(ConfigError, match="1 of 11 rows of the dataset .*too long; the first: .*heldout.jsonl:11"):
         submit(tmp_path, held_out=(LONG,))
 
 
@@ -99,7 +99,7 @@ def test_prompts_are_text_messages_or_token_ids_and_the_same_tokens(tmp_path: Pa
     rows.append(asked("1+1", tools=[tool, tool]))
     submission = submit(tmp_path, *rows, LONG, asked("1" * 16), {"prompt": [1] * 17, "answer": 1}, template=TEMPLATE)
     dataset = planned(submission.plan).dataset
-    assert dataset.too_long == "45-47" and "3 of 47 rows" in submission.warnings[0]
+    assert dataset.sources[""].too_long == "45-47" and "3 of 47 rows" in submission.warnings[0]
     encoder, loaded = PromptEncoder(tmp_path / "model"), load_planned_rows(dataset)
     encoded = [encoder.encode(row.prompt, tools=row.tools) for row in list(loaded.values())[40:]]
     assert encoded == [[2, 11, 2, 12]] * 3 + [[2, 11, 2, 11, 11, 12]]
@@ -117,7 +117,7 @@ def test_prompts_are_text_messages_or_token_ids_and_the_same_tokens(tmp_path: Pa
             TEMPLATE,
             r"train.jsonl:41: 'prompt' is neither messages nor token ids: messages\[0\] has content",
         ),
-        (asked("1", tools=["add"]), TEMPLATE, r"train.jsonl:41: 'tools' \[0\] is no .*tools_key"),
+        (asked("1", tools=["add"]), TEMPLATE, r"train.jsonl:41: 'tools' \[0\] is no .*columns.tools"),
         ({"prompt": [1, 13], "answer": "2"}, None, "train.jsonl:41: the prompt has token id 13, and .* below 13"),
         ({"prompt": [1, True], "answer": "2"}, None, "train.jsonl:41: 'prompt' is neither messages nor token ids"),
         ({"prompt": [], "answer": "2"}, None, "train.jsonl:41: 'prompt' is no prompt: .*list of messages"),
@@ -129,13 +129,3 @@ def test_a_prompt_that_no_model_can_be_asked_is_refused_at_submission(
     with pytest.raises(ConfigError) as refused:
         submit(tmp_path, row, template=template)
     assert re.search(words, str(refused.value).replace("\n", " "))
-
-
-@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "1+1"}], [2, 11]])
-def test_where_answers_of_rows_are_learned_prompts_are_text(tmp_path: Path, prompt: object) -> None:
-    write_inputs(tmp_path)
-    (tmp_path / "sft.yaml").write_text(VALID_SFT)
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps({"prompt": prompt, "answer": "2"}))
-    with pytest.raises(ConfigError, match="train.jsonl:41: the prompt is a list, and where the answers of rows are"):
-        prepare(tmp_path / "sft.yaml", [f"cluster.fileroot={tmp_path / 'trials'}"], trial_name=None, mode="local")

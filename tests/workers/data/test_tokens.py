@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from corral.experiments.config.data import DatasetConfig
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.prompts.tokens import end_of_answer_id, eos_token_ids, load_tokenizer
-from corral.experiments.worker_specs import DatasetSpec
 from corral.workers.model.samples import RowLoader
 from tests.workers.data.tiny_tokenizer import BOS, EOS, PAD, ids_of, write_tokenizer
 
@@ -18,10 +17,7 @@ from tests.workers.data.tiny_tokenizer import BOS, EOS, PAD, ids_of, write_token
 def row_loader(folder: Path, model: Path) -> RowLoader:
     path = folder / "rows.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "1+2=", "answer": "3"}) + "\n")
-    config = DatasetConfig(path=path)
-    reader = DatasetReader(config, kind="answers")
-    reader.read_to_end()
-    return RowLoader(DatasetSpec(config=config, row_kind="answers", num_rows=1, sha256=reader.sha256), model)
+    return RowLoader(dataset_spec(DatasetConfig(path=path), kind="conversations"), model)
 
 
 def test_a_row_has_one_beginning_and_one_end(tmp_path: Path) -> None:
@@ -72,9 +68,7 @@ def test_short_rows_need_no_tokenizer(tmp_path: Path) -> None:
 def test_a_preference_is_a_group_of_two_the_chosen_answer_first(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "a", "prompt": "1+2=", "rejected": "12", "chosen": "3"}) + "\n")
-    reader = DatasetReader(DatasetConfig(path=path), kind="preferences")
-    reader.read_to_end()
-    spec = DatasetSpec(config=reader.config, row_kind="preferences", num_rows=1, sha256=reader.sha256)
+    spec = dataset_spec(DatasetConfig(path=path), kind="preferences")
     sample = RowLoader(spec, write_tokenizer(tmp_path / "model")).load("0:a")
     assert sample.seqlens["input_ids"] == [[6, 7]]
     chosen = [*ids_of("1+2="), *ids_of("3"), EOS]

@@ -28,6 +28,10 @@ def sample(uid: str, *, order: int = 0, version: str = "1.0", dropped: str = "",
     )
 
 
+def unexpected(uid: str, reason: str) -> None:
+    pytest.fail(f"{uid} is dropped: {reason}")
+
+
 class Holders:
     """Model workers that hand over what the test puts into `arrivals`."""
 
@@ -188,7 +192,7 @@ def test_a_sample_without_what_the_calls_read_is_an_error_that_names_both() -> N
 def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
     holders = Holders()
     buffer = SequenceBuffer(is_consumed={"0:b"}.__contains__)
-    source = DatasetSource(iter(["0:a", "0:b", "0:c", "0:d"]), buffer, holders, batch_size=2)
+    source = DatasetSource(iter(["0:a", "0:b", "0:c", "0:d"]), buffer, holders, batch_size=2, on_drop=unexpected)
     assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:a", "0:c"]
     assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:d"]
 
@@ -196,7 +200,7 @@ def test_rows_are_loaded_in_order_without_those_that_are_consumed() -> None:
 def test_rows_that_were_given_back_come_again_after_all_others() -> None:
     holders = Holders()
     buffer = SequenceBuffer(is_consumed=lambda uid: False)
-    source = DatasetSource(iter(["0:a", "0:b", "0:c"]), buffer, holders, batch_size=2)
+    source = DatasetSource(iter(["0:a", "0:b", "0:c"]), buffer, holders, batch_size=2, on_drop=unexpected)
     assert asyncio.run(source.poll(version=0, remaining=3)) == ["0:a", "0:b"]
     asyncio.run(source.give_back(["0:a", "0:b"]))
     assert not buffer.samples and holders.cleared == ["0:a", "0:b"] and holders.rejected == []

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.dataset_file import DatasetReader
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.row_prompts import Prompt
 from corral.experiments.trial.directory import TrialDirectory
@@ -297,9 +297,7 @@ def prompt_dataset(
     rows = [{**row, **more} for row, more in zip_longest(rows, fields, fillvalue={})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
-    reader = DatasetReader(config=config, kind="prompts")
-    reader.read_to_end()
-    return DatasetSpec(config=config, row_kind="prompts", num_rows=len(rows), sha256=reader.sha256)
+    return dataset_spec(config, kind="prompts")
 
 
 def judge(problem: Mapping[str, Any], answer: str) -> float:

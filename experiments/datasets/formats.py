@@ -1,0 +1,215 @@
+"""Which files the rows of a source are in, and what has to be done before they can be read in place.
+
+    path ─┬─ a file, a pattern, a folder of files of one kind ───┬─ JSON lines, Arrow ───────────────► RowFiles
+          └─ a folder that `datasets` has saved, its split ──────┤
+    hub ──── what `datasets` finds in the user's cache ──────────┴─ Parquet, CSV ──once──► Arrow, in the cache
+
+A format is known by the first bytes, CSV by its name. Nothing here asks the network.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corral.experiments.config.data import DatasetConfig, SourceConfig
+from corral.experiments.datasets.row_files import ArrowRows, JsonLines, RowFile, RowFiles
+from corral.experiments.errors import closest, display_path
+from corral.experiments.regular_file import open_regular, read_regular
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_ROWS_PER_BATCH = 1000  # what one row costs that is read alone is not more than its batch, where that is compressed
+_CSV_BLOCK_BYTES = 4 << 20
+_KINDS = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
+_OTHER_KINDS = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip archive",
+}
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")
+_SPLITS, _SAVED = "dataset_dict.json", "state.json"
+
+
+def name_of(config: SourceConfig) -> str:
+    """What people call a source."""
+    if isinstance(config, DatasetConfig) and config.sources:
+        return " + ".join(map(name_of, config.sources.values()))
+    return display_path(config.path) if config.path is not None else config.hub or "(tasks of the environment)"
+
+
+def find_files(config: SourceConfig) -> tuple[Path, ...]:
+    """The files of a source, in their order.
+
+    Raises:
+        OSError: if they cannot be looked for.
+        ValueError: if there are none, with the way out after a semicolon.
+    """
+    if config.files:
+        return config.files
+    if config.hub is not None:
+        return _in_users_cache(config.hub, config)
+    path = config.path
+    if path is None:
+        raise ValueError("no file is named; name one in `path`, or a data set of the hub in `hub`")
+    if any(mark in path.name for mark in "*?[") and not path.exists():
+        found = sorted(path.parent.glob(path.name))
+        if not found:
+            raise ValueError(f"no file is called {display_path(path)}; check the pattern")
+        return tuple(found)
+    if not path.is_dir():
+        return (path,)
+    return _saved_by_datasets(path, config.split) or _in_folder(path)
+
+
+def open_rows(files: tuple[Path, ...], content: bytes | None = None) -> RowFiles:
+    """The rows of files of one kind.
+
+    Args:
+        content: JSON lines that the one file is going to hold, where it does not yet.
+
+    Raises:
+        OSError: if one cannot be read.
+        ValueError: if they are of no kind that is known, or of two; with the way out after a semicolon.
+    """
+    if content is not None:
+        return RowFiles({display_path(file): JsonLines(content) for file in files}, line_word=":")
+    kinds = {file: _kind_of(file) for file in files}
+    if len(found := sorted(set(kinds.values()))) > 1:
+        raise ValueError(f"{' and '.join(found)} stand side by side in {files[0].parent}; name those of one kind")
+    opened: dict[str, RowFile] = {}
+    for file, kind in kinds.items():
+        if kind == "JSON lines":
+            opened[display_path(file)] = JsonLines(file)
+        else:
+            opened[display_path(file)] = ArrowRows(file if kind == "Arrow" else _as_arrow(file, kind))
+    return RowFiles(opened, line_word=":" if found == ["JSON lines"] else ", row ")
+
+
+def cache_folder() -> Path:
+    """Where rows are kept that had to be written anew: beside those of `datasets`, whose variables say where."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
+    return Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser() / "corral"
+
+
+def kept_once(name: str, write: Callable[[Path], None]) -> Path:
+    """A file of the cache, written if it is not there; whoever is late finds the whole of it, or writes the same.
+
+    Args:
+        name: that says all that it follows from.
+    """
+    path = cache_folder() / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{name}.{secrets.token_hex(4)}")
+        try:
+            write(unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _kind_of(file: Path) -> str:
+    with open_regular(file) as stream:
+        first = stream.read(16)
+    for beginning, kind in _KINDS.items():
+        if first.startswith(beginning):
+            return kind
+    for beginning, kind in _OTHER_KINDS.items():
+        if first.startswith(beginning):
+            raise ValueError(f"{display_path(file)} is {kind}; unpack it")
+    if first.partition(b"\n")[0].strip() == b"[":
+        raise ValueError(f"{display_path(file)} is a JSON array; write one JSON object a line: jq -c '.[]' FILE")
+    return "CSV" if file.suffix in (".csv", ".tsv") else "JSON lines"
+
+
+def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
+    """Those of `Dataset.save_to_disk` and `DatasetDict.save_to_disk`; none in another folder."""
+    if (folder / _SPLITS).exists():
+        splits = json.loads(read_regular(folder / _SPLITS))["splits"]
+        if split not in splits:
+            near = closest(split, splits) if split else None
+            asked = f"has no split {split!r}" if split else f"has {len(splits)} splits"
+            raise ValueError(f"{display_path(folder)} {asked}; set split to {near or ' or '.join(splits)}")
+        folder = folder / split
+    if not (folder / _SAVED).exists():
+        return ()
+    return tuple(folder / one["filename"] for one in json.loads(read_regular(folder / _SAVED))["_data_files"])
+
+
+def _in_folder(folder: Path) -> tuple[Path, ...]:
+    found = tuple(path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES)
+    if not found:
+        raise ValueError(f"{display_path(folder)} has no file that ends with {', '.join(_SUFFIXES)}; name another one")
+    return found
+
+
+def _in_users_cache(name: str, config: SourceConfig) -> tuple[Path, ...]:
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the library is imported
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("only the library `datasets` finds what is in the cache; pip install datasets") from error
+    download = f"python -c 'import datasets; datasets.load_dataset({name!r}, {config.subset!r})'"
+    try:
+        found: Any = datasets.load_dataset(name, config.subset, split=config.split)
+    except Exception as error:  # the library raises what it likes
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{name} is not in this user's cache as it is asked for ({said[0]}), and nothing is downloaded here; "
+            f"fetch it once where there is a network: {download}"
+        ) from error
+    if isinstance(found, dict):
+        raise ValueError(f"{name} has the splits {', '.join(found)}; set split to one of them")
+    return tuple(Path(file["filename"]) for file in found.cache_files)
+
+
+def _as_arrow(file: Path, kind: str) -> Path:
+    status = file.stat()
+    known = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {kind}"
+    name = hashlib.sha256(known.encode()).hexdigest()[:32] + ".arrow"
+    return kept_once(name, lambda path: _write_arrow(path, file, kind))
+
+
+def _write_arrow(path: Path, file: Path, kind: str) -> None:
+    import pyarrow.ipc
+
+    try:
+        schema, batches = _parquet_batches(file) if kind == "Parquet" else _csv_batches(file)
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
+            for batch in batches:
+                writer.write_table(pyarrow.Table.from_batches([batch]), max_chunksize=_ROWS_PER_BATCH)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{display_path(file)} cannot be read as {kind}: {error}; write it anew") from error
+
+
+def _parquet_batches(file: Path) -> "tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]":
+    import pyarrow.parquet
+
+    parquet = pyarrow.parquet.ParquetFile(file, memory_map=True)
+    return parquet.schema_arrow, parquet.iter_batches(batch_size=_ROWS_PER_BATCH)
+
+
+def _csv_batches(file: Path) -> "tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]":
+    """Every value is text, as it is in the file: a guess would fail at the first row that is otherwise."""
+    import pyarrow.csv
+
+    delimiter = "\t" if file.suffix == ".tsv" else ","
+    with file.open(newline="", encoding="utf-8-sig") as stream:
+        names = next(csv.reader(stream, delimiter=delimiter), [])
+    reader = pyarrow.csv.open_csv(
+        file,
+        read_options=pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK_BYTES),
+        parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        ),
+    )
+    return reader.schema, iter(reader)

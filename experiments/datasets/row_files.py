@@ -1,0 +1,198 @@
+"""Rows of files, read one at a time from where they lie: nothing of a file is held in memory but where its rows begin.
+
+    JSON lines   mapped, and the byte at which each line ends     8 bytes a row
+    Arrow        mapped, and the record batches                   a few hundred bytes a batch
+
+Both are read in place, by number. What cannot be (Parquet, CSV) is written down as Arrow first, see formats.py.
+"""
+
+import hashlib
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from corral.experiments.regular_file import open_regular
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_READ_BYTES = 1 << 24
+_WHOLE_BYTES = 64 << 20  # of a larger file, blocks stand for the whole
+_BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 64
+_ARROW_FILE = b"ARROW1"
+_DECODER = msgspec.json.Decoder()
+
+
+class RowFile(Protocol):
+    """One file, or what stands for one."""
+
+    def __len__(self) -> int:
+        """Rows, and lines that are none."""
+
+    def read(self, number: int) -> Any:
+        """What stands there, counted from 0; None for a line without anything.
+
+        Raises:
+            ValueError: if it is not JSON.
+        """
+
+    def column(self, name: str) -> Iterator[Any]:
+        """One field of every row, None where it has none, and of lines without anything ().
+
+        Raises:
+            ValueError: as `read`.
+        """
+
+
+class JsonLines:
+    """One JSON object a line.
+
+    Args:
+        source: a file, or what one is going to hold.
+    """
+
+    def __init__(self, source: Path | bytes) -> None:
+        self._data: bytes | mmap.mmap = b""
+        if isinstance(source, bytes):
+            self._data = source
+        else:
+            with open_regular(source) as stream:
+                if stream.seek(0, 2):  # nothing cannot be mapped
+                    self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._ends = _line_ends(self._data)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def read(self, number: int) -> Any:
+        line = self._line(number)
+        return _DECODER.decode(line) if line.strip() else None
+
+    def column(self, name: str) -> Iterator[Any]:
+        # Nothing else of a row is decoded.
+        row: Any = msgspec.defstruct("Row", [("value", Any, None)], rename={"value": name})
+        decode, data, start = msgspec.json.Decoder(row).decode, self._data, 0
+        for end in self._ends.tolist():
+            line = data[start:end]
+            yield () if line.isspace() else decode(line).value
+            start = end
+
+    def _line(self, number: int) -> bytes:
+        start = int(self._ends[number - 1]) if number else 0
+        return self._data[start : int(self._ends[number])]
+
+
+class ArrowRows:
+    """The rows of one file in either of Arrow's two forms, compressed or not."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.ipc  # only who has such files pays for it
+
+        with open_regular(path) as stream:
+            is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
+        source = pyarrow.memory_map(str(path))
+        self._batch: Callable[[int], Any]
+        if is_file:
+            reader = pyarrow.ipc.open_file(source)
+            # Compressed ones are unpacked when they are asked for, so few of them are kept.
+            self._batch, num_batches = lru_cache(maxsize=4)(reader.get_batch), reader.num_record_batches
+        else:
+            batches = list(pyarrow.ipc.open_stream(source))
+            self._batch, num_batches = batches.__getitem__, len(batches)
+        sizes = [int(self._batch(number).num_rows) for number in range(num_batches)]
+        self._starts: list[int] = list(accumulate(sizes, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, number: int) -> Any:
+        at = bisect_right(self._starts, number) - 1
+        (row,) = self._batch(at).slice(number - self._starts[at], 1).to_pylist()
+        return row
+
+    def column(self, name: str) -> Iterator[Any]:
+        for number in range(len(self._starts) - 1):
+            batch: pyarrow.RecordBatch = self._batch(number)
+            yield from batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
+
+
+class RowFiles(Sequence[Any]):
+    """Several files, one after the other: rows are numbered through."""
+
+    def __init__(self, files: Mapping[str, RowFile], *, line_word: str) -> None:
+        """
+        Args:
+            files: by what people call them.
+            line_word: what stands between a file's name and a number counted from 1.
+        """
+        self._names, self._files, self._line_word = list(files), list(files.values()), line_word
+        self._starts = list(accumulate(map(len, self._files), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: Any) -> Any:
+        at = self._file_of(number)
+        return self._files[at].read(number - self._starts[at])
+
+    def column(self, name: str) -> Iterator[Any]:
+        """One field of every row, as that of `RowFile`."""
+        for file in self._files:
+            yield from file.column(name)
+
+    def place(self, number: int) -> str:
+        """Where a row stands: train.jsonl:41."""
+        at = self._file_of(number)
+        return f"{self._names[at]}{self._line_word}{number - self._starts[at] + 1}"
+
+    @cached_property
+    def names(self) -> str:
+        """What people call all of it."""
+        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
+        return self._names[0] + more
+
+    def _file_of(self, number: int) -> int:
+        return bisect_right(self._starts, number) - 1
+
+
+def fingerprint(files: Sequence[Path | bytes]) -> str:
+    """By which a change is noticed: SHA-256 of the content, and of large files that of their size and of blocks, the
+    first and the last among them. A change of a large file that leaves its size and all these blocks is not noticed.
+
+    Raises:
+        OSError: if one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        if isinstance(file, bytes):
+            digest.update(file)
+            continue
+        with open_regular(file) as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            if size <= _WHOLE_BYTES:
+                digest.update(stream.read())
+                continue
+            digest.update(b"%d" % size)
+            for block in range(_NUM_BLOCKS):
+                stream.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
+                digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _line_ends(data: bytes | mmap.mmap) -> npt.NDArray[np.int64]:
+    """[lines] int64: the byte behind each line, its line feed included."""
+    ends = [
+        np.flatnonzero(np.frombuffer(data[start : start + _READ_BYTES], np.uint8) == ord("\n")) + (start + 1)
+        for start in range(0, len(data), _READ_BYTES)
+    ]
+    found = np.concatenate(ends) if ends else np.empty(0, np.int64)
+    return found if not len(data) or (len(found) and found[-1] == len(data)) else np.append(found, len(data))

@@ -1,0 +1,205 @@
+"""What a row says: its fields -> prompt, answers, name; by the columns of its source, and by what rows have to be.
+
+    prompts         prompt, and an answer if there is one
+    answers         prompt, answer
+    conversations   prompt, answer               or messages
+    preferences     prompt, chosen, rejected     or chosen and rejected, which begin alike and then differ
+
+A prompt is text, messages or token ids. Of the last two kinds the answers are learned; they may be messages, too. An
+answer that is a number is the text of that number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from corral.experiments.config.data import ColumnsConfig, RowKind
+from corral.experiments.errors import closest, show_value
+from corral.experiments.prompts.messages import ToolSchema, check_tools, plain_messages
+from corral.experiments.prompts.row_prompts import Answer, Prompt, is_ids
+
+_MAX_ID_LENGTH = 128
+_MESSAGE = 'a message is {"role": "user", "content": "..."}, and a token id is a whole number'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRow:
+    """One problem.
+
+    row_id: unique in the data; with the dataset epoch it makes the sample's uid.
+    prompt: text, messages, or token ids; no messages at all before an answer that is a whole conversation.
+    tools: what the model is told that it may call, beside messages.
+    answers: the reference answer if there is one, or the chosen and the rejected answer.
+    fields: everything that the row says, for rewards and agents of one's own.
+    place: where it stands, for people: train.jsonl:41.
+    source: name of where it comes from, if the data has several.
+    """
+
+    row_id: str
+    prompt: Prompt
+    answers: tuple[Answer, ...]
+    fields: dict[str, Any]
+    place: str
+    tools: tuple[ToolSchema, ...] = ()
+    source: str = ""
+
+
+class RowError(ValueError):
+    """What is wrong with a row."""
+
+    def __init__(self, rule: str, hint: str) -> None:
+        super().__init__(f"{rule}; {hint}")
+        self.rule, self.hint = rule, hint
+
+
+@dataclass(frozen=True, slots=True)
+class RowParser:
+    """Of one source."""
+
+    columns: ColumnsConfig
+    kind: RowKind
+
+    @property
+    def learns_answers(self) -> bool:
+        """Whether answers of rows are what is learned, and so may be messages."""
+        return self.kind in ("conversations", "preferences")
+
+    def parse(self, fields: object, *, row_id: str, place: str, source: str) -> DatasetRow:
+        """
+        Raises:
+            RowError: if it is no row of this kind.
+        """
+        if not isinstance(fields, dict):
+            hint = "write {" + ", ".join(f'"{what}": ...' for what in ("prompt", *self._answer_columns)) + "}"
+            raise RowError(f"row is no JSON object but {show_value(fields)}", hint)
+        prompt, answers = self._prompt_and_answers(fields)
+        has_messages = not isinstance(prompt, str) and not is_ids(prompt)
+        return DatasetRow(
+            row_id=row_id,
+            prompt=prompt,
+            answers=answers,
+            fields=fields,
+            place=place,
+            tools=self._tools(fields) if has_messages else (),
+            source=source,
+        )
+
+    @property
+    def _answer_columns(self) -> dict[str, str]:
+        """The field of each answer that a row has, by what it is."""
+        if self.kind == "preferences":
+            return {"chosen": self.columns.chosen, "rejected": self.columns.rejected}
+        return {"answer": self.columns.answer}
+
+    def _prompt_and_answers(self, fields: Mapping[str, Any]) -> tuple[Prompt, tuple[Answer, ...]]:
+        has_prompt = fields.get(self.columns.prompt) is not None
+        if self.kind == "conversations" and not has_prompt and fields.get(self.columns.messages) is not None:
+            return (), (self._messages(fields, self.columns.messages),)
+        if self.kind != "preferences" or has_prompt:
+            return self._prompt(fields), self._answers(fields)
+        if any(fields.get(key) is None for key in self._answer_columns.values()):
+            raise _missing(fields, self.columns.prompt, "prompt", "")
+        return _common_beginning(*self._answers(fields))
+
+    def _prompt(self, fields: Mapping[str, Any]) -> Prompt:
+        key = self.columns.prompt
+        prompt = fields.get(key)
+        if isinstance(prompt, str) and prompt:
+            return prompt
+        if not isinstance(prompt, list) or not prompt:
+            hint = "the prompt must be text with at least one character, a list of messages, or a list of token ids"
+            raise _missing(fields, key, "prompt", hint)
+        if is_ids(prompt):
+            return prompt
+        try:
+            plain_messages(prompt)
+        except ValueError as error:
+            raise RowError(f"{key!r} is neither messages nor token ids: {error}", _MESSAGE) from error
+        return prompt
+
+    def _messages(self, fields: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+        """With something in them that the assistant says."""
+        try:
+            messages = plain_messages(fields[key])
+        except ValueError as error:
+            raise RowError(f"{key!r} is no conversation: {error}", _MESSAGE) from error
+        if not any(message["role"] == "assistant" for message in messages):
+            raise RowError(f"in {key!r} the assistant says nothing", "remove the row: nothing is learned from it")
+        return messages
+
+    def _tools(self, fields: Mapping[str, Any]) -> tuple[ToolSchema, ...]:
+        key = self.columns.tools
+        try:
+            return check_tools(fields.get(key) or ())
+        except ValueError as error:
+            hint = f"name another field with columns.tools if {key!r} is not what the model may call"
+            raise RowError(f"{key!r} {error}", hint) from error
+
+    def _answers(self, fields: Mapping[str, Any]) -> tuple[Answer, ...]:
+        columns = self._answer_columns
+        if self.kind == "prompts" and fields.get(columns["answer"]) is None:
+            return ()
+        answers = tuple(self._answer(fields, what, key) for what, key in columns.items())
+        if self.kind == "preferences" and answers[0] == answers[1]:
+            hint = "remove the row: it says of no answer that it is the better one"
+            raise RowError(f"the chosen answer is the rejected one: {show_value(answers[0])}", hint)
+        return answers
+
+    def _answer(self, fields: Mapping[str, Any], what: str, key: str) -> Answer:
+        answer = fields.get(key)
+        if answer is None:
+            raise _missing(fields, key, what, "write it as text")
+        if isinstance(answer, list) and self.learns_answers:
+            return self._messages(fields, key)
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            hint = f'write it as text: "{show_value(answer)}"'
+            raise RowError(f"{key!r} must be text or a number, got {show_value(answer)}", hint)
+        return str(answer)
+
+
+def row_id_of(given: object, number: int, key: str) -> str:
+    """The name of a row.
+
+    Args:
+        given: what stands in its field, if anything does.
+        number: the row's, from 0.
+
+    Raises:
+        RowError: if it can be none.
+    """
+    if given is None:
+        return str(number)
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise RowError(f"{key!r} must be text or a whole number, got {show_value(given)}", "give each row its own")
+    row_id = str(given)
+    if not 0 < len(row_id) <= _MAX_ID_LENGTH or not row_id.isprintable():
+        rule = f"{key!r} must have 1 to {_MAX_ID_LENGTH} printable characters, got {show_value(row_id)}"
+        raise RowError(rule, "shorten it")
+    return row_id
+
+
+def _common_beginning(chosen: Answer, rejected: Answer) -> tuple[Prompt, tuple[Answer, ...]]:
+    """What both begin with is the prompt: whole messages, or text up to the space before they differ."""
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise RowError("one answer is text, and the other one messages", "write both in the same way")
+    both: list[tuple[Any, Any]] = list(zip(chosen, rejected, strict=False))
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1
+    if not length:
+        hint = "add a prompt, or begin both with it"
+        raise RowError("the row has no prompt, and its answers have no beginning in common", hint)
+    if not chosen[length:] or not rejected[length:]:
+        raise RowError("one answer is the beginning of the other one", "give the prompt in a field of its own")
+    return chosen[:length], (chosen[length:], rejected[length:])
+
+
+def _missing(fields: Mapping[str, Any], key: str, what: str, hint: str) -> RowError:
+    """Of a row without something at a key, or, with the hint, with something of another form."""
+    if key in fields:
+        return RowError(f"{key!r} is no {what}: {show_value(fields[key])}", hint)
+    near = closest(key, list(fields))
+    known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"
+    hint = f"did you mean columns.{what}: {near}?" if near else f"name the row's field with columns.{what}; {known}"
+    return RowError(f"row has no {what} (no field {key!r})", hint)
