@@ -25,7 +25,6 @@ from corral.experiments.loading.yaml_loader import read_yaml
 EXAMPLES = "demo/"
 UNTRAINED, AFTER_SFT, AFTER_TOOLS_SFT = "model", "sft", "tools_sft"
 _COMPARED = "arithmetic_grpo.yaml"
-_GOAL = 0.7  # reward on held-out problems; after SFT it is about 0.5
 _SFT, _TOOLS_SFT = "arithmetic-sft", "arithmetic-tools-sft"  # the recipes' names
 
 
@@ -101,10 +100,14 @@ def read_values(metrics: Path, name: str) -> list[float]:
     return [float(line[name]) for line in lines if line.get(name) is not None]
 
 
-def steps_to_goal(metrics: Path, goal: float) -> int | None:
-    """Train steps after which held-out problems were first answered that well; None if they never were."""
+def answers_to_goal(metrics: Path, goal: float) -> int | None:
+    """Answers that were trained on before held-out problems were first answered that well; None if they never were."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return next((int(line["step"]) for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
+    reached = next((line["step"] for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
+    if reached is None:
+        return None
+    trained: float = sum(line.get("ppo/num_answers", 0.0) for line in lines if line["step"] <= reached)
+    return round(trained)
 
 
 def compared_algorithms() -> list[str]:
@@ -112,19 +115,21 @@ def compared_algorithms() -> list[str]:
     return [name for name, preset in PRESETS.items() if preset.get("advantage") != "gae"]
 
 
-def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, overrides: Sequence[str]) -> str:
-    """One recipe by each algorithm, and a table of how many answers each was trained on until it was good enough."""
+def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, goal: float, overrides: Sequence[str]) -> str:
+    """One recipe by each algorithm, and a table of how many answers each was trained on until it was good enough.
+
+    Args:
+        goal: mean reward of answers to held-out problems that is good enough.
+    """
     (recipe,) = (path for path in all_recipes() if path.name == _COMPARED)
-    settings = read_yaml(recipe)[0]
-    per_step = settings["train_batch_size"] * settings["ppo"]["group_size"]
-    rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {_GOAL:g}")]
+    rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {goal:g}")]
     for name in names:
         own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
         sft_export = export_of(_SFT, root=root, trial=trial)
         metrics = train(recipe, root=root, trial=f"{trial}-{name}", data=data, sft_export=sft_export, overrides=own)
-        values, steps = read_values(metrics, "eval/reward/mean"), steps_to_goal(metrics, _GOAL)
+        values, answers = read_values(metrics, "eval/reward/mean"), answers_to_goal(metrics, goal)
         ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")
-        rows.append((name, *ends, "-" if steps is None else f"{steps * per_step:,}"))
+        rows.append((name, *ends, "-" if answers is None else f"{answers:,}"))
     return _aligned(rows)
 
 
@@ -197,6 +202,7 @@ def main() -> int:
         "--algorithms", help="compare these, comma between them, or all, and run no other recipe but SFT"
     )
     parser.add_argument("--gpu", action="store_true", help="a GPU for each trainer rank and generation server")
+    parser.add_argument("--goal", type=float, default=0.8, help="reward that they are compared by; SFT comes to 0.7")
     parser.add_argument("-s", dest="set", action="append", default=[], help="a setting of all that are compared")
     arguments = parser.parse_args()
     root: Path = arguments.fileroot.absolute()
@@ -206,7 +212,7 @@ def main() -> int:
         path
         for path in all_recipes()
         if not (arguments.only or arguments.algorithms)
-        or kind_of(path) == "sft"
+        or (read_yaml(path)[0]["name"] == _SFT if arguments.algorithms else kind_of(path) == "sft")
         or any(word in path.name for word in arguments.only)
     ]
     results = [
@@ -216,7 +222,7 @@ def main() -> int:
     print(f"\n{render(results)}")
     if arguments.algorithms:
         names = compared_algorithms() if arguments.algorithms == "all" else arguments.algorithms.split(",")
-        print(f"\n{compare(names, root=root, trial=trial, data=data, overrides=arguments.set)}")
+        print(f"\n{compare(names, root=root, trial=trial, data=data, goal=arguments.goal, overrides=arguments.set)}")
     return int(not all(result.is_good for result in results))
 
 

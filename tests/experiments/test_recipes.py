@@ -18,12 +18,12 @@ from corral.experiments.recipes.run_all import (
     Promise,
     Result,
     all_recipes,
+    answers_to_goal,
     compared_algorithms,
     example_paths,
     kind_of,
     read_values,
     render,
-    steps_to_goal,
 )
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
@@ -105,9 +105,12 @@ def test_the_table_of_recipes_says_which_number_went_where_it_should(tmp_path: P
 
 def test_algorithms_are_compared_by_the_answers_that_they_took(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    assert steps_to_goal(metrics, 0.7) is None
-    metrics.write_text("".join(json.dumps({"step": n, "eval/reward/mean": 0.5 + 0.05 * n}) + "\n" for n in range(6)))
-    assert [steps_to_goal(metrics, goal) for goal in (0.5, 0.7, 0.9)] == [0, 4, None]
+    assert answers_to_goal(metrics, 0.7) is None
+    evaluated = [{"step": n, "eval/reward/mean": 0.5 + 0.05 * n} for n in (0, 2, 4)]
+    trained = [{"step": n, "ppo/num_answers": 64.0} for n in (1, 2, 3, 4)]
+    lines = sorted([*trained, *evaluated], key=lambda line: (line["step"], "ppo/num_answers" not in line))
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [answers_to_goal(metrics, goal) for goal in (0.5, 0.6, 0.7, 0.9)] == [0, 128, 256, None]
     assert {"grpo", "dapo", "gspo"} <= set(compared_algorithms())
     assert "ppo" not in compared_algorithms()
 
