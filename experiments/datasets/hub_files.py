@@ -2,7 +2,7 @@
 
     python -m corral.experiments.datasets.hub_files NAME SUBSET SPLIT      empty for none
 
-It prints JSON: files, or what is wrong. A process of its own, since the library reads once, when it is imported, whether
+It prints JSON: files, or what is wrong. A process of its own: the library reads once, when it is imported, whether
 it may use the network; nobody else of us imports it.
 """
 

@@ -90,9 +90,8 @@ def test_what_datasets_has_saved_is_read_split_by_split(tmp_path: Path) -> None:
 
 def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(
-        ConfigError, match="not in this user's cache.*\n.*fetch it once.*load_dataset\\('nobody/nothing', 'main'\\)"
-    ) as refused:
+    words = r"(?s)not in this user's cache.*fetch it once.*load_dataset\('nobody/nothing', 'main'\)"
+    with pytest.raises(ConfigError, match=words) as refused:
         locate_rows(DatasetConfig(hub="nobody/nothing", subset="main"), ("dataset",))
     assert refused.value.problems[0].path == ("dataset", "hub")
 

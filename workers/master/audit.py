@@ -1,0 +1,90 @@
+"""What a trial has consumed, held against the order of its seed: printed for whoever wants to see that nothing is lost.
+
+python -m corral.workers.master.audit TRIAL
+
+the commits' ledgers ──► prompts in the order in which they were consumed ──┐
+the data, seed, shares ──► prompts in the order in which they are issued ───┴──► skipped, repeated, in order
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.worker_specs import GserverManagerSpec, ModelWorkerSpec
+from corral.workers.checkpoint.ledger import LedgerDelta, read_delta
+from corral.workers.data.prompts import load_row_ids, planned_uids
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What came out."""
+
+    trained: int
+    dropped: int
+    skipped: tuple[str, ...]
+    """Prompts that were issued before others which were consumed, and are not: lost, or, where answers come in any
+    order, still under way."""
+    repeated: tuple[str, ...]
+    """Prompts that were consumed more than once."""
+    is_in_order: bool
+    """Whether they were consumed in the order in which they are issued, dropped ones left out."""
+
+    def render(self) -> str:
+        """One line, for people."""
+        order = "in the order of the seed" if self.is_in_order else "not in the order of the seed, as answers came"
+        said = f"{self.trained} prompts trained, {self.dropped} dropped, {order}: "
+        return said + f"skipped {len(self.skipped)}, repeated {len(self.repeated)}"
+
+
+def audit(deltas: Iterable[LedgerDelta], issued: Iterable[str]) -> Audit:
+    """
+    Args:
+        deltas: of the commits that count, in their order.
+        issued: all prompts of the trial, in their order.
+    """
+    trained: list[str] = []
+    dropped: list[str] = []
+    for delta in deltas:
+        trained += [uid for step in sorted(delta.trained) for uid in delta.trained[step]]
+        dropped += delta.dropped
+    consumed = set(trained) | set(dropped)
+    expected = list(islice(issued, len(consumed)))
+    return Audit(
+        trained=len(trained),
+        dropped=len(dropped),
+        skipped=tuple(uid for uid in expected if uid not in consumed),
+        repeated=_repeated([*trained, *dropped]),
+        is_in_order=[uid for uid in expected if uid not in set(dropped)] == trained,
+    )
+
+
+def audit_trial(path: Path) -> Audit:
+    """The audit of a trial's directory, running or not.
+
+    Raises:
+        OSError, ValueError: if it is none, or its data has changed.
+    """
+    directory = TrialDirectory(path)
+    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    managers, ranks = plan.all_of(GserverManagerSpec), plan.all_of(ModelWorkerSpec)
+    datasets = [one.dataset for one in (*managers, *ranks) if one.dataset is not None]
+    epochs = plan.master.control.total_train_epochs
+    issued = planned_uids(load_row_ids(datasets[0]), datasets[0], seed=plan.seed, num_epochs=epochs)
+    commits = (logged.commit for logged in TrialLog(directory.log_path).read().lineage)
+    return audit((read_delta(directory, commit) for commit in commits), issued)
+
+
+def _repeated(uids: Sequence[str]) -> tuple[str, ...]:
+    return tuple(uid for uid, count in Counter(uids).items() if count > 1)
+
+
+if __name__ == "__main__":
+    found = audit_trial(Path(sys.argv[1]))
+    print(found.render())
+    sys.exit(1 if found.repeated else 0)
