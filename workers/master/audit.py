@@ -8,7 +8,7 @@ the data, seed, shares ──► prompts in the order in which they are issued �
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,8 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GserverManagerSpec, ModelWorkerSpec
-from corral.workers.checkpoint.ledger import LedgerDelta, read_delta
+from corral.workers.checkpoint.checkpoint import committed_ledger
+from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, numbers_of, read_delta
 from corral.workers.data.prompts import load_row_ids, planned_uids
 
 
@@ -33,7 +34,7 @@ class Audit:
     repeated: tuple[str, ...]
     """Prompts that were consumed more than once."""
     is_in_order: bool
-    """Whether they were consumed in the order in which they are issued, dropped ones left out."""
+    """Whether the last commits trained them in the order in which they are issued, dropped ones left out."""
 
     def render(self) -> str:
         """One line, for people."""
@@ -42,10 +43,11 @@ class Audit:
         return said + f"skipped {len(self.skipped)}, repeated {len(self.repeated)}"
 
 
-def audit(deltas: Iterable[LedgerDelta], issued: Iterable[str]) -> Audit:
+def audit(ledger: Ledger, deltas: Iterable[LedgerDelta], issued: Iterable[str]) -> Audit:
     """
     Args:
-        deltas: of the commits that count, in their order.
+        ledger: of the last commit: what has become of every row.
+        deltas: what the last commits have added, in their order; all of them, or as many as are known still.
         issued: all prompts of the trial, in their order.
     """
     trained: list[str] = []
@@ -53,14 +55,14 @@ def audit(deltas: Iterable[LedgerDelta], issued: Iterable[str]) -> Audit:
     for delta in deltas:
         trained += [uid for step in sorted(delta.trained) for uid in delta.trained[step]]
         dropped += delta.dropped
-    consumed = set(trained) | set(dropped)
-    expected = list(islice(issued, len(consumed)))
+    expected = list(islice(issued, ledger.consumed_count))
+    in_order = [uid for uid in expected if not ledger.dropped(uid)]
     return Audit(
-        trained=len(trained),
-        dropped=len(dropped),
-        skipped=tuple(uid for uid in expected if uid not in consumed),
-        repeated=_repeated([*trained, *dropped]),
-        is_in_order=[uid for uid in expected if uid not in set(dropped)] == trained,
+        trained=ledger.trained_count,
+        dropped=ledger.dropped_count,
+        skipped=tuple(uid for uid in expected if not ledger.consumed(uid)),
+        repeated=tuple(uid for uid, count in Counter([*trained, *dropped]).items() if count > 1),
+        is_in_order=in_order[len(in_order) - len(trained) :] == trained,
     )
 
 
@@ -75,13 +77,13 @@ def audit_trial(path: Path) -> Audit:
     managers, ranks = plan.all_of(GserverManagerSpec), plan.all_of(ModelWorkerSpec)
     datasets = [one.dataset for one in (*managers, *ranks) if one.dataset is not None]
     epochs = plan.master.control.total_train_epochs
-    issued = planned_uids(load_row_ids(datasets[0]), datasets[0], seed=plan.seed, num_epochs=epochs)
-    commits = (logged.commit for logged in TrialLog(directory.log_path).read().lineage)
-    return audit((read_delta(directory, commit) for commit in commits), issued)
-
-
-def _repeated(uids: Sequence[str]) -> tuple[str, ...]:
-    return tuple(uid for uid, count in Counter(uids).items() if count > 1)
+    row_ids = load_row_ids(datasets[0])
+    issued = planned_uids(row_ids, datasets[0], seed=plan.seed, num_epochs=epochs)
+    lineage = TrialLog(directory.log_path).read().lineage
+    if not lineage:
+        return audit(Ledger(numbers_of(row_ids)), (), issued)
+    ledger = committed_ledger(directory, lineage[-1].commit, numbers_of(row_ids))
+    return audit(ledger, (read_delta(directory, logged.commit) for logged in lineage), issued)
 
 
 if __name__ == "__main__":
