@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from corral.experiments.async_ppo import AsyncPPOExperiment
     from corral.experiments.config.algorithm import PPOConfig
+    from corral.experiments.config.base import FrozenConfig
     from corral.experiments.dpo import DPOExperiment
     from corral.experiments.ppo import PPOExperiment
     from corral.experiments.reward_model import RewardModelExperiment
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from corral.workers.algorithms.base import ModelInterface, compute_logprobs, response_mask
     from corral.workers.algorithms.functional.advantages import group_relative
     from corral.workers.algorithms.functional.packed import per_token
+    from corral.workers.algorithms.functional.policy_losses import importance_ratio
     from corral.workers.algorithms.functional.token_losses import TokenLosses
     from corral.workers.algorithms.interfaces import InterfaceSettings
     from corral.workers.algorithms.policy_loss import PolicyLoss, center_logprobs, ppo
@@ -67,6 +69,7 @@ _NAMES_BY_MODULE = {
     ),
     "corral.experiments.async_ppo": ("AsyncPPOExperiment",),
     "corral.experiments.config.algorithm": ("PPOConfig",),
+    "corral.experiments.config.base": ("FrozenConfig",),
     "corral.experiments.dpo": ("DPOExperiment",),
     "corral.experiments.ppo": ("PPOExperiment",),
     "corral.experiments.reward_model": ("RewardModelExperiment",),
@@ -77,6 +80,7 @@ _NAMES_BY_MODULE = {
     "corral.workers.algorithms.base": ("ModelInterface", "compute_logprobs", "response_mask"),
     "corral.workers.algorithms.functional.advantages": ("group_relative",),
     "corral.workers.algorithms.functional.packed": ("per_token",),
+    "corral.workers.algorithms.functional.policy_losses": ("importance_ratio",),
     "corral.workers.algorithms.functional.token_losses": ("TokenLosses",),
     "corral.workers.algorithms.interfaces": ("InterfaceSettings",),
     "corral.workers.algorithms.policy_loss": ("PolicyLoss", "center_logprobs", "ppo"),
@@ -100,6 +104,7 @@ __all__ = [
     "Endpoint",
     "Episode",
     "EpisodeEndedError",
+    "FrozenConfig",
     "InterfaceSettings",
     "JudgeError",
     "Key",
@@ -126,6 +131,7 @@ __all__ = [
     "compute_logprobs",
     "feedback",
     "group_relative",
+    "importance_ratio",
     "needs_sandbox",
     "per_token",
     "ppo",
