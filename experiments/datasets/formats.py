@@ -95,8 +95,8 @@ def open_rows(files: tuple[Path, ...], content: bytes | None = None) -> RowFiles
 def cache_folder() -> Path:
     """Where rows are kept that had to be written anew: beside those of `datasets`, whose variables say where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
-    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
-    return Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser() / "corral"
+    home = Path(os.environ.get("HF_HOME", "") or cache / "huggingface")
+    return Path(os.environ.get("HF_DATASETS_CACHE", "") or home / "datasets").expanduser() / "corral"
 
 
 def kept_once(name: str, write: Callable[[Path], None]) -> Path:
@@ -135,7 +135,7 @@ def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
     """Those of `Dataset.save_to_disk` and `DatasetDict.save_to_disk`; none in another folder."""
     if (folder / _SPLITS).exists():
         splits = json.loads(read_regular(folder / _SPLITS))["splits"]
-        if split not in splits:
+        if split is None or split not in splits:
             near = closest(split, splits) if split else None
             asked = f"has no split {split!r}" if split else f"has {len(splits)} splits"
             raise ValueError(f"{display_path(folder)} {asked}; set split to {near or ' or '.join(splits)}")

@@ -74,8 +74,8 @@ def audit_trial(path: Path) -> Audit:
     """
     directory = TrialDirectory(path)
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
-    managers, ranks = plan.all_of(GserverManagerSpec), plan.all_of(ModelWorkerSpec)
-    datasets = [one.dataset for one in (*managers, *ranks) if one.dataset is not None]
+    datasets = [manager.dataset for manager in plan.all_of(GserverManagerSpec)]
+    datasets += [rank.dataset for rank in plan.all_of(ModelWorkerSpec) if rank.dataset is not None]
     epochs = plan.master.control.total_train_epochs
     row_ids = load_row_ids(datasets[0])
     issued = planned_uids(row_ids, datasets[0], seed=plan.seed, num_epochs=epochs)
