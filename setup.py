@@ -2,7 +2,7 @@
 
 from setuptools import find_namespace_packages, setup
 
-FOLDERS = ["agents", "launcher", "workers", "scheduling", "name_resolve", "experiments", "sbatch_templates"]
+FOLDERS = ["agents", "api", "launcher", "workers", "scheduling", "name_resolve", "experiments", "sbatch_templates"]
 INCLUDE = [pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")]
 
 setup(

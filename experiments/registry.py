@@ -18,6 +18,7 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks.data import check_batch, check_evaluation, check_model, check_vocabulary
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
+from corral.experiments.config.data import MixedSourceConfig
 from corral.experiments.config.presets import fill_in
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
@@ -259,8 +260,12 @@ def _with_sbatch_arguments(
 
 def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource) -> None:
     for path, field in key_paths(experiment_class):
-        below = value_at(data, path) if accepts(field, dict[str, Path]) else None
-        places = [(*path, name) for name in below] if isinstance(below, dict) else [path] * accepts(field, Path)
+        below = value_at(data, path)
+        places = [path] * accepts(field, Path)
+        if accepts(field, dict[str, Path]) and isinstance(below, dict):
+            places = [(*path, name) for name in below]
+        if accepts(field, dict[str, MixedSourceConfig]) and isinstance(below, dict):
+            places = [(*path, name, "path") for name, one in below.items() if isinstance(one, dict)]
         for place in places:
             if isinstance(text := value_at(data, place), str):
                 absolute = os.path.abspath(source.folder(place) / os.path.expanduser(text))

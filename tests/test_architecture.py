@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("agents", "launcher", "workers", "scheduling", "name_resolve", "experiments")
+FOLDERS = ("agents", "api", "launcher", "workers", "scheduling", "name_resolve", "experiments")
 ALLOWED = {
     "agents": {"workers"},
+    "api": {"agents", "experiments", "scheduling", "workers"},
     "scheduling": {"scheduling"},
     "name_resolve": {"name_resolve"},
     "experiments": {"experiments", "scheduling"},

@@ -175,7 +175,7 @@ def check_evaluation(
             "leave out evaluation.sampling.temperature and evaluation.answers_per_problem",
             path=("evaluation",),
         )
-    if kind != "preferences":
+    if kind in ("prompts", "answers"):
         yield from check_length(
             max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
             max_new_tokens=evaluation.sampling.max_new_tokens,

@@ -121,7 +121,8 @@ class DatasetConfig(SourceConfig):
                 raise ValueError(f"{where} neither path nor hub; say where its rows come from")
             if one.subset is not None and one.hub is None:
                 raise ValueError(f"{where} a subset, and only data sets of `hub` have some; remove it")
-        if self.sources and (own := _ORIGIN & self.model_fields_set):
+        own = {name for name in _ORIGIN if getattr(self, name) != type(self).model_fields[name].default}
+        if self.sources and own:
             raise ValueError(f"{', '.join(sorted(own))} and sources both say what the rows are; keep one of them")
         return self
 

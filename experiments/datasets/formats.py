@@ -14,9 +14,10 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from corral.experiments.config.data import DatasetConfig, SourceConfig
+from corral.experiments.datasets.hub_files import files_in_cache
 from corral.experiments.datasets.row_files import ArrowRows, JsonLines, RowFile, RowFiles
 from corral.experiments.errors import closest, display_path
 from corral.experiments.regular_file import open_regular, read_regular
@@ -53,7 +54,7 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
     if config.files:
         return config.files
     if config.hub is not None:
-        return _in_users_cache(config.hub, config)
+        return files_in_cache(config.hub, subset=config.subset, split=config.split)
     path = config.path
     if path is None:
         raise ValueError("no file is named; name one in `path`, or a data set of the hub in `hub`")
@@ -94,8 +95,8 @@ def open_rows(files: tuple[Path, ...], content: bytes | None = None) -> RowFiles
 def cache_folder() -> Path:
     """Where rows are kept that had to be written anew: beside those of `datasets`, whose variables say where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
-    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
-    return Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser() / "corral"
+    home = Path(os.environ.get("HF_HOME", "") or cache / "huggingface")
+    return Path(os.environ.get("HF_DATASETS_CACHE", "") or home / "datasets").expanduser() / "corral"
 
 
 def kept_once(name: str, write: Callable[[Path], None]) -> Path:
@@ -149,26 +150,6 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
     if not found:
         raise ValueError(f"{display_path(folder)} has no file that ends with {', '.join(_SUFFIXES)}; name another one")
     return found
-
-
-def _in_users_cache(name: str, config: SourceConfig) -> tuple[Path, ...]:
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before the library is imported
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError("only the library `datasets` finds what is in the cache; pip install datasets") from error
-    download = f"python -c 'import datasets; datasets.load_dataset({name!r}, {config.subset!r})'"
-    try:
-        found: Any = datasets.load_dataset(name, config.subset, split=config.split)
-    except Exception as error:  # the library raises what it likes
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"{name} is not in this user's cache as it is asked for ({said[0]}), and nothing is downloaded here; "
-            f"fetch it once where there is a network: {download}"
-        ) from error
-    if isinstance(found, dict):
-        raise ValueError(f"{name} has the splits {', '.join(found)}; set split to one of them")
-    return tuple(Path(file["filename"]) for file in found.cache_files)
 
 
 def _as_arrow(file: Path, kind: str) -> Path:

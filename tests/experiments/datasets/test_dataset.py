@@ -1,0 +1,196 @@
+"""Rows of every format are the same rows; parts, splits, transforms and pairs of them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from corral.experiments.config.data import ColumnsConfig, DatasetConfig, MixedSourceConfig, RowKind
+from corral.experiments.datasets import row_files
+from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
+from corral.experiments.datasets.row_files import fingerprint
+from corral.experiments.errors import ConfigError
+from corral.experiments.inputs.located_rows import locate_rows
+from corral.experiments.inputs.users_process import importing_from
+
+ROWS = [{"question": f"{number}+1?", "solution": str(number + 1)} for number in range(2500)]
+COLUMNS = ColumnsConfig(prompt="question", answer="solution")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "corral"
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_stream(path: Path) -> Path:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    return path
+
+
+def write_csv(path: Path) -> Path:
+    path.write_text("question,solution\n" + "".join(f'"{row["question"]}",{row["solution"]}\n' for row in ROWS))
+    return path
+
+
+def write_shards(folder: Path) -> Path:
+    folder.mkdir()
+    for number, start in enumerate(range(0, len(ROWS), 1000)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[start : start + 1000]), folder / f"{number}.parquet")
+    return folder
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "rows.jsonl": write_lines,
+    "rows.csv": write_csv,
+    "stream.arrow": write_stream,
+    "shards": write_shards,
+    "shards/*.parquet": lambda path: write_shards(path.parent) / "*.parquet",
+    "rows.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path) or path,
+    "packed.arrow": lambda path: pyarrow.feather.write_feather(pyarrow.Table.from_pylist(ROWS), path) or path,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_of_every_format_are_the_same_and_are_read_by_their_names(tmp_path: Path, name: str) -> None:
+    config = DatasetConfig(path=WRITERS[name](tmp_path / name), columns=COLUMNS, rows="990:1010")
+    spec = dataset_spec(config, kind="answers")
+    rows = Dataset.planned(type(spec).model_validate_json(spec.model_dump_json()))
+    assert spec.num_rows == 20 and list(rows) == [str(number) for number in range(990, 1010)]
+    assert [(row.prompt, row.answers, row.fields) for row in rows.values()] == [
+        (one["question"], (one["solution"],), one) for one in ROWS[990:1010]
+    ]
+
+
+def test_what_datasets_has_saved_is_read_split_by_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(ROWS[:6])
+    datasets.DatasetDict(train=whole.select([5, 1, 2]), test=whole.select([0])).save_to_disk(str(tmp_path / "saved"))
+    config = DatasetConfig(path=tmp_path / "saved", split="train", columns=COLUMNS)
+    rows = Dataset.open(config, kind="answers")
+    assert [row.prompt for row in rows.values()] == ["5+1?", "1+1?", "2+1?"]
+    with pytest.raises(ConfigError, match="has no split 'trian'.*\n.*set split to train"):
+        Dataset.open(config.model_copy(update={"split": "trian"}), kind="answers")
+    with pytest.raises(ConfigError, match="has 2 splits.*\n.*set split to train or test"):
+        Dataset.open(config.model_copy(update={"split": None}), kind="answers")
+
+
+def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it() -> None:
+    pytest.importorskip("datasets")
+    words = r"(?s)not in this user's cache.*fetch it once.*load_dataset\('nobody/nothing', 'main'\)"
+    with pytest.raises(ConfigError, match=words) as refused:
+        locate_rows(DatasetConfig(hub="nobody/nothing", subset="main"), ("dataset",))
+    assert refused.value.problems[0].path == ("dataset", "hub")
+
+
+def test_of_many_rows_some_from_everywhere_are_looked_at(tmp_path: Path) -> None:
+    rows = [*ROWS[:2000], {"question": "no answer"}, *ROWS[2001:]]
+    dataset = Dataset.open(
+        DatasetConfig(path=write_lines(tmp_path / "rows.jsonl", rows), columns=COLUMNS), kind="answers"
+    )
+    look = Look(dataset, most=100)
+    assert [number for _, number, _ in look] == [number for number in range(0, 2500, 25) if number != 2000]
+    assert (look.num_rows, look.is_whole, len(look.problems)) == (2500, False, 1)
+    assert "rows.jsonl:2001: row has no answer (no field 'solution')" in look.problems[0].message
+    with pytest.raises(ValueError, match="row has no answer"):
+        dataset["2000"]
+    assert dataset["1999"].answers == ("2000",)
+
+
+def test_a_change_of_a_large_file_is_noticed_where_a_block_or_its_size_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_files, "_WHOLE_BYTES", 1000)
+    path = write_lines(tmp_path / "rows.jsonl")
+    before = fingerprint([path])
+    content = path.read_bytes()
+    for changed in (content[:-2] + b" \n", content + b"\n", b" " + content[1:]):
+        path.write_bytes(changed)
+        assert fingerprint([path]) != before
+    path.write_bytes(content)
+    assert fingerprint([path]) == before
+
+
+USERS = """
+def even(row):
+    number = int(row["question"].split("+")[0])
+    if number == 13:
+        raise KeyError("thirteen")
+    return {"prompt": row["question"], "answer": row["solution"], "number": number} if number % 2 == 0 else None
+"""
+
+
+def test_a_function_of_the_users_makes_rows_of_rows_and_leaves_some_out(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "my_rows.py").write_text(USERS)
+    path = write_lines(tmp_path / "rows.jsonl")
+    config = DatasetConfig(path=path, transform="my_rows:even", rows=":10")
+    with importing_from(tmp_path):
+        located = locate_rows(config, ("dataset",))
+        assert located == located.model_copy(update=locate_rows(located, ("dataset",)).model_dump(include={"files"}))
+        with pytest.raises(ConfigError, match=r"rows.jsonl:14: KeyError: 'thirteen' \(my_rows.py:5\)"):
+            locate_rows(config.model_copy(update={"rows": "10:20"}), ("dataset",))
+    assert located.files[0].parent == cache and "my_rows" not in sys.modules
+    rows = Dataset.open(located, kind="answers")
+    assert [(row.prompt, row.fields["number"]) for row in rows.values()] == [(f"{n}+1?", n) for n in range(0, 10, 2)]
+
+
+def parsed(folder: Path, kind: RowKind, **fields: Any) -> Any:
+    rows = Dataset.open(DatasetConfig(path=write_lines(folder / "one.jsonl", [fields])), kind=kind)
+    row = rows["0"]
+    return row.prompt, list(row.answers)
+
+
+def test_pairs_have_their_prompt_apart_or_begin_alike(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "q"}
+    good, bad = ({"role": "assistant", "content": text} for text in "ab")
+    forms: list[tuple[dict[str, Any], Any]] = [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, ("q", ["a", "b"])),
+        ({"prompt": [asked], "chosen": [good], "rejected": [bad]}, ([asked], [[good], [bad]])),
+        ({"prompt": [asked], "chosen": "a", "rejected": "b"}, ([asked], ["a", "b"])),
+        ({"chosen": [asked, good], "rejected": [asked, bad]}, ([asked], [[good], [bad]])),
+        ({"chosen": "Human: hi Bot: you", "rejected": "Human: hi Bot: no"}, ("Human: hi Bot:", [" you", " no"])),
+    ]
+    assert [parsed(tmp_path, "preferences", **fields) for fields, _ in forms] == [form for _, form in forms]
+    with pytest.raises(ValueError, match="no beginning in common"):
+        parsed(tmp_path, "preferences", chosen="a", rejected="b")
+    with pytest.raises(ValueError, match="one answer is the beginning of the other one"):
+        parsed(tmp_path, "preferences", chosen="ab", rejected="a")
+
+
+def test_rows_of_several_sources_have_their_names_before_their_own(tmp_path: Path) -> None:
+    paths = {name: write_lines(tmp_path / f"{name}.jsonl", ROWS[:2]) for name in "ab"}
+    sources = {name: MixedSourceConfig(path=path, columns=COLUMNS) for name, path in paths.items()}
+    spec = dataset_spec(locate_rows(DatasetConfig(sources=sources), ("dataset",)), kind="answers")
+    rows = Dataset.planned(spec)
+    assert list(rows) == ["a/0", "a/1", "b/0", "b/1"] and spec.num_rows == 4
+    expected = [("a", "0+1?"), ("a", "1+1?"), ("b", "0+1?"), ("b", "1+1?")]
+    assert [(row.source, row.prompt) for row in rows.values()] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"path": "a", "hub": "b"}, "both path and hub"),
+        ({"sources": {"a": {"weight": 1}}}, "sources.a has neither path nor hub"),
+        ({"path": "a", "sources": {"a": {"path": "a"}}}, "path and sources both say"),
+        ({"path": "a", "subset": "main"}, "only data sets of `hub` have some"),
+        ({"path": "a", "rows": "5"}, "rows"),
+        ({"sources": {"a/b": {"path": "a"}}}, "is no name of a metric"),
+    ],
+)
+def test_a_source_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DatasetConfig.model_validate(fields)

@@ -1,0 +1,105 @@
+"""What is learned of conversations: the ids of transformers, and a mask on what the assistant says, written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from corral.experiments.prompts.row_prompts import LearnedSequence, PromptEncoder
+from tests.chat_models import ids_of, write_chat_tokenizer
+
+GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<|im_start|>' + role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}
+"""
+ASKED, SAID = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is 2."}
+AGAIN, YES = {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes"}
+TURNS = [ASKED, SAID, AGAIN, YES]
+HEADS = {
+    "qwen": ("", "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "\n"),
+    "gemma": ("<bos>", "<|im_start|>user\n", "<|im_start|>model\n", "<|im_end|>", "\n"),
+    "llama": (
+        "<bos><|head|>system<|body|>\n\n100%<|eot|>",
+        "<|head|>user<|body|>\n\n",
+        "<|head|>assistant<|body|>\n\n",
+        "<|eot|>",
+        "",
+    ),
+}
+
+
+def model_of(folder: Path, form: str) -> tuple[PromptEncoder, Any]:
+    directory = write_chat_tokenizer(folder, "qwen" if form == "gemma" else form)
+    if form == "gemma":
+        path = directory / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": GEMMA}))
+    return PromptEncoder(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def pieces(sequence: LearnedSequence, reference: Any) -> list[tuple[bool, str]]:
+    """Neighbours that are all given, or all learned, as text."""
+    found: list[tuple[bool, list[int]]] = []
+    for token, is_given in zip(sequence.ids, sequence.is_given, strict=True):
+        if not found or found[-1][0] != is_given:
+            found.append((is_given, []))
+        found[-1][1].append(token)
+    return [(is_given, reference.decode(ids)) for is_given, ids in found]
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_of_a_conversation_what_the_assistant_says_is_learned_with_its_end(tmp_path: Path, form: str) -> None:
+    encoder, reference = model_of(tmp_path, form)
+    sequence = encoder.encode_learned((), TURNS)
+    expected = reference.apply_chat_template(TURNS, tokenize=True, return_dict=False)
+    assert sequence.ids == expected and sequence.ids.count(ids_of("<bos>")[0]) == (form != "qwen")
+    begin, user, assistant, end, behind = HEADS[form]
+    thought = "<think>\n\n</think>\n\n" if form == "qwen" else ""  # the template's own, before the last answer
+    assert pieces(sequence, reference) == [
+        (True, f"{begin}{user}1+1?{end}{behind}{assistant}"),
+        (False, f"It is 2.{end}"),
+        (True, f"{behind}{user}Sure?{end}{behind}{assistant}"),
+        (False, f"{thought}Yes{end}"),
+        *([(True, behind)] if behind else []),
+    ]
+
+
+@pytest.mark.parametrize("form", HEADS)
+@pytest.mark.parametrize("answer", [[YES], "Yes"])
+def test_of_what_stands_before_an_answer_nothing_is_learned(tmp_path: Path, form: str, answer: Any) -> None:
+    encoder, reference = model_of(tmp_path, form)
+    sequence = encoder.encode_learned(TURNS[:3], answer)
+    assert sequence.ids == encoder.encode_learned((), TURNS).ids
+    learned = [text for is_given, text in pieces(sequence, reference) if not is_given]
+    assert len(learned) == 1 and learned[0].endswith(f"Yes{HEADS[form][3]}") and "2." not in learned[0]
+
+
+def test_reasoning_that_a_template_leaves_out_of_earlier_turns_is_not_learned_there(tmp_path: Path) -> None:
+    encoder, reference = model_of(tmp_path, "qwen")
+    thinking = {**SAID, "reasoning_content": "1 and 1"}
+    asked_tool = {"role": "assistant", "content": "Look.", "reasoning_content": "look first"}
+    told = {"role": "tool", "content": "2"}
+    turns = [ASKED, asked_tool, told, thinking, AGAIN, YES]
+    sequence = encoder.encode_learned((), turns)
+    assert sequence.ids == reference.apply_chat_template(turns, tokenize=True, return_dict=False)
+    learned = [text for is_given, text in pieces(sequence, reference) if not is_given]
+    assert learned == ["Look.<|im_end|>", "It is 2.<|im_end|>", "<think>\n\n</think>\n\nYes<|im_end|>"]
+
+
+def test_a_beginning_is_never_there_twice(tmp_path: Path) -> None:
+    encoder, _ = model_of(tmp_path, "llama")
+    assert encoder.encode("1+1?").count(ids_of("<bos>")[0]) == 1
+    with pytest.raises(ValueError, match="begins with <bos>, which the tokenizer puts before every text.*remove it"):
+        encoder.encode("<bos>1+1?")
+
+
+def test_a_template_that_is_missing_is_named(tmp_path: Path) -> None:
+    encoder = PromptEncoder(write_chat_tokenizer(tmp_path, None))
+    with pytest.raises(ValueError, match="has no chat template"):
+        encoder.encode_learned((), TURNS)
