@@ -96,9 +96,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if config is None or (held_out and config.held_out_args is None):
             return None
         try:
-            has_tokenizer = (self.actor.path / "tokenizer.json").exists()  # else that is told beside all else
-            model = self.actor.path if has_tokenizer and not held_out else None
-            return find_environment(config, lists=lists, model=model, held_out=held_out)
+            return find_environment(config, lists=lists, held_out=held_out)
         except ValueError as error:
             message, hint = split_remedy(str(error))
             path = ("rollout", "environment", "id" if config.python is None else "python")
@@ -274,6 +272,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 self.rollout.environment,
                 self.dataset,
                 self.evaluation,
+                model=self.actor.path,
                 is_in_container=group is not None and group.container_image is not None,
             )
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)

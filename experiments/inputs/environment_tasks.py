@@ -38,30 +38,24 @@ def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: st
     return [str(python), str(_HOST), mode, json.dumps(settings), where]
 
 
-def host_settings(config: EnvironmentConfig, *, model: Path | None, held_out: bool = False) -> dict[str, Any]:
+def host_settings(config: EnvironmentConfig, *, held_out: bool = False) -> dict[str, Any]:
     """What a host has to know of the configuration.
 
     Args:
-        model: folder with the tokenizer; None does without.
         held_out: whether it is about the tasks of `evaluation`.
     """
     return {
         "id": config.id,
         "args": merged(config.args, config.held_out_args or {}) if held_out else config.args,
         "num_tasks": None if held_out else config.num_tasks,
-        "renderer": config.renderer,
-        "model_directory": "" if model is None else str(model),
     }
 
 
-def find_environment(
-    config: EnvironmentConfig, *, lists: bool, model: Path | None = None, held_out: bool = False
-) -> FoundEnvironment:
+def find_environment(config: EnvironmentConfig, *, lists: bool, held_out: bool = False) -> FoundEnvironment:
     """What it is, and its tasks, as it makes them now.
 
     Args:
         lists: whether tasks are asked for.
-        model: folder of a tokenizer, which is then seen to be able to write messages down.
         held_out: whether those of `evaluation` are.
 
     Raises:
@@ -70,7 +64,7 @@ def find_environment(
     python = environment_python(config)
     verifiers_version(python)
     with tempfile.TemporaryDirectory(prefix="corral-environment-") as folder:
-        output, settings = Path(folder) / "tasks.jsonl", host_settings(config, model=model, held_out=held_out)
+        output, settings = Path(folder) / "tasks.jsonl", host_settings(config, held_out=held_out)
         command = host_command(python, "list" if lists else "describe", settings, str(output))
         try:
             done = subprocess.run(

@@ -4,9 +4,11 @@
     host.py list SETTINGS OUTPUT        ──► the same, then a row for each task
     host.py play SETTINGS FD,MARK       ──► {"ready": {...}} or {"failed": why}, then episodes as long as FD is open
 
-    worker ──run, key, task──► Env.run_slot ──► harness ──► train client ──Relay, by trace──► the episode's endpoint
-       ▲                           │ any failure is the episode's own                              │ token ids, logprobs
+    worker ──run, key, task──► Env.run_slot ──► harness ──► verifiers' client ──Relay, by trace──► its endpoint
+       ▲                           │ any failure is the episode's own                              │ messages
        └──done: reward, metrics────┘◄──────────────────────────────────────────────────────────────┘
+
+Messages become tokens at the endpoint, by the trial's own template, once: the environment never sees a token.
 
 It is started by its path and imports nothing of corral. Lines of JSON go in both directions, as with an agent's process
 (`corral/workers/user_code/agent_host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
@@ -40,7 +42,6 @@ from typing import Any, TextIO
 import aiohttp
 import verifiers.v1 as vf
 from aiohttp import web
-from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils import loaders
 
 _MODEL = "policy"  # what the endpoint calls it
@@ -50,7 +51,7 @@ _RUN: ContextVar[int] = ContextVar("run", default=0)
 """Whose task this is."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_EMPTY = 8  # answers without a token to an episode that has ended: then whoever plays it does not listen
-_EMPTY = {"index": 0, "token_ids": [], "finish_reason": "length", "logprobs": {"content": []}}
+_EMPTY = {"role": "assistant", "content": ""}
 _LIMITS = {
     "max_turns": "turns",
     "max_input_tokens": "length",
@@ -60,10 +61,9 @@ _LIMITS = {
 """Of an agent, by verifiers' words and ours."""
 _LONGEST_LINE = 1 << 28
 _KEY_VARIABLE = "CORRAL_RELAY_API_KEY"  # programs that verifiers starts do not inherit names with API_KEY
-_GENERATE = "/inference/v1/generate"
 _PLUGINS = str(Path(__file__).parent / "plugins")
 _STANDARD = str(Path(os.__file__).parent) + os.sep
-_PASSED_ON = ("Content-Type", "X-Session-ID")
+_TURN = "X-Turn"  # of the endpoint's replies: which turn of the episode it is
 _MAX_ERROR, _MAX_TRACEBACK = 2000, 8000  # characters
 
 
@@ -74,9 +74,6 @@ class Settings:
     id: str
     args: Mapping[str, Any]
     num_tasks: int | None = None
-    renderer: Mapping[str, Any] | None = None
-    model_directory: str = ""
-    """With the tokenizer and its template; "" where nobody plays."""
     timeout_s: float = 300.0
     """How long an episode may be at work of its own at a time."""
     parent: int = 0
@@ -175,7 +172,7 @@ class Played:
 
 
 class Relay:
-    """Between the environment's one train client and the endpoints of episodes, which have a key each.
+    """Between the environment's one client and the endpoints of episodes, which have a key each.
 
     The client is made once and keeps its connections, so the key cannot be part of it. What is asked names its trace.
     """
@@ -190,7 +187,7 @@ class Relay:
     async def start(self) -> str:
         """Listen on loopback; returns the URL."""
         application = web.Application(client_max_size=_LONGEST_LINE)
-        application.add_routes([web.post(_GENERATE, self._relay), web.get("/v1/models", self._relay)])
+        application.router.add_route("*", "/{path:.*}", self._relay)  # the endpoint refuses what it does not know
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
@@ -206,31 +203,30 @@ class Relay:
         episode = self.episodes.get(trace) if trace else next(iter(self.episodes.values()), None)
         if episode is None:
             return web.json_response({"error": {"message": "the episode is over"}}, status=409)
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        headers["Authorization"] = f"Bearer {episode.key}"
+        headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
         episode.num_asked += 1
         try:
             session, body = self._session(episode.socket), await request.read()
             async with session.request(
                 request.method, f"http://model{request.path}", data=body, headers=headers
             ) as reply:
-                return self._answer(episode, trace, reply.status, await reply.read())
+                if trace and _TURN in reply.headers:
+                    episode.turns.setdefault(trace, []).append(int(reply.headers[_TURN]))
+                return self._answer(episode, body, reply, await reply.read())
         except aiohttp.ClientError as error:
             return web.json_response({"error": {"message": f"the model does not answer: {error}"}}, status=503)
         finally:
             episode.num_asked -= 1
             episode.last_answer = time.monotonic()
 
-    def _answer(self, episode: Played, trace: str | None, status: int, body: bytes) -> web.Response:
+    def _answer(self, episode: Played, asked: bytes, reply: aiohttp.ClientResponse, body: bytes) -> web.Response:
         """What the environment is told. That an episode has come to a limit is no failure of it: it is judged as it
         stands, so whoever still asks gets an answer of no token.
         """
-        if status == 200 and trace is not None:
-            episode.turns.setdefault(trace, []).append(json.loads(body).get("turn", -1))
-        elif status in (400, 409) and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
+        if reply.status == 400 and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
             episode.num_empty += 1
-            return web.json_response({"request_id": "", "choices": [_EMPTY]})
-        return web.Response(status=status, body=body, content_type="application/json")
+            return _empty(streams=bool(json.loads(asked).get("stream")))
+        return web.Response(status=reply.status, body=body, content_type=reply.content_type)
 
     def _session(self, path: str) -> aiohttp.ClientSession:
         if path not in self._sessions:
@@ -242,8 +238,16 @@ class Relay:
 
 
 def _has_ended(body: bytes) -> bool:
-    error = json.loads(body).get("error", {})
-    return "episode_ended" in (error.get("type"), error.get("code")) or error.get("code") == "context_length_exceeded"
+    return json.loads(body)["error"]["code"] in ("episode_ended", "context_length_exceeded")
+
+
+def _empty(*, streams: bool) -> web.Response:
+    reply = {"id": "ended", "object": "chat.completion", "created": 0, "model": _MODEL}
+    choice = {"index": 0, "finish_reason": "length"}
+    if not streams:
+        return web.json_response(reply | {"choices": [choice | {"message": _EMPTY}]})
+    chunk = reply | {"object": "chat.completion.chunk", "choices": [choice | {"delta": _EMPTY}]}
+    return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
 
 # Episodes
@@ -398,8 +402,7 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
             env = loaders.load_environment(config)
             relay = Relay(stack)
             os.environ[_KEY_VARIABLE] = relay.secret
-            client = client_config(settings, await relay.start())
-            await check_renderer(client)
+            client = vf.EvalClientConfig(base_url=await relay.start(), api_key_var=_KEY_VARIABLE)
             await stack.enter_async_context(env.serving())
             # How answers are sampled is the trial's business; what an environment's agents say of it is passed on.
             context = vf.ModelContext(model=_MODEL, client=client)
@@ -437,37 +440,10 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
         await asyncio.gather(beating, *running.values(), return_exceptions=True)
 
 
-def client_config(settings: Settings, url: str) -> vf.TrainClientConfig:
-    """Where the policy is, and how it is written to."""
-    return vf.TrainClientConfig(
-        base_url=url,
-        api_key_var=_KEY_VARIABLE,
-        renderer_model_name=settings.model_directory,
-        renderer=settings.renderer,
-    )
-
-
-async def check_renderer(client: vf.TrainClientConfig) -> None:
-    """Have the renderer made before anybody waits for it, and see that it can write a message down.
-
-    Raises:
-        ValueError: if it cannot, as it has no template.
-    """
-    pool = ElasticRendererPool(str(client.renderer_model_name), client.renderer, multiplex=client.multiplex)
-    try:
-        async with pool.acquire() as slot:
-            words = [{"role": "user", "content": "1"}]
-            await slot.run(lambda: slot.renderer.render(words, add_generation_prompt=True))
-    except Exception as error:
-        raise ValueError(f"messages cannot be written down for {client.renderer_model_name}: {told(error)}") from error
-
-
 def tell(settings: Settings, output: TextIO, *, lists: bool) -> None:
     """Writes what the environment is, and its tasks."""
     config = make_config(settings)
     env = loaders.load_environment(config)
-    if settings.model_directory:
-        asyncio.run(check_renderer(client_config(settings, "http://nowhere")))
     output.write(json.dumps({"described": describe(config)}) + "\n")
     if lists:
         output.writelines(json.dumps(row) + "\n" for row in rows_of(env.taskset, num_tasks=settings.num_tasks))
