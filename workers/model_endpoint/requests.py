@@ -1,7 +1,7 @@
 """What programs ask of the model endpoint: JSON ──check──► a struct, or ApiError in OpenAI's form.
 
 Fields that change nothing here are passed over, as programs send many: `model`, `user`, `seed`, penalties, and with
-them `temperature` and `top_p`, since the trial says how its model is sampled. So is `tool_choice` where it wants a call:
+them `temperature` and `top_p`, since the trial says how its model is sampled. So is a `tool_choice` that wants a call:
 a model that learns chooses itself, and programs have to live with one that calls nothing. What a program relies on in
 an answer and would not get, such as a form of it, is refused by its name.
 """
