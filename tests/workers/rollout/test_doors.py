@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from corral.agents import Session, Task
-from tests.chat_models import ADD, TWO_TURNS, write_chat_tokenizer
+from tests.chat_models import ADD, TWO_TURNS, ids_of, write_chat_tokenizer
 from tests.environment_packages.two_turns import QUESTION, play
 from tests.environments import PACKAGES, environment, needs_environments
 from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
@@ -31,9 +31,13 @@ class TwoTurns(FakeGenerationServer):
         super().__init__()
         asked, called, result, said = TWO_TURNS[form]
         self._answers = {tuple(asked): (called, "0.0"), tuple([*asked, *called, *result]): (said, "0.1")}
+        self.most_tokens = 300
+
+    def _answer(self, ids: list[int]) -> tuple[list[int], str]:
+        return self._answers[tuple(ids)]
 
     def _event(self, ids: list[int], wanted: int) -> dict[str, Any]:
-        output, version = self._answers[tuple(ids)]
+        output, version = self._answer(ids)
         return {
             "output_ids": output,
             "meta_info": {
@@ -68,12 +72,12 @@ DOORS = {
 }
 
 
-def played(folder: Path, form: str, rollout: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+def played(
+    folder: Path, form: str, rollout: Mapping[str, Any], server: TwoTurns
+) -> tuple[Mapping[str, Any], list[list[tuple[str, int, int]]]]:
     """What is delivered of one episode, and with which versions."""
     settings = {"sampling": {"max_new_tokens": 300}, "agent_processes": 1, "reward_retries": 0, **rollout}
     fields = [{"task": {"id": "one", "prompt": QUESTION, "tool": ADD}}]
-    server = TwoTurns(form)
-    server.most_tokens = 300
     rig = RolloutRig(
         folder, [ASKED], rollout=settings, group_size=1, max_prompt_tokens=99, server=server, fields=fields
     )
@@ -95,10 +99,36 @@ def test_an_episode_is_the_same_through_every_door(form: str, tmp_path: Path, mo
     logprobs = [0.0 if is_given else -token / 8 for token, is_given in zip(ids[1:], given[1:], strict=True)]
     for door, rollout in DOORS.items():
         (folder := tmp_path / door).mkdir()
-        tensors, versions = played(folder, form, rollout)
+        tensors, versions = played(folder, form, rollout, TwoTurns(form))
         np.testing.assert_array_equal(tensors["input_ids"], ids, err_msg=door)
         np.testing.assert_array_equal(tensors["prompt_mask"], given, err_msg=door)
         np.testing.assert_array_equal(tensors["old_logprobs"], np.float32(logprobs), err_msg=door)
         np.testing.assert_array_equal(tensors["rewards"], [1.0], err_msg=door)
         made = len(called), len(called) + len(said)
         assert versions == [[("0.0", 0, made[0]), ("0.1", *made)]], door
+
+
+class CallsOnce(TwoTurns):
+    """Answers whatever is asked with a call, then with an answer."""
+
+    def _answer(self, ids: list[int]) -> tuple[list[int], str]:
+        return (CALLED, "0.0") if self.num_requests == 1 else (ANSWERED, "0.0")
+
+
+CALLED = ids_of("<tool_call>", '\n{"name":"adder_add", "arguments": {"a":1,"b":1}}\n', "</tool_call>", "<|im_end|>")
+ANSWERED = ids_of("It is 2.", "<|im_end|>")
+
+
+@needs_environments
+@pytest.mark.slow
+def test_the_loop_of_verifiers_with_a_tool_server_is_one_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
+    rollout = {"environment": environment("adder_tools")}
+    tensors, versions = played(tmp_path, "qwen", rollout, CallsOnce("qwen"))
+    given, ids = tensors["prompt_mask"], tensors["input_ids"]
+    np.testing.assert_array_equal(ids[~given], [*CALLED, *ANSWERED])
+    np.testing.assert_array_equal(ids[-len(ANSWERED) :], ANSWERED)
+    np.testing.assert_array_equal(tensors["rewards"], [1.0])
+    assert versions == [[("0.0", 0, len(CALLED) + len(ANSWERED))]]
