@@ -308,6 +308,8 @@ class Phase:
     cores: float
     p50_ms: float
     p99_ms: float
+    memory_mb: float
+    """Resident, of the manager's process."""
 
 
 class Bench:
@@ -371,7 +373,14 @@ class Bench:
         percentiles = statistics.quantiles(latencies, n=100)
         rates = {key: (after[key] - before[key]) / passed_s for key in ("calls", "values", "opens")}
         rates["calls"] += len(latencies) / passed_s
-        return Phase(title, **rates, cores=used_s / passed_s, p50_ms=percentiles[49], p99_ms=percentiles[98])
+        return Phase(
+            title,
+            **rates,
+            cores=used_s / passed_s,
+            p50_ms=percentiles[49],
+            p99_ms=percentiles[98],
+            memory_mb=self._manager.memory_info().rss / 1e6,
+        )
 
     def _counts(self) -> Counter[str]:
         return self.order("manager", "") + self.order("workers", "")
@@ -402,7 +411,7 @@ def plan_of(folder: Path, arguments: argparse.Namespace) -> RunPlan:
 def show(phase: Phase) -> None:
     print(
         f"{phase.title:<18}{phase.calls:>9.0f}{phase.p50_ms:>7.1f} ms{phase.p99_ms:>7.1f} ms{phase.cores:>8.2f}"
-        f"{phase.values:>16.0f}{phase.opens:>9.1f}",
+        f"{phase.values:>16.0f}{phase.opens:>9.1f}{phase.memory_mb:>8.0f}",
         flush=True,
     )
 
@@ -439,7 +448,8 @@ def main() -> None:
         bench.wait_for("dealt", arguments.groups)
         time.sleep(SETTLE_S)
         print(
-            f"{'':<18}{'CALLS/s':>9}{'P50':>10}{'P99':>10}{'CORES':>8}{'REDIS VALUES/s':>16}{'OPENS/s':>9}", flush=True
+            f"{'':<18}{'CALLS/s':>9}{'P50':>10}{'P99':>10}{'CORES':>8}{'REDIS VALUES/s':>16}{'OPENS/s':>9}{'MB':>8}",
+            flush=True,
         )
         show(asyncio.run(bench.measure("no server ready", seconds=arguments.seconds)))
         bench.order("servers", "open")

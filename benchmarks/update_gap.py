@@ -48,7 +48,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa
 from corral.workers.episodes.partial_answer import PartialAnswer  # noqa: E402
 from corral.workers.generation.control import ControlServer  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
-from corral.workers.requests.manager_messages import Schedule  # noqa: E402
+from corral.workers.requests.manager_messages import Route, Schedule  # noqa: E402
 from corral.workers.rollout.generation_client import GenerationClient, Setback  # noqa: E402
 from corral.workers.streams.https import open_session  # noqa: E402
 from corral.workers.weight_transport.filling import StagedVersion  # noqa: E402
@@ -114,7 +114,7 @@ class Trial:
         self.step = published.policy_version.step
 
     def are_all_at(self, step: int) -> bool:
-        return len(self.manager._table.serving(PolicyVersion(0, step))) == NUM_SERVERS
+        return len(list(self.manager._table.serving(PolicyVersion(0, step)))) == NUM_SERVERS
 
     async def start(self) -> None:
         self.tasks = [asyncio.create_task(self.manager._main())]
@@ -131,7 +131,8 @@ class Trial:
 
         async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
             asked = Schedule(uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, knows=self.knows)
-            answer = await self.manager._route(asked)
+            answer = self.manager._route(asked)
+            answer = answer if isinstance(answer, Route) else await answer
             self.knows = answer.reason
             return answer.url
 

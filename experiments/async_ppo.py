@@ -34,7 +34,7 @@ from corral.experiments.config.rollout import (
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.dataset_file import dataset_spec
-from corral.experiments.inputs.environment_tasks import FoundEnvironment, find_environment
+from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.trial.directory import TrialDirectory
@@ -83,20 +83,13 @@ class AsyncPPOExperiment(PolicyExperiment):
         Raises:
             ConfigError: if it cannot be loaded.
         """
-        return self._find(lists=self.dataset.path is None, held_out=False)
-
-    @cached_property
-    def _held_out(self) -> FoundEnvironment | None:
-        if self.evaluation is None or self.evaluation.dataset.path is not None:
+        if (config := self.rollout.environment) is None:
             return None
-        return self._find(lists=True, held_out=True)
-
-    def _find(self, *, lists: bool, held_out: bool) -> FoundEnvironment | None:
-        config = self.rollout.environment
-        if config is None or (held_out and config.held_out_args is None):
-            return None
+        lists = ["dataset"] if self.dataset.path is None else []
+        if self.evaluation is not None and self.evaluation.dataset.path is None and config.held_out_args is not None:
+            lists.append(HELD_OUT)
         try:
-            return find_environment(config, lists=lists, held_out=held_out)
+            return find_environment(config, lists=lists)
         except ValueError as error:
             message, hint = split_remedy(str(error))
             path = ("rollout", "environment", "id" if config.python is None else "python")
@@ -104,15 +97,14 @@ class AsyncPPOExperiment(PolicyExperiment):
 
     @property
     def listed_rows(self) -> Mapping[str, bytes]:
-        found = {"dataset": self.environment, "evaluation.dataset": self._held_out}
-        return {key: one.rows for key, one in found.items() if one is not None and one.rows}
+        return {} if self.environment is None else self.environment.rows
 
     def placed_in(self, directory: Path) -> Self:
         listed, trial = self.listed_rows, TrialDirectory(directory)
         changes: dict[str, Any] = {}
         if "dataset" in listed:
             changes["dataset"] = self.dataset.model_copy(update={"path": trial.tasks_path})
-        if self.evaluation is not None and "evaluation.dataset" in listed:
+        if self.evaluation is not None and HELD_OUT in listed:
             rows = self.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
             changes["evaluation"] = self.evaluation.model_copy(update={"dataset": rows})
         return self.model_copy(update=changes)
@@ -155,7 +147,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         held_out = None
         if self.evaluation is not None:
             named = self.evaluation.datasets.items()
-            rows = {"": self.listed_rows.get("evaluation.dataset")}
+            rows = {"": self.listed_rows.get(HELD_OUT)}
             specs = {name: dataset_spec(one, kind=self.row_kind, content=rows.get(name)) for name, one in named}
             held_out = HeldOutSpec(config=self.evaluation, datasets=specs)
         manager = GserverManagerSpec(
@@ -316,6 +308,15 @@ class AsyncPPOExperiment(PolicyExperiment):
             yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
             yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
             yield from check_mixture(self.actor.path)
+            samplings = {"rollout": self.rollout.sampling, "evaluation": self.evaluation and self.evaluation.sampling}
+            for part, sampling in samplings.items():
+                if sampling and sampling.min_p > 0.0 and self.sglang.flags.get("enable-deterministic-inference"):
+                    yield ConfigProblem(
+                        f"{part}.sampling.min_p {sampling.min_p:g}: SGLang's deterministic inference draws by seeds, "
+                        "and ends where min_p is asked of it",
+                        "use top_p, or remove sglang.flags.enable-deterministic-inference",
+                        path=(part, "sampling", "min_p"),
+                    )
         elif engine.backend == "hf":
             yield from check_embedded_model(self.actor.path, remedy="use SGLang: sglang:d1 in place of hf:d1")
 

@@ -123,9 +123,7 @@ class PolicyExperiment(Experiment):
         A mean over answers divides by the tokens that are left of all sequences of an episode, of which a micro-batch
         may have some.
         """
-        ppo = self.ppo
-        drops = ppo.behav_imp_weight_cap is not None and ppo.behav_imp_weight_mode == "drop"
-        return self.makes_episodes and drops and ppo.loss_reduction != "token_mean"
+        return self.makes_episodes and self.ppo.drops_tokens and self.ppo.loss_reduction != "token_mean"
 
     @property
     def makes_episodes(self) -> bool:

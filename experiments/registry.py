@@ -18,6 +18,7 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks.data import check_batch, check_evaluation, check_model, check_vocabulary
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
+from corral.experiments.config.presets import fill_in
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
@@ -40,7 +41,7 @@ from corral.experiments.loading.overrides import (
     value_at,
 )
 from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
-from corral.experiments.loading.schema import accepts, key_paths
+from corral.experiments.loading.schema import accepts, field_at, key_paths
 from corral.experiments.loading.validation import validate
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.reward_model import RewardModelExperiment
@@ -112,7 +113,8 @@ def load_with_source(
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
     written, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
     _make_paths_absolute(written, experiment_class, source)
-    experiment = validate(experiment_class, _with_group_defaults(written, experiment_class), source)
+    filled = _with_what_follows(_with_group_defaults(written, experiment_class), experiment_class)
+    experiment = validate(experiment_class, filled, source)
     check_experiment(experiment, source, is_to_run=is_to_run)
     return LoadedExperiment(experiment=experiment, source=source, written=written)
 
@@ -214,6 +216,20 @@ def _with_group_defaults(data: dict[str, Any], experiment_class: type[Experiment
             if isinstance(given := value_at(data, (*above, "scheduling")), dict):
                 value_at(filled, above)["scheduling"] = default = default | given
     return filled
+
+
+def _with_what_follows(data: dict[str, Any], experiment_class: type[Experiment]) -> dict[str, Any]:
+    """The data with what an algorithm says beyond `ppo`, and lengths that follow from the longest answer."""
+    longest = field_at(experiment_class, ("rollout", "sampling", "max_new_tokens"))
+    ppo, rollout = data.get("ppo"), data.get("rollout", {})
+    if longest is None or not isinstance(ppo, dict) or not isinstance(rollout, dict):
+        return data
+    max_new_tokens = value_at(data, ("rollout", "sampling", "max_new_tokens"), longest.default)
+    if type(max_new_tokens) is not int:
+        return data
+    of_ppo, of_rollout = fill_in(ppo, max_new_tokens=max_new_tokens)
+    there = {name: value for name, value in of_rollout.items() if field_at(experiment_class, ("rollout", name))}
+    return {**data, "ppo": {**ppo, **of_ppo}, "rollout": {**there, **rollout}}
 
 
 def _gpus_per_server(allocation: Any) -> int:

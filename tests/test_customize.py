@@ -16,6 +16,7 @@ from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.base import check_call, compute_logprobs
 from corral.workers.algorithms.call_trial import keys_of_interface
+from corral.workers.algorithms.check import check_file, main
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
@@ -47,7 +48,15 @@ def judged(engine: SmallEngine) -> SequenceSample:
 
 
 def test_every_file_is_shorter_than_forty_lines() -> None:
-    assert FILES.keys() == {"gentle_loss", "fluent_loss", "curiosity", "surprise", "curious_ppo", "judge"}
+    assert FILES.keys() == {
+        "gentle_loss",
+        "fluent_loss",
+        "tempered_loss",
+        "curiosity",
+        "surprise",
+        "curious_ppo",
+        "judge",
+    }
     assert all(len(text.splitlines()) < 39 for text in FILES.values())  # and the line with its name
 
 
@@ -65,6 +74,18 @@ def test_a_loss_of_ones_own_decides_how_answers_are_trained() -> None:
 
     usual, gentle = gains(PPOConfig()), gains(PPOConfig(loss="gentle_loss:gentle"))
     assert sum(gentle) > sum(usual)
+
+
+def test_every_loss_and_advantage_of_the_page_passes_the_check_that_it_names() -> None:
+    assert main(["tempered_loss:Tempered", "loss_settings.worse=0.3"]) == 0
+    assert check_file("curiosity:curious", {}) == []
+    assert check_file("fluent_loss:fluent", {}) == []
+    actor = PPOActorInterface(PPOConfig(loss="tempered_loss:Tempered", loss_settings={"worse": 0.0}))
+    engine = SmallEngine("lm", lr=0.05)
+    sample = judged(engine)
+    assert actor.train_step(engine, sample, version=0)["train/skipped_nonfinite"] == 0.0
+    with pytest.raises(ValueError, match="worse: Input should be greater than or equal to 0; Tempered has worse"):
+        PPOActorInterface(PPOConfig(loss="tempered_loss:Tempered", loss_settings={"worse": -1.0}))
 
 
 def test_a_loss_of_ones_own_reads_a_key_that_it_declares() -> None:

@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "step.md"
 ROW = re.compile(r"\| `(?P<file>[^`]+\.py)` \| `(?P<function>[^`]+)` \|(?: `(?P<word>[^`]+)`)? \|")
 MOST_FILES = {"A train step": 18, "An asynchronous step": 30}
 """That the ways enter; an asynchronous step enters those of a train step as well."""
+TRAJECTORY, MOST_FILES_OF_A_TRAJECTORY = ("It is delivered", "It is in a batch"), 10
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,9 @@ def test_the_ways_enter_few_files() -> None:
         title, files = part.splitlines()[0], {hop.file for hops in tables(before) for hop in hops}
         print(f"{title}: {len(files)} files")
         assert len(files) <= MOST_FILES[title], f"{len(files)} files: {sorted(files)}"
+
+
+def test_a_trajectory_enters_few_files_from_finished_to_its_batch() -> None:
+    sections = {part.splitlines()[0]: part for part in PAGE.read_text().split("\n### ")[1:]}
+    files = {hop.file for title in TRAJECTORY for hops in tables(sections[title]) for hop in hops}
+    assert 5 < len(files) <= MOST_FILES_OF_A_TRAJECTORY, f"{len(files)} files: {sorted(files)}"

@@ -27,7 +27,7 @@ def check_ppo(
             "give a critic, or set ppo.advantage: group_relative",
             path=("ppo", "advantage"),
         )
-    if ppo.advantage in ("group_relative", "rloo") and ppo.group_size < 2:
+    if ppo.advantage in ("group_relative", "rloo", "opo") and ppo.group_size < 2:
         yield ConfigProblem(
             f"{ppo.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
             "ppo.group_size: 8 is usual, 2 the least",

@@ -1,18 +1,26 @@
 """How a model learns: the settings of the losses and advantages in `corral.workers.algorithms`."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.presets import PRESETS, with_preset
 from corral.experiments.config.rollout import check_import_path_syntax
 
 INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "reward", "paired_reward", "dpo", "sft")
 """The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
 LOSS_NAMES = ("ppo", "gspo", "cispo")
 """The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""
-ADVANTAGE_NAMES = ("group_relative", "rloo", "rewards_to_go", "gae")
+ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae")
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
+
+
+def _known_algorithm(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"must be one of {', '.join(PRESETS)}; got {name!r}")
+    return name
 
 
 def named_or_imported(text: str, names: tuple[str, ...]) -> str:
@@ -62,6 +70,8 @@ class KLConfig(FrozenConfig):
 class PPOConfig(FrozenConfig):
     """PPO (https://arxiv.org/abs/1707.06347) and what has grown from it: GRPO, RLOO, REINFORCE++, DAPO, GSPO, CISPO, decoupled PPO. docs/algorithms.md has the formulas."""  # noqa: E501
 
+    algorithm: Annotated[str, AfterValidator(_known_algorithm)] | None = None
+    """One of those in docs/algorithms.md, by its name, such as dapo: what it sets of these keys, where the file does not. None: GRPO's advantages with the decoupled loss, and every token weighs the same."""  # noqa: E501
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for one prompt."""
     n_minibatches: int = Field(default=1, ge=1)
@@ -70,6 +80,8 @@ class PPOConfig(FrozenConfig):
     """Passes over the batch in one train step."""
     loss: Annotated[str, AfterValidator(lambda text: named_or_imported(text, LOSS_NAMES))] = "ppo"
     """ppo (clip per token), gspo (clip per answer), cispo (clipped weight), or the import path of one of your own."""
+    loss_settings: dict[str, Any] = {}
+    """Fields of a loss of your own that is a class, such as {worse: 0.3}."""
     eps_clip: float = Field(default=0.2, gt=0.0)
     """The importance ratio to the proximal policy is clipped to [1 - eps_clip, 1 + eps_clip]."""
     eps_clip_high: float | None = Field(default=None, gt=0.0)
@@ -79,13 +91,21 @@ class PPOConfig(FrozenConfig):
     loss_reduction: Literal["token_mean", "answer_mean", "fixed_divisor"] = "token_mean"
     """Whether every token, every answer (GRPO), or every token at a fixed rate (Dr. GRPO) weighs the same."""
     loss_divisor: int | None = Field(default=None, ge=1)
-    """Tokens that `fixed_divisor` divides an answer's sum by; usually rollout.sampling.max_new_tokens."""
+    """Tokens that `fixed_divisor` divides an answer's sum by; None is rollout.sampling.max_new_tokens."""
     use_decoupled_loss: bool = True
     """Clip around the policy at the start of the step and weight by its ratio to the policy that generated."""
     behav_imp_weight_cap: float | None = Field(default=5.0, gt=1.0)
     """Bound of a token's behaviour importance weight; None keeps all weights as they are."""
     behav_imp_weight_mode: Literal["drop", "truncate"] = "drop"
-    """Whether tokens above the bound leave the loss, or stay with the bound as their weight."""
+    """Whether tokens beyond a bound leave the loss, or stay with the bound as their weight."""
+    behav_imp_weight_floor: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """A lower bound of that weight, for which the same holds (IcePop); None has none."""
+    behav_imp_weight_level: Literal["token", "answer", "answer_mean"] = "token"
+    """Whether each token has a weight of its own, or all of an answer the product of its tokens' weights, or their geometric mean."""  # noqa: E501
+    off_policy_mask: float | None = Field(default=None, gt=0.0)
+    """Answers with a negative advantage leave the loss if the policy has moved away from them by more than this many nats per token since they were made (DeepSeek-V3.2); None keeps all."""  # noqa: E501
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of an entropy bonus, whose gradient is estimated from the sampled tokens."""
     gap_alarm: float | None = Field(default=None, gt=0.0)
     """A token whose log-probability differs by more than this many nats between generator and trainer, with the same
     weights, is an alarm in rl-status; None is 0.001, or 0.5 where one of them computes in bfloat16, or the generator
@@ -94,8 +114,10 @@ class PPOConfig(FrozenConfig):
     router_replay: bool = True
     """With a mixture of experts, whether the trainer computes each token by the experts that made it (R3, https://arxiv.org/abs/2510.11370), and does not choose anew, by other roundings than the generator's; samples carry 2 bytes per token, mixture layer and expert. Other models have nothing to replay."""  # noqa: E501
     advantage: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ADVANTAGE_NAMES))] = "group_relative"
-    """group_relative and rloo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a critic; or
-    the import path of an estimator of your own."""
+    """group_relative, rloo and opo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a
+    critic; or the import path of an estimator of your own."""
+    advantage_settings: dict[str, Any] = {}
+    """Fields of an estimator of your own that is a class."""
     group_std_normalization: bool = True
     """Divide group-relative advantages by the group's standard deviation (off: Dr. GRPO, arXiv 2503.20783)."""
     advantage_normalization: Literal["none", "batch", "group"] = "none"
@@ -118,6 +140,17 @@ class PPOConfig(FrozenConfig):
     """Scaled rewards are clipped to plus or minus this."""
     mask_no_eos_with_zero: bool = False
     """Whether an answer that was cut off by the token limit gets reward 0."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """Tokens before `overlong_limit` in which an answer's reward falls, evenly, by `overlong_penalty` (DAPO); None leaves long answers alone."""  # noqa: E501
+    overlong_limit: int | None = Field(default=None, ge=1)
+    """Tokens from which on an answer has the whole penalty; None is rollout.sampling.max_new_tokens."""
+    overlong_penalty: float = Field(default=1.0, gt=0.0)
+    """In units of the reward, before `reward_bias` and `reward_scale`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _begins_with_its_algorithm(cls, data: Any) -> Any:
+        return with_preset(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
@@ -125,7 +158,19 @@ class PPOConfig(FrozenConfig):
         for written, is_used, reason in (
             ("c_clip", self.c_clip is None or self.loss == "ppo" or ":" in self.loss, "without loss: ppo"),
             ("loss_divisor", self.loss_reduction == "fixed_divisor", "without loss_reduction: fixed_divisor"),
-            ("behav_imp_weight_mode", self.use_decoupled_loss, "without use_decoupled_loss"),
+            ("loss_settings", ":" in self.loss, "without a loss of your own"),
+            ("advantage_settings", ":" in self.advantage, "without an advantage of your own"),
+            ("overlong_limit", self.overlong_buffer is not None, "without overlong_buffer"),
+            ("overlong_penalty", self.overlong_buffer is not None, "without overlong_buffer"),
+            *(
+                (name, self.use_decoupled_loss, "without use_decoupled_loss")
+                for name in (
+                    "behav_imp_weight_mode",
+                    "behav_imp_weight_floor",
+                    "behav_imp_weight_level",
+                    "off_policy_mask",
+                )
+            ),
             (
                 "group_std_normalization",
                 self.advantage == "group_relative" or ":" in self.advantage,
@@ -138,6 +183,11 @@ class PPOConfig(FrozenConfig):
                 raise ValueError(f"{written} has no effect {reason}; remove it")
         if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
             raise ValueError("loss_reduction fixed_divisor needs loss_divisor; the most tokens of an answer is usual")
+        if self.overlong_buffer is not None and self.overlong_buffer > (self.overlong_limit or self.overlong_buffer):
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is more than overlong_limit {self.overlong_limit}: every "
+                "answer would be too long; a fifth of it is usual"
+            )
         if self.behav_imp_weight_mode == "truncate" and self.behav_imp_weight_cap is None:
             raise ValueError("behav_imp_weight_mode truncate needs behav_imp_weight_cap; 5.0 is usual")
         return self
@@ -146,6 +196,13 @@ class PPOConfig(FrozenConfig):
     def updates_per_step(self) -> int:
         """Optimizer steps in one train step, if none is left out."""
         return self.n_minibatches * self.sample_reuse
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the weight of a token may take it out of the loss."""
+        bounds = (self.behav_imp_weight_cap, self.behav_imp_weight_floor)
+        beyond_bounds = self.behav_imp_weight_mode == "drop" and bounds != (None, None)
+        return self.use_decoupled_loss and (beyond_bounds or self.off_policy_mask is not None)
 
     @property
     def needs_critic(self) -> bool:
@@ -167,9 +224,34 @@ class CriticConfig(FrozenConfig):
 
 
 class DPOConfig(FrozenConfig):
-    """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+    """Direct preference optimisation (https://arxiv.org/abs/2305.18290) and its kin. docs/algorithms.md has the formulas."""  # noqa: E501
 
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """dpo, ipo (a margin to reach, and not to pass), simpo (without a reference), kto (each answer by itself)."""
     beta: float = Field(default=0.1, gt=0.0)
-    """How much the policy is held to the reference: the implicit reward is beta times the log-ratio."""
+    """How much the policy is held to the reference: the implicit reward is beta times the log-ratio. Of ipo it is tau, of simpo the scale of log-probabilities per token (2.0 is usual)."""  # noqa: E501
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Share of the preferences that are taken to be the wrong way round."""
+    """Share of the preferences that are taken to be the wrong way round, with dpo and simpo."""
+    target_margin: float = Field(default=0.0, ge=0.0)
+    """How far the chosen answer is to be ahead with simpo, there called gamma; half of beta is usual."""
+    desirable_weight: float = Field(default=1.0, gt=0.0)
+    """Weight of the losses of chosen answers, with kto."""
+    undesirable_weight: float = Field(default=1.0, gt=0.0)
+    """Weight of those of rejected ones."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        for written, losses in (
+            ("label_smoothing", ("dpo", "simpo")),
+            ("target_margin", ("simpo",)),
+            ("desirable_weight", ("kto",)),
+            ("undesirable_weight", ("kto",)),
+        ):
+            if self.loss not in losses and getattr(self, written) != type(self).model_fields[written].default:
+                raise ValueError(f"{written} has no effect with loss: {self.loss}; remove it")
+        return self
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.loss != "simpo"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.environment import EnvironmentConfig
@@ -29,6 +29,8 @@ def check_import_path_syntax(text: str) -> str:
 ImportPath = Annotated[str, AfterValidator(check_import_path_syntax)]
 """`package.module:name` of a function or class."""
 
+_PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+
 
 class SamplingConfig(FrozenConfig):
     """How one answer is sampled."""
@@ -41,6 +43,19 @@ class SamplingConfig(FrozenConfig):
     """Share of the probability mass that is sampled from; 1.0 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Number of most likely tokens that are sampled from; -1 is all."""
+
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Tokens that are less than this many times as likely as the likeliest are not sampled; 0.0 samples from all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_from_the_model(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (written := _PENALTIES & data.keys()):
+            raise ValueError(
+                f"{', '.join(sorted(written))} would change the generator's logits by what it has said, and not the "
+                "trainer's, whose log-probabilities are compared with them; penalise repetition in the reward"
+            )
+        return data
 
     @field_validator("top_k")
     @classmethod
@@ -88,7 +103,7 @@ class RolloutConfig(GenerationConfig):
     reorder_window: int | None = Field(default=None, ge=1)
     """How far a finished prompt may get ahead of older ones that are still being answered, counted in prompts: 1 trains strictly in their order, and with any window no answer is thrown away for having taken long. None: whatever is finished, and what is too old by its turn is answered anew. See docs/rollout.md."""  # noqa: E501
     spare_answers: int = Field(default=0, ge=0)
-    """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled. Long answers become rarer in training than the policy makes them."""  # noqa: E501
+    """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled; of an agent's or environment's episodes so many may fail, too. Long answers, and failing ones, become rarer in training than the policy makes them."""  # noqa: E501
     drop_uniform_groups: bool = False
     """Whether a prompt all of whose answers have the same reward is dropped, and counted as `filtered`: relative to each other they teach nothing."""  # noqa: E501
     schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"

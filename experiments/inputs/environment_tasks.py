@@ -1,16 +1,15 @@
 """The tasks of an environment, listed at submission by its host program in the Python that it is installed in.
 
-    EnvironmentConfig ──► host.py list ──► what it is, a row a task ──► FoundEnvironment ──► tasks.jsonl of the trial
+    EnvironmentConfig ──► corral_host tell ──► what it is, a row a task ──► FoundEnvironment ──► the trial's tasks.jsonl
 
 From then on tasks are rows as those of any dataset: their order, and which of them a commit covers, follow from their
 ids.
 """
 
 import json
-import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,17 @@ from typing import Any
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.inputs.other_pythons import environment_python, verifiers_version
 
-_HOST = Path(__file__).parents[2] / "workers" / "environments" / "host.py"
+_PLUGINS = Path(__file__).parents[2] / "workers" / "environments" / "plugins"
+_START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('corral_host', None, '__main__', True)"
+HELD_OUT = "evaluation.dataset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEnvironment:
     """What an environment has said of itself."""
 
-    rows: bytes
-    """JSON lines: id, prompt to be shown, task; none where it was not asked for them."""
+    rows: Mapping[str, bytes]
+    """JSON lines of id, prompt to be shown, task; by the key of the dataset for which they were asked."""
     packages: Mapping[str, str]
     """Versions of what it is made of, by name."""
     sha256: str
@@ -34,62 +35,62 @@ class FoundEnvironment:
 
 
 def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: str) -> list[str]:
-    """Starts the host of an environment, as `corral/workers/environments/host.py` says."""
-    return [str(python), str(_HOST), mode, json.dumps(settings), where]
+    """Starts the host of an environment, as `plugins/corral_host/__main__.py` says."""
+    return [str(python), "-P", "-c", _START, str(_PLUGINS), mode, json.dumps(settings), where]
 
 
-def host_settings(config: EnvironmentConfig, *, held_out: bool = False) -> dict[str, Any]:
-    """What a host has to know of the configuration.
-
-    Args:
-        held_out: whether it is about the tasks of `evaluation`.
-    """
-    return {
-        "id": config.id,
-        "args": merged(config.args, config.held_out_args or {}) if held_out else config.args,
-        "num_tasks": None if held_out else config.num_tasks,
-    }
+def host_settings(config: EnvironmentConfig) -> dict[str, Any]:
+    """What a host has to know of the configuration."""
+    return {"id": config.id, "args": config.args}
 
 
-def find_environment(config: EnvironmentConfig, *, lists: bool, held_out: bool = False) -> FoundEnvironment:
-    """What it is, and its tasks, as it makes them now.
+def find_environment(config: EnvironmentConfig, *, lists: Collection[str] = ()) -> FoundEnvironment:
+    """What it is, and its tasks, as it makes them now; by one start of it, which takes seconds.
 
     Args:
-        lists: whether tasks are asked for.
-        held_out: whether those of `evaluation` are.
+        lists: keys of the datasets whose tasks are asked for: `dataset`, HELD_OUT.
 
     Raises:
         ValueError: if it cannot be loaded, with the way out after a semicolon.
     """
-    python = environment_python(config)
-    verifiers_version(python)
-    with tempfile.TemporaryDirectory(prefix="corral-environment-") as folder:
-        output, settings = Path(folder) / "tasks.jsonl", host_settings(config, held_out=held_out)
-        command = host_command(python, "list" if lists else "describe", settings, str(output))
-        try:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=config.load_timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(
-                f"environment {config.id} has not listed its tasks within {config.load_timeout_s:g} s; "
-                "raise rollout.environment.load_timeout_s, or ask for fewer tasks"
-            ) from error
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise ValueError(
-                f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
-                f"install it there: {python} -m pip install ..."
-            )
-        first, _, rows = output.read_bytes().partition(b"\n")
-    described = json.loads(first)["described"]
+    held_out = {"args": merged(config.args, config.held_out_args or {}), "num_tasks": None}
+    asked = {"dataset": {"args": config.args, "num_tasks": config.num_tasks}, HELD_OUT: held_out}
+    settings = host_settings(config) | {"lists": {key: asked[key] for key in lists}}
+    with tempfile.TemporaryDirectory(prefix="corral-environment-") as name:
+        folder = Path(name)
+        _run(config, settings, folder)
+        described = json.loads((folder / "described.json").read_bytes())
+        rows = {key: (folder / f"{key}.jsonl").read_bytes() for key in lists}
     return FoundEnvironment(rows=rows, packages=described["packages"], sha256=described["sha256"])
+
+
+def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -> None:
+    """Has the host tell; ValueError if it cannot."""
+    python = environment_python(config)
+    try:
+        done = subprocess.run(
+            host_command(python, "tell", settings, str(folder)),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=config.load_timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"environment {config.id} has not listed its tasks within {config.load_timeout_s:g} s; "
+            "raise rollout.environment.load_timeout_s, or ask for fewer tasks"
+        ) from error
+    except OSError:
+        verifiers_version(python)  # which says it better
+        raise
+    if done.returncode:
+        verifiers_version(python)
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise ValueError(
+            f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
+            f"install it there: {python} -m pip install ..."
+        )
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

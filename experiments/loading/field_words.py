@@ -6,6 +6,7 @@ Names are those of TRL, verl, OpenRLHF, AReaL and transformers' Trainer.
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from corral.experiments.config.presets import PRESETS
 from corral.experiments.errors import KeyPath, dotted
 
 _WORDS_BY_KEY: Mapping[str, tuple[str, ...]] = {
@@ -40,13 +41,10 @@ _KEY_BY_WORD = {word: key for key, words in _WORDS_BY_KEY.items() for word in wo
 
 EXPERIMENT_BY_WORD: Mapping[str, str] = MappingProxyType(
     {
-        "grpo": "async_ppo, whose defaults are GRPO, or ppo, which generates between its train steps",
-        "dr_grpo": "async_ppo with ppo.group_std_normalization: false",
-        "dapo": "async_ppo with ppo.eps_clip_high and ppo.loss_reduction",
-        "rloo": "async_ppo with ppo.advantage: rloo",
-        "gspo": "async_ppo with ppo.loss: gspo",
-        "cispo": "async_ppo with ppo.loss: cispo",
         "reinforce": "async_ppo with ppo.advantage: rewards_to_go",
+        "reinforce++": "async_ppo with ppo.algorithm: reinforce_plus_plus",
+        **{name: "dpo with dpo.loss: " + name for name in ("ipo", "simpo", "kto")},
+        **{name: f"async_ppo with ppo.algorithm: {name}" for name in PRESETS},
         "rm": "reward_model",
         "rlhf": "ppo",
     }

@@ -42,7 +42,7 @@ class Layer:
     place_by_path: dict[KeyPath, Place]
 
 
-def find_profiles(wanted: str | None = None, *, environment: Mapping[str, str] | None = None) -> list[Path]:
+def find_profiles(wanted: str | None = None) -> list[Path]:
     """The profiles that apply, the weakest first.
 
     Args:
@@ -51,10 +51,9 @@ def find_profiles(wanted: str | None = None, *, environment: Mapping[str, str] |
     Raises:
         ConfigError: if `wanted`, or the file that the environment names, does not exist.
     """
-    variables = os.environ if environment is None else environment
-    found = [*_site_profile(variables), *_existing(_user_folder(variables) / "profile.yaml")]
+    found = [*_site_profile(), *_existing(_user_folder() / "profile.yaml")]
     if wanted is not None:
-        found.append(_named_profile(wanted, variables))
+        found.append(_named_profile(wanted))
     return found
 
 
@@ -114,8 +113,8 @@ def _on_top(weak: Any, strong: Any) -> Any:
     return {**below, **{key: _on_top(below.get(key), value) for key, value in strong.items()}}
 
 
-def _site_profile(environment: Mapping[str, str]) -> list[Path]:
-    named = environment.get(SITE_PROFILE_VARIABLE)
+def _site_profile() -> list[Path]:
+    named = os.environ.get(SITE_PROFILE_VARIABLE)
     if not named:
         return _existing(SITE_FOLDER / "profile.yaml")
     if not Path(named).is_file():
@@ -127,13 +126,13 @@ def _site_profile(environment: Mapping[str, str]) -> list[Path]:
     return [Path(named)]
 
 
-def _named_profile(wanted: str, environment: Mapping[str, str]) -> Path:
+def _named_profile(wanted: str) -> Path:
     place = f"--profile {shorten(wanted)}"
     if "/" in wanted or wanted.endswith((".yaml", ".yml")):
         if not Path(wanted).expanduser().is_file():
             raise ConfigError.of(f"there is no profile {shorten(wanted)}", hint="give an existing file", place=place)
         return Path(wanted).expanduser()
-    folders = [_user_folder(environment) / "profiles", SITE_FOLDER / "profiles"]
+    folders = [_user_folder() / "profiles", SITE_FOLDER / "profiles"]
     for folder in folders:
         if (folder / f"{wanted}.yaml").is_file():
             return folder / f"{wanted}.yaml"
@@ -146,9 +145,8 @@ def _named_profile(wanted: str, environment: Mapping[str, str]) -> Path:
     )
 
 
-def _user_folder(environment: Mapping[str, str]) -> Path:
-    home = environment.get("HOME") or os.path.expanduser("~")
-    return Path(environment.get("XDG_CONFIG_HOME") or Path(home) / ".config") / "corral"
+def _user_folder() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path(os.path.expanduser("~")) / ".config") / "corral"
 
 
 def _existing(file: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Every recipe, one after the other, on this machine: does training move what it should? Run by `make recipes`.
 
     arithmetic data, an untrained model ──► arithmetic_sft.yaml ──export──► all other recipes ──► one table
+                                                                 └──► arithmetic_grpo.yaml by each of --algorithms
 
 Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft and
 demo/tools_sft are what SFT has made of it, and all others are files of the data.
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from corral.experiments.config.presets import PRESETS
 from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
 
 EXAMPLES = "demo/"
 UNTRAINED, AFTER_SFT, AFTER_TOOLS_SFT = "model", "sft", "tools_sft"
+_COMPARED = "arithmetic_grpo.yaml"
+_GOAL = 0.7  # reward on held-out problems; after SFT it is about 0.5
 _SFT, _TOOLS_SFT = "arithmetic-sft", "arithmetic-tools-sft"  # the recipes' names
 
 
@@ -105,6 +109,33 @@ def read_values(metrics: Path, name: str) -> list[float]:
     return [float(line[name]) for line in lines if line.get(name) is not None]
 
 
+def steps_to_goal(metrics: Path, goal: float) -> int | None:
+    """Train steps after which held-out problems were first answered that well; None if they never were."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return next((int(line["step"]) for line in lines if line.get("eval/reward/mean", -1.0) >= goal), None)
+
+
+def compared_algorithms() -> list[str]:
+    """Those that train by one recipe: all but those with a critic, for which a model is missing there."""
+    return [name for name, preset in PRESETS.items() if preset.get("advantage") != "gae"]
+
+
+def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, overrides: Sequence[str]) -> str:
+    """One recipe by each algorithm, and a table of how many answers each was trained on until it was good enough."""
+    (recipe,) = (path for path in all_recipes() if path.name == _COMPARED)
+    settings = read_yaml(recipe)[0]
+    per_step = settings["train_batch_size"] * settings["ppo"]["group_size"]
+    rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {_GOAL:g}")]
+    for name in names:
+        own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
+        sft_export = export_of(_SFT, root=root, trial=trial)
+        metrics = train(recipe, root=root, trial=f"{trial}-{name}", data=data, sft_export=sft_export, overrides=own)
+        values, steps = read_values(metrics, "eval/reward/mean"), steps_to_goal(metrics, _GOAL)
+        ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")
+        rows.append((name, *ends, "-" if steps is None else f"{steps * per_step:,}"))
+    return _aligned(rows)
+
+
 def render(results: Sequence[Result]) -> str:
     """One line a recipe."""
     rows = [("RECIPE", "WHAT MOVES", "BEFORE", "AFTER", "TIME", "")]
@@ -113,6 +144,10 @@ def render(results: Sequence[Result]) -> str:
         before, after = (f"{result.values[n]:.3f}" if has_both else "-" for n in (0, -1))
         verdict = "yes" if result.is_good else "NO" if has_both else "FAILED"
         rows.append((result.recipe, result.promise.words, before, after, f"{result.seconds:.0f} s", verdict))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -167,7 +202,11 @@ def main() -> int:
     default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
     parser.add_argument("--backend", choices=["hf", "sglang"], default="hf", help="whose generation servers answer")
+    parser.add_argument(
+        "--algorithms", help="compare these, comma between them, or all, and run no other recipe but SFT"
+    )
     parser.add_argument("--gpu", action="store_true", help="a GPU for each trainer rank and generation server")
+    parser.add_argument("-s", dest="set", action="append", default=[], help="a setting of all that are compared")
     arguments = parser.parse_args()
     root: Path = arguments.fileroot.absolute()
     data = make_data(root)
@@ -175,13 +214,18 @@ def main() -> int:
     chosen = [
         path
         for path in all_recipes()
-        if not arguments.only or kind_of(path) == "sft" or any(word in path.name for word in arguments.only)
+        if not (arguments.only or arguments.algorithms)
+        or kind_of(path) == "sft"
+        or any(word in path.name for word in arguments.only)
     ]
     results = []
     for path in chosen:
         overrides = backend_settings(path, arguments.backend) + (gpu_settings(path) if arguments.gpu else [])
         results.append(run(path, root=root, trial=trial, data=data, overrides=overrides))
     print(f"\n{render(results)}")
+    if arguments.algorithms:
+        names = compared_algorithms() if arguments.algorithms == "all" else arguments.algorithms.split(",")
+        print(f"\n{compare(names, root=root, trial=trial, data=data, overrides=arguments.set)}")
     return int(not all(result.is_good for result in results))
 
 

@@ -77,13 +77,13 @@ class Record:
         os.close(self.descriptor)
 
 
-def records_folder(*, memory: Path = MEMORY) -> Path:
+def records_folder() -> Path:
     """This user's records on this host.
 
     Raises:
         OSError: if it cannot be made, or somebody else has it.
     """
-    folder = memory / f"corral-{os.geteuid()}"
+    folder = MEMORY / f"corral-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = open_directory(folder)
     try:

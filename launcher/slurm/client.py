@@ -60,7 +60,6 @@ class Complaint(StrEnum):
     ACCOUNT = r"invalid account"
     QOS = r"\bqos\b"
     FEATURE = r"feature|constraint"
-    LICENSE = r"license"
     OTHER = ""
     """Whatever else it says."""
 

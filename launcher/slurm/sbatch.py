@@ -49,24 +49,20 @@ def refusal_command(options: Sequence[str]) -> str:
     return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])
 
 
-def render_script(plan: RunPlan, layout: Layout, directory: TrialDirectory, *, python: Path | None = None) -> str:
+def render_script(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> str:
     """The batch script of a trial, from the shipped template or the user's own.
-
-    Args:
-        python: interpreter for the supervisor; None is this one.
 
     Raises:
         ValueError: if the path of the trial or an option holds control characters.
         ConfigError: if SLURM cannot take the path, or the user's own template does not make a script.
     """
-    interpreter = str(python or sys.executable)
     path = str(directory.path)
     check_plain_text(path, what="trial directory")
     variables = {
         "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory)),
-        "supervisor": shlex.join([interpreter, "-m", "corral.launcher.supervisor", "--trial", path]),
+        "supervisor": shlex.join([sys.executable, "-m", "corral.launcher.supervisor", "--trial", path]),
         "directory": path,
-        "python": interpreter,
+        "python": sys.executable,
     }
     if plan.launch.sbatch_template is None:
         return render_shipped("trial.sbatch.j2", **variables)

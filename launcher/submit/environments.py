@@ -41,7 +41,7 @@ def changed_environment(plan: RunPlan) -> tuple[str, ...]:
     if not workers or (spec := workers[0].environment) is None or (config := workers[0].rollout.environment) is None:
         return ()
     try:
-        found = find_environment(config, lists=False)
+        found = find_environment(config)
     except ValueError as error:
         message, hint = split_remedy(str(error))
         raise ConfigError.of(message, hint=hint, path=("rollout", "environment", "id")) from error

@@ -59,13 +59,8 @@ def claim_decides(directory: TrialDirectory) -> bool:
     return claim is None or not claim.is_of(start.job_id, start.restart_count)
 
 
-def open_attempt(
-    directory: TrialDirectory, *, cluster: Cluster | None = None, patience: FilePatience | None = None
-) -> AttemptRecord | None:
+def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = None) -> AttemptRecord | None:
     """The attempt that this process is to supervise, with its files; None if the trial is over, which is recorded.
-
-    Args:
-        cluster: is asked how the attempt before ended; None is the one of the trial.
 
     Raises:
         ValueError: if a file of the trial is not what corral writes.
@@ -73,8 +68,7 @@ def open_attempt(
     """
     patience = patience or FilePatience()
     plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
-    if cluster is None and has_jobs(plan.mode):
-        cluster = cluster_of(plan.mode, timeout_s=_ASK_TIMEOUT_S)
+    cluster = cluster_of(plan.mode, timeout_s=_ASK_TIMEOUT_S) if has_jobs(plan.mode) else None
     start = _start_of(cluster)
     predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
     end = None

@@ -40,7 +40,7 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
 class SumTasksetConfig(vf.TasksetConfig):
     """Which tasks there are."""
 
-    count: int = 3
+    num_tasks: int = 3
     has_ids: bool = True
     is_endless: bool = False
 
@@ -54,7 +54,7 @@ class SumTaskset(vf.Taskset[SumTask, SumTasksetConfig]):
 
     def load(self) -> Iterator[SumTask]:
         number = 0
-        while self.config.is_endless or number < self.config.count:
+        while self.config.is_endless or number < self.config.num_tasks:
             number += 1
             name = f"sum-{number}" if self.config.has_ids else None
             yield SumTask(SumData(id=name, prompt=f"{number}+1=", answer=str(number + 1)), self.config.task)

@@ -206,7 +206,7 @@ SCHEMA_CASES = (
     BrokenCase(
         name="experiment-by-another-name",
         edit=("experiment: async_ppo", "experiment: grpo"),
-        words=("there is no experiment grpo", "it is async_ppo, whose defaults are GRPO"),
+        words=("there is no experiment grpo", "it is async_ppo with ppo.algorithm: grpo"),
         line=1,
     ),
     BrokenCase(

@@ -34,7 +34,7 @@ def load(folder: Path, *overrides: str) -> AsyncPPOExperiment:
     write_inputs(folder)
     give_tokenizer(folder / "model")
     own = ["rollout.environment.id=adding", "rollout.environment.args={}", "train_batch_size=1"]
-    held_out = ["rollout.environment.held_out_args={taskset: {count: 2}}"]
+    held_out = ["rollout.environment.held_out_args={taskset: {num_tasks: 2}}"]
     experiment = load_experiment(RECIPE, [f"actor.path={folder / 'model'}", *own, *held_out, *overrides])
     assert isinstance(experiment, AsyncPPOExperiment)
     return experiment
@@ -80,10 +80,12 @@ def asked(**settings: Any) -> EnvironmentConfig:
 
 @needs_environments
 def test_what_cannot_be_loaded_or_listed_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="cannot be loaded by .*SumTasksetConfig cuont Extra inputs are not permitted"):
-        find_environment(asked(args={"taskset": {"cuont": 3}}), lists=False)
+    with pytest.raises(
+        ValueError, match="cannot be loaded by .*SumTasksetConfig num_taks Extra inputs are not permitted"
+    ):
+        find_environment(asked(args={"taskset": {"num_taks": 3}}))
     with pytest.raises(ValueError, match="tasks without end; say how many with rollout.environment.num_tasks"):
-        find_environment(asked(args={"taskset": {"is_endless": True}}), lists=True)
+        find_environment(asked(args={"taskset": {"is_endless": True}}), lists=["dataset"])
 
 
 def test_a_python_without_verifiers_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from corral.experiments.recipes.run_all import (
     Result,
     all_recipes,
     backend_settings,
+    compared_algorithms,
     example_paths,
     kind_of,
     read_values,
     render,
+    steps_to_goal,
 )
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
@@ -106,6 +108,15 @@ def test_the_table_of_recipes_says_which_number_went_where_it_should(tmp_path: P
         "b.yaml  it rises    2.000   1.500  1 s   NO",
         "c.yaml  it rises    -       -      2 s   FAILED",
     ]
+
+
+def test_algorithms_are_compared_by_the_answers_that_they_took(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert steps_to_goal(metrics, 0.7) is None
+    metrics.write_text("".join(json.dumps({"step": n, "eval/reward/mean": 0.5 + 0.05 * n}) + "\n" for n in range(6)))
+    assert [steps_to_goal(metrics, goal) for goal in (0.5, 0.7, 0.9)] == [0, 4, None]
+    assert {"grpo", "dapo", "gspo"} <= set(compared_algorithms())
+    assert "ppo" not in compared_algorithms()
 
 
 def test_makers_of_the_comparison_differ_in_what_they_round_and_what_the_loss_weighs(tmp_path: Path) -> None:

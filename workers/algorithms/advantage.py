@@ -3,14 +3,16 @@
 An answer is an episode of one or more sequences. What compares answers compares episodes; what follows a sequence from
 token to token takes the tokens that were made, one after the other: what was given in between is no step of the policy.
 
-    AdvantageBatch ──estimator(batch, config)──► {"advantages": [T], ...}       group_relative rloo rewards_to_go gae
+    AdvantageBatch ──estimator(batch, config)──► {"advantages": [T], ...}       group_relative rloo opo ...
 
 One of the user's own is a function of the same form, named by its import path; if it reads or makes keys that are not
-built in, it is wrapped: `mine = AdvantageEstimator(_mine, inputs=(Key(...),))`.
+built in, it is wrapped: `mine = AdvantageEstimator(_mine, inputs=(Key(...),))`. One with settings is a configuration
+class, whose fields they are and whose instances are called; its keys are its ClassVars `inputs` and `outputs`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional import advantages
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer, with_one_more
-from corral.workers.user_code.loading import built_in_or_loaded
+from corral.workers.user_code.loading import built_in_or_loaded, configured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,11 @@ class AdvantageBatch:
         """[m] float32: everything that an episode was given: its outcome, its turns' rewards, penalties."""
         sums = sum_per_answer(self.token_rewards.double(), self.answer_lengths)
         return sums[self._at_first].float()
+
+    @property
+    def episode_tokens(self) -> Tensor:
+        """[m] int64: how many tokens were made in an episode."""
+        return sum_per_answer(sum_per_answer(self.response_mask.long(), self.answer_lengths), self.episode_sizes)
 
     @property
     def answer_rewards(self) -> Tensor:
@@ -140,6 +147,12 @@ def rloo(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
     return {"advantages": batch.per_episode_to_tokens(per_episode)}
 
 
+def opo(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
+    """Compared with the mean of the episodes of the same prompt, in which long ones weigh more."""
+    per_episode = advantages.opo(batch.episode_rewards, batch.episode_tokens, batch.episodes_per_group)
+    return {"advantages": batch.per_episode_to_tokens(per_episode)}
+
+
 def rewards_to_go(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
     """Compared with nothing; normalised over the batch it is REINFORCE++."""
     rewards = batch.token_rewards[batch.response_mask]
@@ -171,17 +184,20 @@ GAE = AdvantageEstimator(gae, inputs=built_in("values", "seq_no_eos_mask"), outp
 ADVANTAGES: Mapping[str, AdvantageEstimator] = {
     "group_relative": AdvantageEstimator(group_relative),
     "rloo": AdvantageEstimator(rloo),
+    "opo": AdvantageEstimator(opo),
     "rewards_to_go": AdvantageEstimator(rewards_to_go),
     "gae": GAE,
 }
 
 
-def advantage_named(name: str) -> AdvantageEstimator:
-    """The estimator of this name or import path.
+def advantage_named(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> AdvantageEstimator:
+    """The estimator of this name or import path, with its settings.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or the settings are not its own.
         ImportError: if its module cannot be imported.
     """
-    found: Any = built_in_or_loaded(name, ADVANTAGES, what="advantage")
-    return found if isinstance(found, AdvantageEstimator) else AdvantageEstimator(found)
+    found = configured(built_in_or_loaded(name, ADVANTAGES, what="advantage"), settings, key="ppo.advantage_settings")
+    if isinstance(found, AdvantageEstimator):
+        return found
+    return AdvantageEstimator(found, inputs=getattr(found, "inputs", ()), outputs=getattr(found, "outputs", ()))

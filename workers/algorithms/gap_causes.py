@@ -76,11 +76,12 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
             f"rollout.sampling.temperature {sampling.temperature:g}"
         )
         return
-    is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0
+    is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
     if is_truncated and gap.most_negative < gap.mean * 1e-3:
         yield (
-            f"top_p, top_k: no token is less likely to the generator than to the trainer, as if it reported what is "
-            f"left after top_p {sampling.top_p:g} and top_k {sampling.top_k}; it has to report the whole distribution's"
+            f"top_p, top_k, min_p: no token is less likely to the generator than to the trainer, as if it reported "
+            f"what is left after top_p {sampling.top_p:g}, top_k {sampling.top_k} and min_p {sampling.min_p:g}; "
+            "it has to report the whole distribution's"
         )
         return
     if behaviour.rounded_by:

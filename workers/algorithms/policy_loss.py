@@ -4,11 +4,13 @@
 
 The actor does the rest for every loss alike: it masks, weighs by behaviour and by answer, adds the KL term, and sums.
 One of the user's own is a function of the same form, named by its import path; if it reads keys that are not built in,
-it is wrapped: `mine = PolicyLoss(_mine, inputs=(Key(...),))`.
+it is wrapped: `mine = PolicyLoss(_mine, inputs=(Key(...),))`. One with settings is a configuration class, whose fields
+they are and whose instances are called; its keys are its ClassVar `inputs`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +21,7 @@ from corral.workers.algorithms.functional import policy_losses
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.user_code.loading import built_in_or_loaded
+from corral.workers.user_code.loading import built_in_or_loaded, configured
 
 LossFunction = Callable[[TokenScores, MicroBatch, PPOConfig], TokenLosses]
 """Log-probabilities are 0 outside the loss mask, so that no gradient comes from there."""
@@ -71,12 +73,12 @@ def cispo(scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> To
 LOSSES: Mapping[str, PolicyLoss] = {"ppo": PolicyLoss(ppo), "gspo": PolicyLoss(gspo), "cispo": PolicyLoss(cispo)}
 
 
-def loss_named(name: str) -> PolicyLoss:
-    """The loss of this name or import path.
+def loss_named(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> PolicyLoss:
+    """The loss of this name or import path, with its settings.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or the settings are not its own.
         ImportError: if its module cannot be imported.
     """
-    found: Any = built_in_or_loaded(name, LOSSES, what="loss")
-    return found if isinstance(found, PolicyLoss) else PolicyLoss(found)
+    found = configured(built_in_or_loaded(name, LOSSES, what="loss"), settings, key="ppo.loss_settings")
+    return found if isinstance(found, PolicyLoss) else PolicyLoss(found, inputs=getattr(found, "inputs", ()))

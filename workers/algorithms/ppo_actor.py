@@ -29,7 +29,7 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.batch_stats import batch_stats
-from corral.workers.algorithms.functional.kl import approximate_kl
+from corral.workers.algorithms.functional.kl import approximate_kl, entropy_of_samples
 from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
@@ -77,8 +77,8 @@ class PPOActorInterface(ModelInterface):
         self._config = config
         self._temperature = behaviour.sampling.temperature
         self._seed = seed
-        self._estimator = advantage_named(config.advantage)
-        self._policy_loss = loss_named(config.loss)
+        self._estimator = advantage_named(config.advantage, config.advantage_settings)
+        self._policy_loss = loss_named(config.loss, config.loss_settings)
         self._kl = KLController.at_start(config.kl)
         self._gap = GapWatch(TwoSides(behaviour=behaviour, dtype=dtype, ppo=config))
 
@@ -181,6 +181,8 @@ class PPOActorInterface(ModelInterface):
             stats["ppo/ref_kl"] = kl
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
+        if config.entropy_coef > 0.0:
+            losses = losses - config.entropy_coef * entropy_of_samples(masked.logprobs, scores.entropy)
         weights, denominator = reduction_weights(
             loss_mask,
             [length - 1 for length in micro_batch.segment_lengths],
@@ -202,6 +204,7 @@ def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig)
     """The keys of the decoupled loss, from the log-probabilities of the weights that the step begins with."""
     keys = micro_batch.tensors
     proximal = torch.where(keys["loss_mask"], logprobs, 0.0)
-    weights, loss_mask = weigh_behaviour(config, keys, proximal, keys["loss_mask"])
+    lengths = [length - 1 for length in micro_batch.segment_lengths]
+    weights, loss_mask = weigh_behaviour(config, keys, proximal, keys["loss_mask"], answer_lengths=lengths)
     made = {"proximal_logprobs": proximal, "behaviour_weights": weights, "loss_mask": loss_mask}
     return replace(micro_batch, tensors=keys | made)

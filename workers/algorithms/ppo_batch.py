@@ -18,7 +18,7 @@ An answer here is an episode: where a sample says that some of its sequences are
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,10 +30,11 @@ from corral.experiments.config.algorithm import KLConfig, PPOConfig
 from corral.scheduling.keys import EPISODES, TURN_REWARDS, Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
 from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.functional.advantages import overlong_penalty
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
-from corral.workers.algorithms.functional.policy_losses import behaviour_weights
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights, is_far_off_policy
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
@@ -85,10 +86,17 @@ def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.f
     """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so.
 
     The sequences of an episode have the outcome that stands on its last one: a reward model sees each by itself.
+    What makes an episode overlong is all tokens that were made in it.
     """
     sizes = np.array(sample.episode_sizes(), np.int64)
     ends = np.repeat(np.cumsum(sizes) - 1, sizes)
     raw: npt.NDArray[np.float32] = np.asarray(sample.data["rewards"], dtype=np.float32)[ends]
+    if config.overlong_buffer is not None and config.overlong_limit is not None:
+        responses = torch.from_numpy(response_mask(sample)).long()
+        tokens = sum_per_answer(responses, [length - 1 for length in sample.answer_lengths()])
+        episodes = per_token(sum_per_answer(tokens, sizes.tolist()), sizes.tolist())
+        share = overlong_penalty(episodes, limit=config.overlong_limit, buffer=config.overlong_buffer)
+        raw = raw - np.float32(config.overlong_penalty) * share.numpy().astype(np.float32)
     shaped: npt.NDArray[np.float32] = np.clip(
         (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
     ).astype(np.float32)
@@ -153,7 +161,10 @@ def prepare_actor_sample(
         sample = sample.with_key(declared[name], values.numpy().astype(declared[name].dtype, copy=False))
     loss_mask = batch.response_mask
     if config.use_decoupled_loss and "proximal_logprobs" in batch.tensors:
-        weights, loss_mask = weigh_behaviour(config, batch.tensors, batch.tensors["proximal_logprobs"], loss_mask)
+        keys = {**batch.tensors, "advantages": torch.from_numpy(sample.data["advantages"])}
+        weights, loss_mask = weigh_behaviour(
+            config, keys, keys["proximal_logprobs"], loss_mask, answer_lengths=batch.answer_lengths
+        )
         sample = sample.with_key("behaviour_weights", weights.numpy())
     sample = sample.with_key("loss_mask", loss_mask.numpy())
     return _with_episode_tokens(sample) if EPISODES in sample.data else sample
@@ -173,11 +184,34 @@ def _with_episode_tokens(sample: SequenceSample) -> SequenceSample:
 
 
 def weigh_behaviour(
-    config: PPOConfig, keys: Mapping[str, Tensor], proximal_logprobs: Tensor, loss_mask: Tensor
+    config: PPOConfig,
+    keys: Mapping[str, Tensor],
+    proximal_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    answer_lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(weights of the tokens in the decoupled loss, the loss mask without those that it leaves out)."""
-    truncates, cap = config.behav_imp_weight_mode == "truncate", config.behav_imp_weight_cap
-    return behaviour_weights(proximal_logprobs, keys["old_logprobs"], loss_mask, cap=cap, truncates=truncates)
+    weights, kept = behaviour_weights(
+        proximal_logprobs,
+        keys["old_logprobs"],
+        loss_mask,
+        cap=config.behav_imp_weight_cap,
+        floor=config.behav_imp_weight_floor,
+        truncates=config.behav_imp_weight_mode == "truncate",
+        level=config.behav_imp_weight_level,
+        answer_lengths=answer_lengths,
+    )
+    if config.off_policy_mask is not None:
+        kept = kept & ~is_far_off_policy(
+            proximal_logprobs,
+            keys["old_logprobs"],
+            keys["advantages"],
+            loss_mask,
+            answer_lengths,
+            most_nats=config.off_policy_mask,
+        )
+    return torch.where(kept, weights, 0.0), kept
 
 
 def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, context: ParallelContext) -> Tensor:

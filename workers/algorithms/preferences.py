@@ -12,6 +12,9 @@ DPOInterface             inference    input_ids ─► logprobs             (of 
                          train_step   pairs, ref_logprobs ─► margins ─► one optimizer step
                          evaluate     pairs, ref_logprobs ─► loss, accuracy, margin
 
+dpo and ipo judge the margin of a pair, simpo that without a reference, kto each answer by itself, against a point that
+the batch has in common: the divergence of the policy from the reference, measured before the step.
+
 A loss over pairs needs both in one micro-batch, so the engine keeps the answers to a prompt together; it counts pairs.
 Reward models run on an engine with a scalar head. Scores are given as they are: scale, bias and clip of rewards are the
 actor's and the critic's settings, whoever judged. Direct preference optimisation has the policy's own log-ratio to a
@@ -28,11 +31,11 @@ import torch
 from torch import Tensor
 
 from corral.experiments.config.algorithm import DPOConfig
-from corral.scheduling.keys import built_in
+from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
-from corral.workers.algorithms.base import ModelInterface, compute_logprobs, response_mask
-from corral.workers.algorithms.functional.losses import bradley_terry_loss, dpo_loss
-from corral.workers.algorithms.functional.packed import sum_per_answer
+from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, response_mask
+from corral.workers.algorithms.functional.losses import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
+from corral.workers.algorithms.functional.packed import mean_per_answer, sum_per_answer
 from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
@@ -61,6 +64,10 @@ class PairInterface(ModelInterface):
     read: ClassVar[str]
     """What it reads of an engine's forward pass."""
 
+    def prepare(self, engine: TrainEngine[Any], sample: SequenceSample) -> SequenceSample:
+        """The pairs with what `judge` reads besides, before anything is learned from them."""
+        return mark_pairs(sample)
+
     @abstractmethod
     def judge(self, values: Tensor, keys: Mapping[str, Tensor], answer_lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(losses, margins), each [pairs]; a margin is above 0 where the chosen answer is ahead.
@@ -73,12 +80,13 @@ class PairInterface(ModelInterface):
 
     def train_step(self, engine: TrainEngine[Any], sample: SequenceSample, *, version: int) -> dict[str, float]:
         """One optimizer step on the mean over all ranks' pairs; `version` decides nothing, nothing is drawn."""
-        stats = engine.train_batch(mark_pairs(sample), loss_fn=self._loss, counted=IS_CHOSEN, keeps_groups=True)
+        pairs = self.prepare(engine, sample)
+        stats = engine.train_batch(pairs, loss_fn=self._loss, counted=IS_CHOSEN, keeps_groups=True)
         return merge_stats([stats], loss_name=f"{self.name}/loss")
 
     def evaluate(self, engine: TrainEngine[Any], sample: SequenceSample) -> dict[str, float]:
         """Means of `loss`, `accuracy` and `margin` over the pairs of all ranks, and their `count`."""
-        pairs = mark_pairs(sample)
+        pairs = self.prepare(engine, sample)
         values = torch.as_tensor(engine.forward(pairs.select_keys(["input_ids"]))[self.read]).double()
         keys = {key: torch.as_tensor(array) for key, array in pairs.data.items()}
         losses, margins = self.judge(values, keys, pairs.answer_lengths())
@@ -106,29 +114,66 @@ class PairedRewardInterface(PairInterface):
         return bradley_terry_loss(chosen, rejected), chosen - rejected
 
 
+_REFERENCE_POINT = Key("kto_reference_point", "per_answer", "float32")
+
+
 class DPOInterface(PairInterface):
     """Policy and reference alike; see `DPOConfig` for the settings."""
 
     name, read = "dpo", "logprobs"
-    inputs = {
-        CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
-        **dict.fromkeys((CallType.TRAIN_STEP, CallType.EVALUATE), built_in("input_ids", "prompt_mask", "ref_logprobs")),
-    }
     outputs = {CallType.INFERENCE: built_in("logprobs")}
 
     def __init__(self, config: DPOConfig) -> None:
         self._config = config
 
+    @property
+    def inputs(self) -> CallKeys:
+        rows = built_in("input_ids", "prompt_mask")
+        compared = (*rows, *built_in("ref_logprobs")) if self._config.reads_reference else rows
+        learned = dict.fromkeys((CallType.TRAIN_STEP, CallType.EVALUATE), compared)
+        return {CallType.INFERENCE: rows, **learned}
+
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
         """`logprobs` of the responses under the engine's weights, per token."""
         return {"logprobs": compute_logprobs(engine, sample)}
 
+    def prepare(self, engine: TrainEngine[Any], sample: SequenceSample) -> SequenceSample:
+        """With kto, also the divergence: the mean over the answers of all ranks of their log-ratios, at least 0.
+
+        The paper estimates it from answers to other prompts; here it is that of the answers themselves, for one forward
+        pass more and no further rows.
+        """
+        pairs = mark_pairs(sample)
+        if self._config.loss != "kto":
+            return pairs
+        log_ratios = (compute_logprobs(engine, sample) - sample.data["ref_logprobs"])[pairs.data["loss_mask"]]
+        count = sum(sample.num_answers_per_sample())
+        total = engine.context.sum_over_ranks({"nats": float(log_ratios.sum(dtype=float)), "answers": float(count)})
+        point = self._config.beta * max(total["nats"] / max(total["answers"], 1.0), 0.0)
+        return pairs.with_key(_REFERENCE_POINT, np.full(count, point, np.float32))
+
     def judge(self, values: Tensor, keys: Mapping[str, Tensor], answer_lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        log_ratios = torch.where(keys["loss_mask"], values - keys["ref_logprobs"], 0.0)
-        per_answer = sum_per_answer(log_ratios, [length - 1 for length in answer_lengths])
-        chosen, rejected = split_pairs(per_answer, keys[IS_CHOSEN])
-        margins = self._config.beta * (chosen - rejected)
-        return dpo_loss(margins, label_smoothing=self._config.label_smoothing), margins
+        config, mask = self._config, keys["loss_mask"]
+        compared = values - keys["ref_logprobs"] if config.reads_reference else values
+        sums = torch.where(mask, compared, 0.0)
+        lengths = [length - 1 for length in answer_lengths]
+        per_token_means = config.loss in ("ipo", "simpo")
+        answers = mean_per_answer(sums, mask, lengths) if per_token_means else sum_per_answer(sums, lengths)
+        chosen, rejected = split_pairs(answers, keys[IS_CHOSEN])
+        margins = config.beta * (chosen - rejected)
+        if config.loss == "ipo":
+            return ipo_loss(chosen - rejected, tau=config.beta), margins
+        if config.loss == "kto":
+            losses = kto_loss(
+                config.beta * chosen,
+                config.beta * rejected,
+                reference_point=split_pairs(keys[_REFERENCE_POINT.name], keys[IS_CHOSEN])[0],
+                desirable_weight=config.desirable_weight,
+                undesirable_weight=config.undesirable_weight,
+            )
+            return losses, margins
+        # simpo: Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. 6; target_margin is 0 without it.
+        return dpo_loss(margins - config.target_margin, label_smoothing=config.label_smoothing), margins
 
 
 def mark_pairs(sample: SequenceSample) -> SequenceSample:

@@ -79,6 +79,10 @@ class GenerationBackend(WeightHolder, Protocol):
     def progress(self) -> Progress:
         """Numbers for heartbeats; any thread may ask, at any time."""
 
+    @property
+    def kv_tokens(self) -> int:
+        """That its KV cache has room for, once it has started; 0 if it does not say."""
+
     async def prepare(self, weights: Path) -> None:
         """Do ahead, while it generates, what an update from this directory can have done before; perhaps nothing.
 

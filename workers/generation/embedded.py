@@ -67,6 +67,11 @@ class EmbeddedBackend:
             version=engine.version,
         )
 
+    @property
+    def kv_tokens(self) -> int:
+        """See `GenerationBackend.kv_tokens`."""
+        return self.spec.engine.max_total_tokens or 0
+
     async def held(self) -> tuple[str, Path]:
         """See `WeightHolder.held`."""
         return self._engine.version, self._engine.model_directory

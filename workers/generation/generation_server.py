@@ -114,8 +114,15 @@ class GenerationServer(Worker):
         self, backend: GenerationBackend, updates: WeightUpdates, url: str, control: str, *, incarnation: str
     ) -> None:
         """Publish the server while it runs; raises what it died of."""
-        record = json.dumps({"url": url, "control": control, "incarnation": incarnation, "place": updates.place})
-        with self.context.lease(self.context.keys.generation_server(self._spec.index), record, owner=incarnation):
+        record = {
+            "url": url,
+            "control": control,
+            "incarnation": incarnation,
+            "place": updates.place,
+            "kv_tokens": backend.kv_tokens,
+        }
+        key = self.context.keys.generation_server(self._spec.index)
+        with self.context.lease(key, json.dumps(record), owner=incarnation):
             ended = asyncio.ensure_future(backend.wait_ended())
             try:
                 await self._beat_until(ended, backend, updates)

@@ -84,6 +84,15 @@ class _Checked(msgspec.Struct):
     ranks: list[_Rank]
 
 
+class _ServerInfo(msgspec.Struct):
+    """What /server_info answers, as far as it is read."""
+
+    max_total_num_tokens: int = 0
+    """Of one of the groups of GPUs that compute attention each for their own requests."""
+    internal_states: list[msgspec.Raw] = []
+    """Of each of these."""
+
+
 class _ModelInfo(msgspec.Struct):
     """What /model_info answers, as far as it is read."""
 
@@ -131,14 +140,19 @@ class SglangClient:
         body = {"model_path": str(weights), "weight_version": version, "flush_cache": flush_cache}
         await self._post("/update_weights_from_disk", body, timeout_s)
 
-    async def give_up_requests(self) -> None:
+    async def give_up_requests(self, *, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
         """End all requests with the tokens that they have, once the server goes on."""
-        await self._post("/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
+        await self._post("/abort_request", {"abort_all": True}, timeout_s)
 
     async def held(self) -> tuple[str, Path]:
         """The tag of the weights that the server says it holds, and the directory that they were read from."""
         info = decoded(await self.get("/model_info"), _ModelInfo, url=f"{self.url}/model_info")
         return info.weight_version, Path(info.model_path)
+
+    async def kv_tokens(self) -> int:
+        """That its KV cache has room for; 0 if it does not say. Its scheduler has answered when this returns."""
+        info = decoded(await self.get("/server_info"), _ServerInfo, url=f"{self.url}/server_info")
+        return info.max_total_num_tokens * max(1, len(info.internal_states))
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
         """What each rank of the server computes from its tensors, but for those whose names contain one of `skipped`.

@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _READY_INTERVAL_S = 0.2
+_GIVE_UP_TIMEOUT_S = 1.0  # one that hangs is not waited for: what it had is asked for elsewhere
 _EXIT_USAGE = 2  # of argparse
 
 
@@ -73,6 +75,8 @@ class SglangBackend:
     """Why nobody knows which weights it holds: it is paused then, and is to be started anew."""
     _client: SglangClient = field(init=False)
     """Of the server that was started last."""
+    kv_tokens: int = field(default=0, init=False)
+    """See `GenerationBackend.kv_tokens`."""
     _progress: Progress = field(
         default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0, version=""), init=False
     )
@@ -198,9 +202,13 @@ class SglangBackend:
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def stop(self) -> None:
-        """End the server and its children."""
-        if self._process is not None:
-            await self._process.stop()
+        """End the server and its children; if it still answers, requests under way get the tokens that they have."""
+        if self._process is None:
+            return
+        if self._process.poll() is None and not self._lost:
+            with suppress(ServerError):
+                await self._client.give_up_requests(timeout_s=_GIVE_UP_TIMEOUT_S)
+        await self._process.stop()
 
     def _launch(self, bound: socket.socket, secrets_file: Path) -> SglangProcess:
         gpu, num_ranks = has_gpu(os.environ), self.spec.tensor_parallel_size
@@ -261,7 +269,7 @@ class SglangBackend:
 
     async def _look(self) -> Progress:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
-        await self._client.get("/server_info")
+        self.kv_tokens = await self._client.kv_tokens()
         metrics = await self._client.get("/metrics")
         version, _ = await self._client.held()
         return read_progress(metrics, version=version)

@@ -159,7 +159,7 @@ class Evaluations:
             version: the trainer's, as the manager has seen it, which may be behind what is asked for.
         """
         wanted = self.book.version
-        if wanted is None or version.step < wanted.step or not table.serving(version, least_step=wanted.step):
+        if wanted is None or version.step < wanted.step or not any(table.serving(version, least_step=wanted.step)):
             return
         for worker in list(workers):
             if (problem := self.book.deal(worker)) is not None:

@@ -156,7 +156,7 @@ class Fleet:
         self._refusals[server.name, published.weights] += 1
         if self._refusals[server.name, published.weights] < _MOST_REFUSALS:
             return
-        is_served = bool(self._table.serving(published.policy_version))
+        is_served = any(self._table.serving(published.policy_version))
         self._refused = Refusal(weights=published.weights, server=server.name, reason=reason, is_served=is_served)
         await self._in_use.refuse(self._refused)
 

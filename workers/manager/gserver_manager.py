@@ -16,11 +16,10 @@ record wakes those who read it. That this news comes is an optimisation; every l
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -39,6 +38,7 @@ from corral.workers.manager.admission import Admission
 from corral.workers.manager.evaluations import Evaluations
 from corral.workers.manager.fleet import Fleet
 from corral.workers.manager.routing import ServerTable
+from corral.workers.manager.waiting_line import Waiting, WaitingLine
 from corral.workers.requests.manager_messages import (
     Allocate,
     Allocation,
@@ -64,8 +64,10 @@ _WORKER_LOOK_S = 1.0
 _MOST_NAMED = 16  # of the servers that one may come from, to each of those who wait
 _MOST_SERVED_AT_ONCE = 64
 _SERVED_PAUSE_S = 0.01
+_NO_ROOM = "no generation server has room in its KV cache"
 _LONGEST_TURN_S = 10.0  # then rl-status hears the numbers of the gate anew, through the rollout worker
 _LONGEST_WAIT_FOR_SERVER_S = 45.0  # every answer waits, and there may be a hundred thousand; their requests end at 60 s
+_WAITING_LOOK_S = 5.0
 
 
 class GserverManager(Worker):
@@ -103,8 +105,10 @@ class GserverManager(Worker):
         """By name, of the rollout workers that wait for a prompt."""
         self._told: WaitingFor | Literal[""] = ""
         """What they know that prompts wait for."""
-        self._without_server: dict[asyncio.Future[None], None] = {}
-        """Those who wait for a server, in order."""
+        self._without_server = WaitingLine()
+        """Those for whom no server is ready."""
+        self._without_room = WaitingLine()
+        """Those whom no server that is ready has room for."""
         self._serves = asyncio.Event()
         """There is a server, or a version, that was not there when they looked."""
 
@@ -166,17 +170,18 @@ class GserverManager(Worker):
                     tasks.create_task(self.every(_FLEET_LOOK_S, self._look_at_fleet, sooner=self._news))
                     tasks.create_task(self.every(math.inf, self._serve_waiting, sooner=self._serves))
                     tasks.create_task(self.every(_WORKER_LOOK_S, self._look_at_workers))
+                    tasks.create_task(self.every(_WAITING_LOOK_S, self._look_at_waiting))
 
     # Requests of rollout workers
 
-    async def _answer(self, peer: Peer, request: ManagerRequest) -> msgspec.Struct:
+    def _answer(self, peer: Peer, request: ManagerRequest) -> msgspec.Struct | Awaitable[msgspec.Struct]:
         if isinstance(request, Allocate | Finish | Report):
             self._workers[peer] = request.worker
         match request:
             case Allocate():
-                return await self._allocate(request)
+                return self._allocate(request)
             case Schedule():
-                return await self._route(request)
+                return self._route(request)
             case Finish():
                 self._table.finished(request.uid)
                 self._admission.finish(request.worker, request.uid, order=request.order, outcome=request.outcome)
@@ -191,6 +196,7 @@ class GserverManager(Worker):
                     finished=dict(msgspec.structs.astuple(admitted) for admitted in request.finished),
                     dropped=request.dropped,
                 )
+                self._table.has_only(request.worker, {admitted.uid for admitted in request.running})
                 self._let_in()
                 return Ok()
             case Answered(problem=problem):
@@ -199,7 +205,7 @@ class GserverManager(Worker):
                 self._let_in()
                 return Ok()
             case Evaluate():
-                return await self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=_LONGEST_TURN_S)
+                return self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=_LONGEST_TURN_S)
 
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
@@ -225,6 +231,7 @@ class GserverManager(Worker):
 
     def _let_in(self) -> None:
         """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
+        self._give_room()
         if self._version is not None and self._turns:
             for worker, problem in self._evaluations.deal(self._turns, self._version, self._table):
                 self._admission.leave(worker)
@@ -243,30 +250,64 @@ class GserverManager(Worker):
         if not turn.done():
             turn.set_result(allocation)
 
-    async def _route(self, request: Schedule) -> Route:
+    def _route(self, request: Schedule) -> Route | asyncio.Future[Route]:
         """A server as soon as one may make what is asked for; or why none may, if whoever asks does not know it."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _LONGEST_WAIT_FOR_SERVER_S
-        while (route := self._choose(request)).url is None and route.reason == request.knows and loop.time() < end:
-            waiting: asyncio.Future[None] = loop.create_future()
-            self._without_server[waiting] = None
-            await asyncio.wait([waiting], timeout=end - loop.time())
-            self._without_server.pop(waiting, None)
-            request = msgspec.structs.replace(request, failed_url="", busy_url="")  # it may have come back
-        return route
+        route = self._choose(request)
+        if route.url is not None or route.reason != request.knows:
+            return route
+        answer: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
+        request = msgspec.structs.replace(request, failed_url="", busy_url="")  # it may have come back
+        self._let_wait(Waiting(answer, request, time.monotonic() + _LONGEST_WAIT_FOR_SERVER_S))
+        return answer
+
+    def _let_wait(self, waiting: Waiting) -> None:
+        line = self._without_room if waiting.request.knows == _NO_ROOM else self._without_server
+        line.add(waiting)
 
     async def _serve_waiting(self) -> None:
         """Those who wait for a server look again, some at a time: the first that is ready is not to get them all."""
         self._let_in()  # what is held out waits for a version
-        for _ in range(0, len(self._without_server), _MOST_SERVED_AT_ONCE):
-            for waiting in list(itertools.islice(self._without_server, _MOST_SERVED_AT_ONCE)):
-                del self._without_server[waiting]
-                waiting.set_result(None)
-            await asyncio.sleep(_SERVED_PAUSE_S)
+        for number, waiting in enumerate(self._without_server.expired(math.inf)):
+            if not self._is_answered(waiting):
+                self._let_wait(waiting)
+            if number % _MOST_SERVED_AT_ONCE == _MOST_SERVED_AT_ONCE - 1:
+                await asyncio.sleep(_SERVED_PAUSE_S)
 
-    def _choose(self, request: Schedule) -> Route:
+    def _give_room(self) -> None:
+        """Groups may have ended: those who wait for room in their place get it."""
+        while (first := self._without_room.first()) is not None and self._is_answered(first):
+            self._without_room.take()
+
+    def _is_answered(self, waiting: Waiting) -> bool:
+        """Answers who waits, if there is something to tell it."""
+        request = waiting.request
+        if not waiting.answer.done():
+            route = self._choose(request, is_first=True)
+            if route.url is None and route.reason == request.knows:
+                return False
+            waiting.answer.set_result(route)
+        return True
+
+    async def _look_at_waiting(self) -> None:
+        """Who has waited for long asks again."""
+        for line in (self._without_server, self._without_room):
+            for waiting in line.expired(time.monotonic()):
+                if not waiting.answer.done():
+                    waiting.answer.set_result(self._no_route(waiting.request.knows))
+
+    def _no_route(self, reason: str) -> Route:
+        return Route(url=None, reason=reason, waits_for=self._servers[:_MOST_NAMED])
+
+    def _choose(self, request: Schedule, *, is_first: bool = False) -> Route:
+        """
+        Args:
+            is_first: whether it is its turn; else it does not overtake those who wait for room.
+        """
         if self._version is None:
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
+        is_new = not (request.failed_url or request.busy_url or self._table.is_placed(request.uid))
+        if self._without_room and is_new and not is_first:
+            return self._no_route(_NO_ROOM)
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
         else:  # of the step after which it is trained on, if no more overtake it than the window lets, less eta
@@ -276,13 +317,15 @@ class GserverManager(Worker):
             tokens=request.tokens,
             version=self._version,
             least_step=least_step,
+            worker=request.worker,
             failed_url=request.failed_url,
             busy_url=request.busy_url,
         )
-        if server is None:
-            reason = f"no generation server is ready at version {self._version}"
-            return Route(url=None, reason=reason, waits_for=self._servers[:_MOST_NAMED])
-        return Route(url=server.url)
+        if server is not None:
+            return Route(url=server.url)
+        if any(self._table.serving(self._version, least_step=least_step)):
+            return self._no_route(_NO_ROOM)
+        return self._no_route(f"no generation server is ready at version {self._version}")
 
     # The trainer, the servers, the rollout workers
 
@@ -325,7 +368,7 @@ class GserverManager(Worker):
             return
         await self._fleet.bring_up(self._published)
         version = self._published.policy_version
-        if self._table.serving(version):
+        if any(self._table.serving(version)):
             self.context.presence.enter("route")
         else:
             servers: Sequence[str] = self._servers
@@ -338,6 +381,7 @@ class GserverManager(Worker):
         self._workers = {peer: worker for peer, worker in self._workers.items() if self._server.is_connected(peer)}
         for worker in self._admission.look(set(self._workers.values()), now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
+            self._table.has_only(worker, ())
             self._evaluations.book.lose(worker)
         self._let_in()
 

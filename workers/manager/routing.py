@@ -14,11 +14,16 @@ second the version is at least the one at which its batch may be trained, less e
 compared: after a failure only weights that were published since serve. Pure: probes, HTTP and name-resolve are in
 fleet.py.
 
-A choice and an end cost O(log n) of the servers, times the versions that READY servers hold, which are a few.
+A group begins on no server whose KV cache has no room for it: there it would push out what others have computed. That
+goes by what answers are expected to come to, and is an optimisation: a server that was filled too far puts answers off.
+
+A choice and an end cost O(log n) of the servers, times the versions that READY servers hold, which are a few: a server
+that turns out to be full while one is chosen is passed over until a group ends there.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,12 +51,15 @@ class ServerTable:
     _ready: dict[PolicyVersion, LeastLoaded] = field(default_factory=dict)
     """READY servers by the version that they hold."""
     _name_by_url: dict[str, str] = field(default_factory=dict)
-    _server_by_uid: dict[str, Server] = field(default_factory=dict)
+    _place_by_uid: dict[str, tuple[Server, str]] = field(default_factory=dict)
+    """The server of a group, and the rollout worker that has asked."""
     _turn: int = 0
 
     # What happens to servers
 
-    def appeared(self, name: str, *, url: str, control: str, incarnation: str, place: str = "") -> Server:
+    def appeared(
+        self, name: str, *, url: str, control: str, incarnation: str, place: str = "", kv_tokens: int = 0
+    ) -> Server:
         """A record of a server was seen; a new incarnation starts from nothing."""
         known = self.servers.get(name)
         if known is not None and known.incarnation == incarnation:
@@ -59,9 +67,10 @@ class ServerTable:
         if known is not None:
             self._forget(known)
         self._name_by_url[url] = name
-        server = Server(name=name, url=url, control=control, incarnation=incarnation, place=place)
-        self.servers[name] = server
-        return server
+        self.servers[name] = Server(
+            name=name, url=url, control=control, incarnation=incarnation, place=place, kv_tokens=kv_tokens
+        )
+        return self.servers[name]
 
     def gone(self, present: set[str]) -> list[str]:
         """Forget every server whose record is not `present`; returns their names."""
@@ -116,16 +125,20 @@ class ServerTable:
         """Whether a server answers, at whatever version."""
         return bool(self._ready)
 
-    def serving(self, version: PolicyVersion, *, least_step: int | None = None) -> list[str]:
+    def serving(self, version: PolicyVersion, *, least_step: int | None = None) -> Iterator[str]:
         """Servers that may get requests while the trainer is at `version`: those that hold it, or one of its epoch from
         `least_step` on."""
-        return [name for servers in self._serving(version, least_step) for name in servers]
+        return itertools.chain.from_iterable(self._serving(version, least_step))
 
     def _serving(self, version: PolicyVersion, least_step: int | None) -> Iterator[LeastLoaded]:
         least = version.step if least_step is None else min(least_step, version.step)
         for held, servers in self._ready.items():
             if held.epoch == version.epoch and least <= held.step <= version.step:
                 yield servers
+
+    def is_placed(self, uid: str) -> bool:
+        """Whether a group has a server."""
+        return uid in self._place_by_uid
 
     def route(
         self,
@@ -134,14 +147,17 @@ class ServerTable:
         tokens: int,
         version: PolicyVersion,
         least_step: int,
+        worker: str = "",
         failed_url: str = "",
         busy_url: str = "",
     ) -> Server | None:
-        """Choose the server for the next request of a group, see `serving`; None while none serves it.
+        """Choose the server for the next request of a group, see `serving`; None while none serves it, or has room.
 
         A group stays where it was (its prefix is cached there), unless that server failed it or had no room for it.
 
         Args:
+            tokens: that its answers are expected to come to, with what they go on from.
+            worker: the rollout worker that has the group.
             failed_url: the server that has just failed it.
             busy_url: the server that had no room for it.
         """
@@ -149,33 +165,49 @@ class ServerTable:
             self.happened(self.servers[self._name_by_url[failed_url]], "silent")
         if busy_url in self._name_by_url:
             self.finished(uid)
-            self._note(self.servers[self._name_by_url[busy_url]], is_busy=True)
+            self._note(self.servers[self._name_by_url[busy_url]], is_full=True)
         pools = list(self._serving(version, least_step))
-        chosen = self._server_by_uid.get(uid)
+        chosen, _ = self._place_by_uid.get(uid, (None, ""))
         if chosen is None or not any(chosen.name in servers for servers in pools):
-            least = min((least for servers in pools if (least := servers.least())), default=None)
-            if least is None:
-                return None
-            chosen = self.servers[least[1]]
+            chosen = self._least_loaded(pools, tokens)
+        if chosen is None:
+            return None
         self.finished(uid)
-        self._server_by_uid[uid] = chosen
+        self._place_by_uid[uid] = chosen, worker
         chosen.tokens_by_uid[uid] = tokens
         chosen.turn = self._turn = self._turn + 1
         self._note(chosen, more_tokens=tokens)
         return chosen
 
+    def _least_loaded(self, pools: list[LeastLoaded], tokens: int) -> Server | None:
+        """Of those that have room for so many; who has not is behind all others from now on."""
+        while (least := min((least for servers in pools if (least := servers.least())), default=None)) is not None:
+            server = self.servers[least[1]]
+            if server.fits(tokens):
+                return server
+            if server.is_full:
+                break
+            self._note(server, is_full=True)
+        return None
+
     def finished(self, uid: str) -> None:
         """A group needs no server any more."""
-        if (server := self._server_by_uid.pop(uid, None)) is not None:
-            self._note(server, more_tokens=-server.tokens_by_uid.pop(uid))
+        if (place := self._place_by_uid.pop(uid, None)) is not None:
+            server = place[0]
+            self._note(server, more_tokens=-server.tokens_by_uid.pop(uid), is_full=False)
+
+    def has_only(self, worker: str, uids: Collection[str]) -> None:
+        """A rollout worker has these groups, and no others that it had: it was started again, or is gone."""
+        for uid in [uid for uid, (_, other) in self._place_by_uid.items() if other == worker and uid not in uids]:
+            self.finished(uid)
 
     def answered(self, server: Server) -> None:
         """It says that it takes requests."""
-        self._note(server, is_busy=False)
+        self._note(server, is_full=False)
 
-    def _note(self, server: Server, *, more_tokens: int = 0, is_busy: bool | None = None) -> None:
+    def _note(self, server: Server, *, more_tokens: int = 0, is_full: bool | None = None) -> None:
         server.tokens += more_tokens
-        server.is_busy = server.is_busy if is_busy is None else is_busy
+        server.is_full = server.is_full if is_full is None else is_full
         self._put_in(server)
 
     def _put_in(self, server: Server) -> None:
@@ -192,8 +224,9 @@ class ServerTable:
     def _load(self, server: Server) -> Load:
         match self.policy:
             case "least_requests":
-                return server.is_busy, len(server.tokens_by_uid)
+                load = len(server.tokens_by_uid)
             case "least_token_usage":
-                return server.is_busy, server.tokens
+                load = server.tokens
             case "round_robin":
-                return server.is_busy, server.turn
+                load = server.turn
+        return server.is_full, load

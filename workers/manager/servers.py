@@ -14,9 +14,9 @@
     gone         its record is gone, or names another incarnation
 
 Only READY servers get requests. A request that is refused is no event: it is the request's failure. Nor is it one that
-a server is busy: until it answers its next probe it gets what others have no room for. What the table does not name
-changes nothing: such news is late. A SUSPECT server is told again after a pause that grows each time in a row, to 30 s
-and not for ever: a network that was cut comes back, and whether a process must start again its worker decides. Pure.
+a server has no room: it then comes after all others. What the table does not name changes nothing: such news is late. A
+SUSPECT server is told again after a pause that grows each time in a row, to 30 s and not for ever: a network that was
+cut comes back, and whether a process must start again its worker decides. Pure.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ from corral.scheduling.policy_version import PolicyVersion
 ServerEvent = Literal["told", "verified", "not updated", "silent", "gone"]
 
 PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the first failure in a row, the second, ...
+KV_SHARE: Final = 0.9  # of a KV cache; the rest is for answers that become longer than was expected
 HEALTHY_AFTER_S: Final = 60.0  # READY for as long, its earlier failures are forgotten
 
 
@@ -63,6 +64,8 @@ class Server:
     control: str
     """Where its worker is told to bring it to other weights."""
     incarnation: str
+    kv_tokens: int = 0
+    """That its KV cache has room for; 0 if it does not say."""
     place: str = ""
     """Where its worker stages versions, if other hosts can have them from there, see `weight_tree.py`."""
     staged: str = ""
@@ -78,11 +81,11 @@ class Server:
     """When the next update may begin."""
     ready_since: float = 0.0
     tokens_by_uid: dict[str, int] = field(default_factory=dict)
-    """That may still come, by uid of the group."""
+    """That are expected to be in its KV cache, by uid of the group."""
     tokens: int = 0
     """The sum of these."""
-    is_busy: bool = False
-    """Whether it had no room for a request, and has not answered a probe since."""
+    is_full: bool = False
+    """Whether it had no room for a group or a request, no group has ended there since, and it has answered no probe."""
     turn: int = 0
     """When it was chosen last, counted in choices."""
 
@@ -96,12 +99,16 @@ class Server:
             return
         self.arrives_from = None
         if event == "verified":
-            self.ready_since, self.is_busy = now, False
+            self.ready_since, self.is_full = now, False
             return
         if before is ServerState.READY and now - self.ready_since >= HEALTHY_AFTER_S:
             self.num_failures = 0
         self.not_before = now + PAUSES_S[min(self.num_failures, len(PAUSES_S) - 1)]
         self.num_failures += 1
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a further group of so many fits; where there is none every group does, or it would go nowhere."""
+        return not (self.kv_tokens and self.tokens_by_uid) or self.tokens + tokens <= KV_SHARE * self.kv_tokens
 
     def needs(self, version: PolicyVersion, *, now: float) -> bool:
         """Whether it has to be brought to `version`, and may be."""

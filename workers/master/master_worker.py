@@ -54,7 +54,7 @@ A whole asynchronous step:
      1, 4   rollout/rollout_worker.py, group_maker.py, generation_client.py; engine/loop.py
      2, 3   manager/gserver_manager.py, admission.py, routing.py, servers.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
-            model workers; where a record stands is decided by sender_book.py and receiver.py
+            model workers; where a record stands is decided by sender.py and receiver.py
      6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
             scheduling/staleness.py
      7      step_order.py: a coroutine for each call (whose inputs are there, whose ranks are free);

@@ -163,6 +163,7 @@ class Generator:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=frozenset(self._stop_token_ids),
             sampling_seed=seed,
         )

@@ -69,7 +69,7 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
 
     uid: str
     tokens: int
-    """That may come of all its answers."""
+    """That its answers are expected to come to, with what they go on from."""
     order: int
     """Its admission number, from which follows when it is trained on at the latest."""
     oldest_version: str = ""
@@ -80,6 +80,8 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     """Server that had no room for this prompt; it is well, but another one may have room."""
     knows: str = ""
     """Why none may, as it was told last."""
+    worker: str = ""
+    """Who has it."""
 
 
 class Finish(MessageBody, frozen=True, tag="finish"):

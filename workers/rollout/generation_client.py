@@ -17,6 +17,8 @@ A server that says nothing for so long is lost. Nothing is while none is ready: 
 import asyncio
 import itertools
 import logging
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -39,6 +41,8 @@ _REFUSALS = (400, 413, 422)  # every server would say the same of this request
 _BUSY = (429, 503)
 _JSON = {"Content-Type": "application/json"}
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # deadlines are those of the phases
+_NEWEST = 0.01
+_FIRST_SHARE = 0.4  # of the longest answer, while none has ended; as AReaL's manager takes it to be, always
 _STREAM_INTERVAL = 32  # tokens of an event: what a lost server costs an answer, and few enough events to cost nothing
 
 
@@ -53,12 +57,31 @@ class Setback:
 
 
 RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
-"""(uid, tokens that may come, oldest version of those that have come or "", what has just happened to an answer) -> a
-server's URL, or None while none is ready."""
+"""(uid, tokens that a server is expected to hold for it, oldest version of those that have come or "", what has just
+happened to an answer) -> a server's URL, or None while none is ready."""
 
 
 Watch = Callable[[PartialAnswer], None]
 """Looks at an answer whenever tokens have come, and may cut it."""
+
+
+class _Lengths:
+    """How long answers become: the mean of the last ones, of which the newest counts 1 %."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._weight = 0.0
+
+    def ended(self, length: int) -> None:
+        """An answer has so many tokens."""
+        self._mean += _NEWEST * (length - self._mean)
+        self._weight += _NEWEST * (1.0 - self._weight)
+
+    def further(self, remaining: int) -> int:
+        """What is expected to come yet of an answer of which so many tokens may. That does not depend on how many have
+        come: of lengths that spread widely those that have become long become longer still."""
+        mean = self._mean / self._weight if self._weight else _FIRST_SHARE * remaining
+        return min(remaining, math.ceil(mean))
 
 
 class _Place:
@@ -96,6 +119,9 @@ class GenerationClient:
     token_timeout_s: float
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
+    _lengths: _Lengths = field(default_factory=_Lengths, init=False)
+    _under_way: Counter[str] = field(default_factory=Counter, init=False)
+    """Answers that `complete` makes now, by uid: a group's episodes share a server, and each has its own."""
 
     async def sample_group(
         self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None
@@ -145,7 +171,13 @@ class GenerationClient:
         Args:
             oldest_version: of the tokens that came before in the same episode: no older weights may go on from them.
         """
-        await self._finish(_Group(uid, prompt_ids, [answer], sampling, oldest_version, watch), 0)
+        self._under_way[uid] += 1
+        try:
+            await self._finish(_Group(uid, prompt_ids, [answer], sampling, oldest_version, watch), 0)
+        finally:
+            self._under_way[uid] -= 1
+            if not self._under_way[uid]:
+                del self._under_way[uid]
 
     async def _finish(self, group: _Group, index: int) -> int:
         """Make one answer, however many requests that takes; its index."""
@@ -155,6 +187,7 @@ class GenerationClient:
             num_before = len(answer.output_ids)
             setback = await self._stream(place.url, group, answer)
             if answer.finished:
+                self._lengths.ended(len(answer.output_ids))
                 return index
             num_futile = 0 if len(answer.output_ids) > num_before else num_futile + 1
             await _pause(num_futile)
@@ -173,12 +206,20 @@ class GenerationClient:
             versions = {span.version for answer in group.answers for span in answer.spans}
             versions |= {group.oldest_version} - {""}
             oldest = min(versions, key=PolicyVersion.parse, default="")
-            tokens = sum(answer.remaining for answer in group.answers if not answer.finished)
-            while (url := await self.route(group.uid, tokens, oldest, setback)) is None:
+            while (url := await self.route(group.uid, self._expected(group), oldest, setback)) is None:
                 setback = None
                 await _pause(0)
             group.place = _Place(url)
             return group.place
+
+    def _expected(self, group: _Group) -> int:
+        """Tokens that its server will hold for it; answers in the same request share their prompt."""
+        lengths = [
+            len(answer.output_ids) + self._lengths.further(answer.remaining)
+            for answer in group.answers
+            if not answer.finished
+        ]
+        return max(1, self._under_way[group.uid]) * (len(group.prompt_ids) + sum(lengths))
 
     async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> Setback:
         """Take in the rest of an answer as one server makes it; what to make of it if that is not all."""
@@ -220,6 +261,7 @@ class GenerationClient:
                 "temperature": group.sampling.temperature,
                 "top_p": group.sampling.top_p,
                 "top_k": group.sampling.top_k,
+                "min_p": group.sampling.min_p,
                 "stop_token_ids": list(self.stop_token_ids),
                 "max_new_tokens": answer.remaining,
                 "sampling_seed": answer.sampling_seed,

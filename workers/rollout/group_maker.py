@@ -4,6 +4,7 @@
                   └─ agent of one's own ──► EpisodePlayer, n at a time ──► judge┘
                       │ an episode failed
                       ├── again, `rollout.reward_retries` times
+                      ├── it is one of those to spare: done without
                       ├── PromptFailedError: the prompt is dropped and counted
                       ├── PromptsFailError: so many in a row failed that something else is to blame
                       └── UserCodeError: and none was ever judged: the code is
@@ -50,6 +51,15 @@ class PromptsFailError(RuntimeError):
     """Agent or reward fail on everything now, and did not before: the worker starts again, as what they ask may do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The judged episodes of one prompt."""
+
+    episodes: Sequence[JudgedEpisode]
+    num_failed: int = 0
+    """Others that failed, and could be spared."""
+
+
 @dataclass(slots=True)
 class GroupMaker:
     """Makes the groups of one rollout worker, many at a time."""
@@ -81,7 +91,7 @@ class GroupMaker:
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
-            episodes = await self.attempt(uid, row, order=order)
+            group = await self.attempt(uid, row, order=order)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             if self.player is not None:
@@ -94,12 +104,13 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
+        episodes = group.episodes
         rewards = [episode.total for episode in episodes]
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
             raise PromptFailedError(f"{FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}")
         says_episodes = self.player is not None
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
-        return episodes, sample, statistics_of(episodes) if says_episodes else {}
+        return episodes, sample, statistics_of(group) if says_episodes else {}
 
     def _all_fail(self, what: str) -> RuntimeError:
         if self.has_judged:
@@ -109,7 +120,7 @@ class GroupMaker:
             "if it is your own, and rl-submit --resume it"
         )
 
-    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Sequence[JudgedEpisode]:
+    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
             prompt_ids = self.prompts.encode(row.prompt, tools=row.tools)
@@ -119,10 +130,10 @@ class GroupMaker:
                     f"{self.max_prompt_tokens}"
                 )
             if self.player is None:
-                return await self._answers(uid, row, prompt_ids, order=order)
-            episodes = await self._episodes(self.player, uid, row, prompt_ids, order=order)
+                return Group(await self._answers(uid, row, prompt_ids, order=order))
+            group = await self._episodes(self.player, uid, row, prompt_ids, order=order)
             self.player.forget(uid)
-            return episodes
+            return group
         except RewardFailedError as error:
             raise PromptFailedError(f"reward_error: {error}") from error
         except PromptTooLongError as error:
@@ -144,8 +155,10 @@ class GroupMaker:
 
     async def _episodes(
         self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
-    ) -> list[JudgedEpisode]:
-        """As many as end first, in the order of their numbers; the others are given up."""
+    ) -> Group:
+        """As many as end first, in the order of their numbers; the others are given up. One that fails is one of these,
+        as long as there are enough without it.
+        """
 
         async def episode(number: int) -> tuple[int, Played, float]:
             played = await self._episode(player, uid, row, prompt_ids, order=order, number=number)
@@ -157,10 +170,16 @@ class GroupMaker:
 
         num_episodes = self.group_size + self.config.spare_answers
         tasks = [asyncio.create_task(episode(number)) for number in range(num_episodes)]
-        ended = list[tuple[int, Played, float]]()
+        ended, num_failed = list[tuple[int, Played, float]](), 0
         try:
             for done in asyncio.as_completed(tasks):
-                ended.append(await done)
+                try:
+                    ended.append(await done)
+                except (AgentFailedError, RewardFailedError) as error:
+                    num_failed += 1
+                    if num_failed > self.config.spare_answers:
+                        raise
+                    logger.warning("an episode of prompt %s failed, and is done without: %s", uid, error)
                 if len(ended) == self.group_size:
                     break
         finally:
@@ -171,7 +190,8 @@ class GroupMaker:
         rewards = [reward for _, _, reward in ended]
         if self.judge.takes_groups:
             rewards = await self.judge.judge_episodes(row.fields, [played.transcript for _, played, _ in ended])
-        return [played.judged(reward) for (_, played, _), reward in zip(ended, rewards, strict=True)]
+        judged = [played.judged(reward) for (_, played, _), reward in zip(ended, rewards, strict=True)]
+        return Group(judged, num_failed)
 
     async def _episode(
         self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int, number: int
@@ -202,9 +222,10 @@ class GroupMaker:
         raise AssertionError("the last try returns or raises")
 
 
-def statistics_of(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
+def statistics_of(group: Group) -> dict[str, float]:
     """Means over the episodes of a group, as a step's line has those of its groups: turns, sequences, how many ended
-    early by which limit or otherwise, and what agents have noted."""
+    early by which limit or otherwise, and what agents have noted; and how many failed and were done without."""
+    episodes = group.episodes
     ends = Counter(episode.ended if episode.ended in ("", *_LIMITS) else "other" for episode in episodes)
     values: dict[str, list[float]] = {
         "episode/turns": [float(len(episode.answers)) for episode in episodes],
@@ -214,4 +235,5 @@ def statistics_of(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             values.setdefault(f"notes/{name}", []).append(value)
     means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
-    return means | {f"episode/ended/{reason}": ends[reason] / len(episodes) for reason in (*_LIMITS, "other")}
+    means |= {f"episode/ended/{reason}": ends[reason] / len(episodes) for reason in (*_LIMITS, "other")}
+    return means | {"episode/failed": float(group.num_failed)}

@@ -66,7 +66,7 @@ class HeldOutProblems:
         """
         row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
         try:
-            episodes = await self._groups.attempt(problem.uid, row, order=order)
+            episodes = (await self._groups.attempt(problem.uid, row, order=order)).episodes
         except PromptFailedError as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))

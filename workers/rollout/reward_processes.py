@@ -8,6 +8,7 @@ A plain reward has a process to itself while it runs; an async one shares a proc
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -90,7 +91,7 @@ class RewardProcesses:
         host = command(self._import_path, theirs.fileno(), sys.path, is_hidden=bool(self._curtain.hidden))
         with theirs:
             self._process = subprocess.Popen(
-                self._curtain.around(host), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                self._curtain.around(host), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
             )
         self._host.settimeout(_IMPORT_TIMEOUT_S)
         form = self._answer(Form)
@@ -103,7 +104,7 @@ class RewardProcesses:
             try:
                 self._process.wait(_HOST_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
     async def call(self, call: Call) -> Outcome:

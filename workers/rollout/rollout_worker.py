@@ -276,6 +276,7 @@ class RolloutWorker(Worker):
             failed_url=failed,
             busy_url=busy,
             knows=self._no_server,
+            worker=self.context.worker_id,
         )
         try:
             slow_after_s = _LONGEST_WAIT_FOR_SERVER_S if self._no_server else _SLOW_ANSWER_S

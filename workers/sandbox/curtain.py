@@ -7,6 +7,10 @@
 
 It keeps what a trial's user wrote from a trial's keys. It is no sandbox for what nobody trusts: what runs in one sees
 nothing of the host (`bubblewrap.py`), and none can be made behind a curtain, where the kernel mounts no other /proc.
+Who starts it makes it the leader of a process group, and ends the group: until bwrap has tied its processes to each
+other, all of them are in it. Of a starter that is killed in just that moment, what is left goes with its worker's guard
+(`launcher/runners/guard.py`), as all that a worker has started.
+
 As root, user code keeps root's rights, by which it can draw the curtain aside.
 """
 

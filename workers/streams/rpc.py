@@ -13,6 +13,7 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Set
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -46,7 +47,7 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         self,
         security: StreamSecurity,
         request_type: Any,
-        handler: Callable[[Peer, RequestT], Awaitable[msgspec.Struct]],
+        handler: Callable[[Peer, RequestT], msgspec.Struct | Awaitable[msgspec.Struct]],
         *,
         address: str,
         roles: Set[str],
@@ -55,14 +56,15 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         """
         Args:
             request_type: a tagged struct, or a union of them; what else arrives is counted and dropped.
-            handler: gets the sender and its request; what it raises becomes a `RemoteError` at the client.
+            handler: gets the sender and its request, and gives the reply, or what it comes from; it sees to it that one
+                comes some time. What it raises becomes a `RemoteError` at the client.
         """
         self._handler = handler
         self._purpose = purpose
         self._codec: MessageCodec[RequestT] = MessageCodec(request_type, trial_uuid=security.trial_uuid)
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self._identity_by_request_id: dict[str, bytes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._unanswered: set[asyncio.Future[msgspec.Struct]] = set()
         self._router = RouterEndpoint(
             security,
             self._codec,
@@ -83,9 +85,9 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         return self._router.knows(peer)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for answer in self._unanswered:
+            answer.cancel()
+        await asyncio.gather(*self._unanswered, return_exceptions=True)
         self._router.close()
 
     def _receive(self, peer: Peer, message: Message[RequestT]) -> None:
@@ -98,20 +100,33 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         )
 
     def _start(self, peer: Peer, message: Message[RequestT]) -> None:
-        task = asyncio.create_task(self._answer(peer, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, peer: Peer, message: Message[RequestT]) -> None:
+        answer: msgspec.Struct | Awaitable[msgspec.Struct] | Exception
         try:
-            async with asyncio.timeout(message.deadline_s):
-                reply = await self._handler(peer, message.body)
-            frames = self._codec.encode(reply, epoch=0, request_id=message.request_id)
+            answer = self._handler(peer, message.body)
+        except Exception as error:
+            answer = error
+        if isinstance(answer, msgspec.Struct | Exception):
+            self._reply(message.request_id, answer)
+            return
+        later = asyncio.ensure_future(answer)
+        self._unanswered.add(later)
+        later.add_done_callback(partial(self._handle_answer, message.request_id))
+
+    def _handle_answer(self, request_id: str, answer: "asyncio.Future[msgspec.Struct]") -> None:
+        self._unanswered.discard(answer)
+        if not answer.cancelled():
+            self._reply(request_id, answer.exception() or answer.result())
+
+    def _reply(self, request_id: str, reply: msgspec.Struct | BaseException) -> None:
+        try:
+            if isinstance(reply, BaseException):
+                raise reply
+            frames = self._codec.encode(reply, epoch=0, request_id=request_id)
         except Exception as error:  # whatever it is, the client asked and must hear it
-            logger.exception("the %s handler failed for %s", self._purpose, type(message.body).__name__)
-            frames = self._codec.encode(error_reply(error), epoch=0, request_id=message.request_id)
-        self._replies.finish(message.request_id, frames)
-        self._send(message.request_id, frames)
+            logger.exception("the %s handler failed", self._purpose)
+            frames = self._codec.encode(error_reply(error), epoch=0, request_id=request_id)
+        self._replies.finish(request_id, frames)
+        self._send(request_id, frames)
 
     def _send(self, request_id: str, frames: list[Buffer]) -> None:
         identity = self._identity_by_request_id.pop(request_id)

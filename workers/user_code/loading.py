@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from corral.experiments.errors import did_you_mean
 
 
@@ -65,6 +67,30 @@ def load_callable(import_path: str) -> Callable[..., Any]:
         )
     loaded: Callable[..., Any] = found
     return loaded
+
+
+def configured(found: Any, settings: Mapping[str, Any], *, key: str) -> Any:
+    """A configuration class with its settings; what is no class as it is, if it is given none.
+
+    Args:
+        key: of the configuration, where the settings stand.
+
+    Raises:
+        ValueError: naming the setting, if it is not one of the class's fields or not of its type.
+    """
+    if not isinstance(found, type):
+        if settings:
+            raise ValueError(
+                f"{key} has {', '.join(settings)}, and {getattr(found, '__name__', found)!r} is no class with fields; "
+                "make it a FrozenConfig whose instances are called, or remove the settings"
+            )
+        return found
+    try:
+        return found(**settings)
+    except ValidationError as error:
+        fields: tuple[str, ...] = tuple(getattr(found, "model_fields", ()))
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{key}: {wrong}; {found.__name__} has {', '.join(fields) or 'no fields'}") from error
 
 
 def built_in_or_loaded(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:

@@ -88,21 +88,33 @@ def test_every_value_knows_the_line_of_the_file_that_gave_it(experiment: Path, t
     assert source.profiles == (profile,)
 
 
-def test_profiles_are_found_from_the_weakest_to_the_strongest(tmp_path: Path) -> None:
+def _go_home(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("CORRAL_SITE_PROFILE", raising=False)
+
+
+def test_profiles_are_found_from_the_weakest_to_the_strongest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = _profile(tmp_path / "etc", "{}\n")
     user = _profile(tmp_path / "config" / "corral", "{}\n")
     named = _profile(tmp_path / "config" / "corral" / "profiles", "{}\n", "h100.yaml")
-    environment = {"CORRAL_SITE_PROFILE": str(site), "XDG_CONFIG_HOME": str(tmp_path / "config")}
-    assert find_profiles("h100", environment=environment) == [site, user, named]
-    assert find_profiles(str(named), environment={"HOME": str(tmp_path)}) == [named]
-    assert find_profiles(environment={"HOME": str(tmp_path)}) == []
+    _go_home(monkeypatch, tmp_path)
+    assert find_profiles(str(named)) == [named]
+    assert find_profiles() == []
+    monkeypatch.setenv("CORRAL_SITE_PROFILE", str(site))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert find_profiles("h100") == [site, user, named]
 
 
-def test_a_profile_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_a_profile_that_does_not_exist_is_refused_with_the_nearest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _go_home(monkeypatch, tmp_path)
     _profile(tmp_path / ".config" / "corral" / "profiles", "{}\n", "h100.yaml")
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
-        find_profiles("h10", environment={"HOME": str(tmp_path)})
+        find_profiles("h10")
     with pytest.raises(ConfigError, match="no profile"):
-        find_profiles("./h100.yaml", environment={"HOME": str(tmp_path)})
+        find_profiles("./h100.yaml")
+    monkeypatch.setenv("CORRAL_SITE_PROFILE", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="CORRAL_SITE_PROFILE"):
-        find_profiles(environment={"CORRAL_SITE_PROFILE": str(tmp_path / "absent"), "HOME": str(tmp_path)})
+        find_profiles()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,13 @@ def with_elastic_server(plan: RunPlan, **fields: Any) -> RunPlan:
 
 
 def render(path: str = "/s/exp/trial", *, python: str = "/opt/python", **options: Any) -> str:
-    plan = small_plan(path, **options)
-    return render_script(plan, plan_layout(plan), TrialDirectory(Path(path)), python=Path(python))
+    return script_of(small_plan(path, **options), python)
+
+
+def script_of(plan: RunPlan, python: str = "/opt/python") -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", python)
+        return render_script(plan, plan_layout(plan), TrialDirectory(plan.trial.directory))
 
 
 def options_of(plan: RunPlan, **arguments: Any) -> list[str]:
@@ -82,7 +88,7 @@ ELASTIC = with_elastic_server(small_plan(gpu=1), gpu=1, partition="spot", time_l
     ],
 )
 def test_the_script_of_a_trial_is_known_to_the_byte(name: str, plan: RunPlan) -> None:
-    script = render_script(plan, plan_layout(plan), TrialDirectory(plan.trial.directory), python=Path("/opt/python"))
+    script = script_of(plan)
     check_golden(name, script)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=120, capture_output=True)
 

@@ -124,6 +124,26 @@ def test_broken_code_is_refused_with_exit_2_its_line_and_its_key_and_nothing_is_
     assert not (tmp_path / "trials").exists()
 
 
+CLASS = """\
+from corral.experiments.config.base import FrozenConfig
+from corral.workers.algorithms.functional.token_losses import TokenLosses
+
+
+class Score(FrozenConfig):
+    scale: float = 1.0
+
+    def __call__(self, scores, micro_batch, config):
+        return TokenLosses(-self.scale * micro_batch.tensors["advantages"] * scores.logprobs)
+"""
+
+
+def test_settings_of_a_loss_of_ones_own_are_those_of_its_class(submit: Submit) -> None:
+    plan = submit("ppo.loss=own:Score", "ppo.loss_settings.scale=0.5", own=CLASS).plan
+    assert [role.ppo.loss_settings for role in plan.roles.values() if role.ppo] == [{"scale": 0.5}]
+    with pytest.raises(ConfigError, match="ppo.loss: .*loss_settings: scal: Extra inputs .*; Score has scale"):
+        submit("ppo.loss=own:Score", "ppo.loss_settings.scal=0.5")
+
+
 def test_a_module_that_is_not_there_is_said_with_where_it_is_looked_for(submit: Submit) -> None:
     with pytest.raises(ConfigError, match="rollout.reward: .*No module named 'nowhere_at_all'") as raised:
         submit("rollout.reward=nowhere_at_all.rewards:score")

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from corral.workers.algorithms.functional.advantages import bootstrap_values, gae, group_relative, rewards_to_go, rloo
+from corral.workers.algorithms.functional.advantages import (
+    bootstrap_values,
+    gae,
+    group_relative,
+    opo,
+    overlong_penalty,
+    rewards_to_go,
+    rloo,
+)
 
 
 def slow_gae(rewards: list[float], values: list[float], *, gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -112,3 +120,27 @@ def test_rewards_to_go_are_discounted_sums_of_what_follows() -> None:
     expected = [1.0 + 1.0 + 1.0, 2.0 + 2.0, 4.0, 3.0]
     actual = rewards_to_go(torch.tensor([r for one in rewards for r in one]), torch.tensor([0, 3, 4]), gamma=gamma)
     assert actual.tolist() == expected
+
+
+def test_opo_compares_each_reward_with_the_mean_over_the_groups_tokens() -> None:
+    rng = np.random.default_rng(3)
+    sizes, expected, start = [4, 1, 3, 2], list[float](), 0
+    rewards = [float(x) for x in rng.normal(size=sum(sizes))]
+    tokens = [int(n) for n in rng.integers(1, 50, size=sum(sizes) - 2)] + [0, 0]
+    for size in sizes:
+        group, lengths = rewards[start : start + size], tokens[start : start + size]
+        per_token = [reward for reward, n in zip(group, lengths, strict=True) for _ in range(n)] or group
+        expected += [reward - math.fsum(per_token) / len(per_token) for reward in group]
+        start += size
+    np.testing.assert_allclose(opo(torch.tensor(rewards), torch.tensor(tokens), sizes), expected, atol=1e-6)
+
+
+def test_an_answer_is_overlong_by_what_it_has_used_of_the_buffer() -> None:
+    def eq_13(length: int, longest: int, cache: int) -> float:
+        if length <= longest - cache:
+            return 0.0
+        return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+    lengths = [0, 15, 16, 17, 19, 20, 30]
+    actual = -overlong_penalty(torch.tensor(lengths), limit=20, buffer=4)
+    np.testing.assert_allclose(actual, [eq_13(length, 20, 4) for length in lengths], atol=1e-12)

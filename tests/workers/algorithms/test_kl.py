@@ -13,6 +13,7 @@ from corral.workers.algorithms.functional.kl import (
     KLEstimator,
     adapt_kl_coefficient,
     approximate_kl,
+    entropy_of_samples,
     token_rewards,
 )
 
@@ -95,3 +96,14 @@ def test_the_controller_settles_where_the_divergence_is_the_target(drift: float)
             coefficient, observed_kl=drift / coefficient, target=2.0, horizon=100.0, num_answers=20.0
         )
     assert drift / coefficient == pytest.approx(2.0, rel=1e-3)
+
+
+def test_the_gradient_of_the_entropy_is_right_in_the_mean_over_what_is_drawn() -> None:
+    logits = torch.tensor(np.random.default_rng(5).normal(size=(1, 7)), requires_grad=True)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    (exact,) = torch.autograd.grad(entropy.sum(), logits, retain_graph=True)
+    estimates = entropy_of_samples(logprobs[0], entropy.detach().expand(7))
+    np.testing.assert_allclose(estimates.detach(), [float(entropy.detach())] * 7)
+    (mean,) = torch.autograd.grad((logprobs.exp().detach()[0] * estimates).sum(), logits)
+    np.testing.assert_allclose(mean, exact, atol=1e-12)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from corral.workers.algorithms.functional.policy_losses import behaviour_weights, cispo, gspo, ppo_clip
+from corral.workers.algorithms.functional.policy_losses import (
+    behaviour_weights,
+    cispo,
+    gspo,
+    is_far_off_policy,
+    ppo_clip,
+)
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 
 NUM_TOKENS = 200
@@ -226,3 +232,58 @@ def test_cispo_clips_the_weight_and_never_the_gradient(low: float, high: float |
     assert float(loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad, gradient, atol=1e-6)
+
+
+BOUNDS = {"token": (0.6, 1.5), "answer": (0.01, 100.0), "answer_mean": (0.9, 1.05)}
+"""Between which some weights are, and some are not."""
+
+
+def slow_weights(t: Tokens, *, cap: float, floor: float, truncates: bool, level: str) -> tuple[Floats, list[bool]]:
+    """Answer by answer, token by token."""
+    weights, kept, start = np.zeros(NUM_TOKENS), [False] * NUM_TOKENS, 0
+    for length in LENGTHS:
+        places = [i for i in range(start, start + length) if t.mask[i]]
+        start += length
+        ratios = {i: math.exp(t.proximal[i] - t.old[i]) for i in places}
+        for i in places:
+            if level == "answer":
+                weight = math.exp(min(20.0, max(-20.0, sum(math.log(ratios[j]) for j in places))))
+            elif level == "answer_mean":
+                weight = math.prod(ratios.values()) ** (1.0 / len(places))
+            else:
+                weight = ratios[i]
+            kept[i] = truncates or floor <= weight <= cap
+            weights[i] = min(max(weight, floor), cap) if kept[i] else 0.0
+    return weights, kept
+
+
+@pytest.mark.parametrize(("level", "truncates"), product(BOUNDS, [False, True]))
+def test_weights_by_token_and_by_answer_equal_the_slow_loop(level: Any, truncates: bool) -> None:
+    t, (floor, cap) = Tokens(), BOUNDS[level]
+    weights, kept = behaviour_weights(
+        torch.tensor(t.proximal),
+        torch.tensor(t.old),
+        torch.tensor(t.mask),
+        cap=cap,
+        floor=floor,
+        truncates=truncates,
+        level=level,
+        answer_lengths=LENGTHS,
+    )
+    expected, expected_kept = slow_weights(t, cap=cap, floor=floor, truncates=truncates, level=level)
+    assert kept.tolist() == expected_kept
+    assert truncates or 0 < sum(expected_kept) < t.mask.sum()
+    np.testing.assert_allclose(weights, expected, atol=1e-9)
+
+
+def test_negative_answers_that_the_policy_has_left_are_found_as_the_slow_loop_finds_them() -> None:
+    t, start, expected = Tokens(), 0, []
+    for length in LENGTHS:
+        places = [i for i in range(start, start + length) if t.mask[i]]
+        mean = sum(t.old[i] - t.proximal[i] for i in places) / max(len(places), 1)
+        expected += [mean > 0.02 and t.advantages[i] < 0 for i in range(start, start + length)]
+        start += length
+    old, proximal, advantages = (torch.tensor(values) for values in (t.old, t.proximal, t.advantages))
+    found = is_far_off_policy(proximal, old, advantages, torch.tensor(t.mask), LENGTHS, most_nats=0.02)
+    assert found.tolist() == expected
+    assert 0 < sum(expected) < NUM_TOKENS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from corral.experiments.config.algorithm import DPOConfig
-from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.preferences import (
     DPOInterface,
     PairedRewardInterface,
@@ -98,3 +98,53 @@ def test_a_reference_that_is_not_finite_trains_nothing(value: float) -> None:
     sample.data["ref_logprobs"][-1] = value
     stats = dpo.train_step(engine, sample, version=0)
     assert (engine.step, stats["train/skipped_nonfinite"]) == (0, 1.0)
+
+
+def sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def slow_pair(config: DPOConfig, chosen: list[float], rejected: list[float], point: float) -> float:
+    """The loss of one pair from the log-ratios of its tokens (with simpo, their log-probabilities), by the papers."""
+    gain = math.fsum(chosen) / len(chosen) - math.fsum(rejected) / len(rejected)
+    if config.loss == "ipo":
+        return (gain - 1.0 / (2.0 * config.beta)) ** 2
+    if config.loss == "simpo":
+        return -log_sigmoid(config.beta * gain - config.target_margin)
+    better = 1.0 - sigmoid(config.beta * math.fsum(chosen) - point)
+    worse = 1.0 - sigmoid(point - config.beta * math.fsum(rejected))
+    return config.desirable_weight * better + config.undesirable_weight * worse
+
+
+@pytest.mark.parametrize("max_tokens", [32, 1000])
+@pytest.mark.parametrize(
+    "config",
+    [
+        DPOConfig(loss="ipo", beta=0.3),
+        DPOConfig(loss="simpo", beta=2.0, target_margin=0.7),
+        DPOConfig(loss="kto", beta=0.4, desirable_weight=1.5, undesirable_weight=0.5),
+    ],
+    ids=lambda config: config.loss,
+)
+def test_losses_of_pairs_equal_the_slow_loop_whatever_the_micro_batches(config: DPOConfig, max_tokens: int) -> None:
+    engine, dpo = SmallEngine("lm", max_tokens=max_tokens), DPOInterface(config)
+    sample = make_sample(LENGTHS)
+    policy, mask = compute_logprobs(engine, sample), response_mask(sample)  # type: ignore[arg-type]
+    shift = np.linspace(-0.5, 0.1, len(policy), dtype=np.float32)  # most answers are likelier than to the reference
+    ratios = policy if config.loss == "simpo" else -shift
+    if config.loss != "simpo":
+        sample = sample.with_key("ref_logprobs", np.where(mask, policy + shift, np.float32(0.0)))
+    places = answer_slices([length - 1 for length in sample.answer_lengths()])
+    answers = [[float(x) for x, m in zip(ratios[p], mask[p], strict=True) if m] for p in places]
+    point = config.beta * max(0.0, math.fsum(map(math.fsum, answers)) / len(answers))
+    pairs = zip(answers[::2], answers[1::2], strict=True)
+    expected = math.fsum(slow_pair(config, *pair, point) for pair in pairs) / (len(answers) / 2)
+    assert point > 0.0 or config.loss == "simpo"
+    assert dpo.evaluate(engine, sample)["loss"] == pytest.approx(expected, abs=1e-5)
+    stats = dpo.train_step(engine, sample, version=0)
+    assert stats["dpo/loss"] == pytest.approx(expected, abs=1e-5)
+    before = stats["dpo/margin"]
+    for version in range(1, 5):
+        stats = dpo.train_step(engine, sample, version=version)
+    assert stats["dpo/margin"] > before
+    assert stats["dpo/loss"] < expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from corral.workers.delivery.messages import Ack, SenderHello, Session, ToReceiver, ToSender, TrajectoryHeader, Verdict
 from corral.workers.delivery.receiver import Outgoing, ReceiverBook
-from corral.workers.delivery.sender_book import WINDOW, RecordState, SenderBook, Sends
+from corral.workers.delivery.sender import WINDOW, RecordState, SenderBook, Sends
 
 NUM_SENDERS, NUM_RECEIVERS = 2, 2
 

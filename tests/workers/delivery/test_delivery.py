@@ -15,8 +15,7 @@ import pytest
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.delivery.messages import TrajectoryHeader, delivery_id
 from corral.workers.delivery.receiver import TrajectoryReceiver
-from corral.workers.delivery.sender import TrajectorySender
-from corral.workers.delivery.sender_book import RecordState
+from corral.workers.delivery.sender import RecordState, TrajectorySender
 from corral.workers.streams import codec, security
 from corral.workers.streams.codec import Tensors
 from corral.workers.streams.errors import WrongTrialKeyError

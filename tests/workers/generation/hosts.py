@@ -107,7 +107,7 @@ class Host:
         await self.server.stop()
         self.transport.close()
 
-    def record(self) -> dict[str, str]:
+    def record(self) -> dict[str, str | int]:
         """By which the manager finds it."""
         return {"url": self.url, "control": self.control, "incarnation": self.control, "place": self.updates.place}
 

@@ -4,6 +4,7 @@ The reference is transformers, one forward pass at a time. The last tests are of
 """
 
 import asyncio
+import json
 import shutil
 import signal
 import uuid
@@ -25,6 +26,7 @@ from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.stream_events import StreamEvent
 from corral.workers.generation.backend import BackendLostError
+from corral.workers.generation.embedded import EmbeddedBackend
 from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
@@ -616,6 +618,54 @@ async def sample_group(
             token_timeout_s=token_timeout_s,
         )
         return await client.sample_group("0:a", SHORT, seeds=range(num_answers), enough=enough)
+
+
+@pytest.mark.parametrize("kind", ["hf", pytest.param("sglang", marks=pytest.mark.slow)])
+def test_a_server_that_is_told_to_end_gives_out_all_that_it_has_made(
+    kind: str, references: list[Any], tmp_path: Path
+) -> None:
+    """Also what came in one event with new weights, whose version SGLang says only at the end of a request."""
+    models = [save_tiny_model(tmp_path / f"v{seed}", seed=seed) for seed in range(2)]
+    for path in (model / name for model in models for name in ("config.json", "generation_config.json")):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))  # answers of full length
+    setbacks, answers = list[Setback](), [PartialAnswer(max_new_tokens=3000, sampling_seed=seed) for seed in range(4)]
+    with serving(kind, models[0], tmp_path) as served, ThreadPoolExecutor(1) as pool:
+
+        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+            if setback is None:
+                return served.client.url
+            setbacks.append(setback)
+            raise asyncio.CancelledError  # it would go on elsewhere
+
+        async def ask() -> None:
+            async with open_session(trust().client(), headers={"Authorization": f"Bearer {API_KEY}"}) as session:
+                client = GenerationClient(
+                    session,
+                    route,
+                    sampling=SamplingConfig(max_new_tokens=3000),
+                    stop_token_ids=[],
+                    first_token_timeout_s=DEADLINE_S,
+                    token_timeout_s=DEADLINE_S,
+                )
+                making = [client.complete(f"0:{n}", SHORT, answers[n], sampling=client.sampling) for n in range(4)]
+                await asyncio.gather(*making, return_exceptions=True)
+
+        asking = pool.submit(served.run, ask())
+        wait_until(lambda: all(len(answer.output_ids) >= 32 for answer in answers), "answers to be under way")
+        served.bring_to("0.1", models[1])
+        num_before = [len(answer.output_ids) for answer in answers]
+        wait_until(
+            lambda: all(len(answer.output_ids) > num for answer, num in zip(answers, num_before, strict=True)),
+            "tokens of the new weights",
+        )
+        served.run(served.backend.stop())
+        asking.result(DEADLINE_S)
+        under_way = [answer for answer in answers if not answer.finished]
+        assert len(setbacks) == len(under_way) and all(setback.is_busy for setback in setbacks)
+        if isinstance(served.backend, EmbeddedBackend):
+            assert sum(len(answer.output_ids) for answer in answers) == served.backend.progress()["tokens_generated"]
+    assert under_way and all(answer.versions()[-1].step == 1 for answer in under_way)
+    check_versions(answers, references)
 
 
 def test_the_server_says_what_it_does(served: Served) -> None:

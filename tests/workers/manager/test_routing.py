@@ -11,11 +11,13 @@ from corral.workers.manager.servers import Server, ServerState
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
-def table_of(count: int, policy: str = "least_requests", version: PolicyVersion = V1) -> ServerTable:
+def table_of(
+    count: int, policy: str = "least_requests", version: PolicyVersion = V1, kv_tokens: int = 0
+) -> ServerTable:
     table = ServerTable(policy=policy)  # type: ignore[arg-type]
     for index in range(count):
-        name = f"generation_server/{index}"
-        bring_to(table, table.appeared(name, url=f"http://server-{index}", control="", incarnation="a"), version)
+        name, url = f"generation_server/{index}", f"http://server-{index}"
+        bring_to(table, table.appeared(name, url=url, control="", incarnation="a", kv_tokens=kv_tokens), version)
     return table
 
 
@@ -42,8 +44,8 @@ def test_no_server_at_the_present_version_is_too_old_whatever_is_asked_for() -> 
 
 
 def test_versions_of_another_epoch_and_those_that_training_went_back_from_serve_nothing() -> None:
-    assert table_of(1, version=PolicyVersion(1, 1)).serving(PolicyVersion(3, 2), least_step=0) == []
-    assert table_of(1, version=PolicyVersion(1, 4)).serving(PolicyVersion(1, 2), least_step=0) == []
+    assert not any(table_of(1, version=PolicyVersion(1, 1)).serving(PolicyVersion(3, 2), least_step=0))
+    assert not any(table_of(1, version=PolicyVersion(1, 4)).serving(PolicyVersion(1, 2), least_step=0))
 
 
 @given(eta=st.integers(0, 3), batch_size=st.integers(1, 4), order=st.integers(0, 60), step=st.integers(0, 20))
@@ -54,7 +56,7 @@ def test_what_the_least_step_allows_is_not_too_old_when_its_turn_comes(
     trained_at = order // batch_size
     for present in range(step, step + eta + 2):
         if (
-            table.serving(PolicyVersion(1, present), least_step=trained_at - eta)
+            any(table.serving(PolicyVersion(1, present), least_step=trained_at - eta))
             and present <= trained_at <= present + eta
         ):
             assert is_trainable(step, trained_at, eta)
@@ -114,7 +116,7 @@ def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_
     new = table.servers["generation_server/0"]
     assert new.state is ServerState.STARTING and new.staged == ""
     table.happened(old, "silent")
-    assert new.state is ServerState.STARTING and table.serving(V1) == []
+    assert new.state is ServerState.STARTING and not any(table.serving(V1))
     assert table.route("0:1", tokens=8, version=V1, least_step=1, failed_url=old.url) is None
     assert new.state is ServerState.STARTING
 
@@ -179,9 +181,72 @@ def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(policy: str, eve
                 table.route(uid, tokens=number, version=V2, least_step=9, busy_url=server.url)
                 table.finished(uid)
             loads = {
-                other.name: (other.is_busy, other.tokens if policy == "least_token_usage" else len(other.tokens_by_uid))
+                other.name: (other.is_full, other.tokens if policy == "least_token_usage" else len(other.tokens_by_uid))
                 for other in able
             }
             expected = min(loads, key=lambda name: (loads[name], name), default=None)
             chosen = table.route(uid, tokens=number, version=V2, least_step=least_step)
             assert (chosen and chosen.name) == expected
+
+
+def test_a_group_that_has_no_room_waits_until_one_ends_and_an_empty_server_takes_any() -> None:
+    table = table_of(2, kv_tokens=100)
+    assert all(table.route(f"0:{number}", tokens=50, version=V1, least_step=1) for number in range(2))
+    assert table.route("0:2", tokens=50, version=V1, least_step=1) is None, "a tenth is kept free"
+    assert any(table.serving(V1, least_step=1))
+    assert table.route("0:3", tokens=40, version=V1, least_step=1) is not None, "there is room for a smaller one"
+    assert table.route("0:0", tokens=70, version=V1, least_step=1) is not None, "who is there goes on"
+    table.finished("0:1")
+    larger = table.route("0:4", tokens=500, version=V1, least_step=1)
+    assert larger is not None and larger.tokens == 500, "it would fit nowhere else either"
+
+
+def test_what_a_rollout_worker_had_that_is_gone_takes_no_room() -> None:
+    table = table_of(1, kv_tokens=100)
+    for uid, worker in (("0:a", "rollout_worker/0"), ("0:b", "rollout_worker/0"), ("0:c", "rollout_worker/1")):
+        assert table.route(uid, tokens=30, version=V1, least_step=1, worker=worker) is not None
+    table.has_only("rollout_worker/0", {"0:b"})
+    assert table.servers["generation_server/0"].tokens_by_uid == {"0:b": 30, "0:c": 30}
+
+
+@given(
+    policy=st.sampled_from(["least_requests", "least_token_usage", "round_robin"]),
+    events=st.lists(
+        st.tuples(
+            st.integers(0, 19), st.integers(1, 60), st.sampled_from(["route", "route", "finish", "silent", "up"])
+        ),
+        max_size=80,
+    ),
+)
+def test_no_server_is_filled_beyond_its_cache_and_none_waits_for_one_that_has_room(
+    policy: str, events: list[tuple[int, int, str]]
+) -> None:
+    table = table_of(3, policy=policy, kv_tokens=100)
+    for number, tokens, event in events:
+        uid, server = f"0:{number}", table.servers[f"generation_server/{number % 3}"]
+        if event == "finish":
+            table.finished(uid)
+        elif event == "silent":
+            table.happened(server, "silent")
+        elif event == "up":
+            bring_to(table, server, V1)
+        elif not table.is_placed(uid):
+            ready = [other for other in table.servers.values() if other.state is ServerState.READY]
+            able = [other for other in ready if not other.tokens_by_uid or other.tokens + tokens <= 90]
+            has_room = any(not other.is_full for other in able)
+            chosen = table.route(uid, tokens=tokens, version=V1, least_step=1)
+            assert chosen is None or chosen in able
+            assert chosen is not None or not has_room
+        for other in table.servers.values():
+            assert other.tokens == sum(other.tokens_by_uid.values())
+            assert other.tokens <= 90 or len(other.tokens_by_uid) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=60))
+def test_groups_of_one_size_wait_only_if_every_server_is_full(events: list[tuple[int, int]]) -> None:
+    table = table_of(3, kv_tokens=100)
+    for number, finished in events:
+        if not table.is_placed(f"0:{number}"):
+            has_room = any(server.tokens <= 70 for server in table.servers.values())
+            assert (table.route(f"0:{number}", tokens=20, version=V1, least_step=1) is not None) is has_room
+        table.finished(f"0:{finished}")

@@ -19,10 +19,11 @@ from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
-from corral.workers.manager.gserver_manager import GserverManager
+from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager
 from corral.workers.manager.servers import Server, ServerState
 from corral.workers.manager.weight_tree import MAX_READERS
-from corral.workers.requests.manager_messages import Route, Schedule
+from corral.workers.requests.manager_messages import Finish, Route, Schedule
+from corral.workers.streams.router import Peer
 from corral.workers.weight_transport.filling import Filling, FindWay, whole
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
@@ -34,6 +35,7 @@ from tests.workers.weight_transport.versions import content_of, flip_a_byte
 from tests.workers.worker_context import worker_context
 
 NUM_HOSTS = 7
+PEER = Peer(b"1", "rollout_worker")
 
 
 class Trial:
@@ -78,9 +80,10 @@ class Trial:
             stack.callback(lambda: self.hosts.run(stop()))
             yield manager
 
-    def add_host(self) -> Host:
+    def add_host(self, *, kv_tokens: int = 0) -> Host:
         host = self.hosts.add()
-        self.names.add(self._keys.generation_server(len(self.hosts.all) - 1), json.dumps(host.record()))
+        record = host.record() | {"kv_tokens": kv_tokens}
+        self.names.add(self._keys.generation_server(len(self.hosts.all) - 1), json.dumps(record))
         return host
 
     def remove(self, host: Host) -> None:
@@ -181,12 +184,16 @@ def test_who_waits_for_a_server_and_knows_why_is_answered_when_one_is_ready(tria
     with trial.running_manager() as manager:
         wait_until(lambda: manager._version is not None, "the version")
         asked = Schedule(uid="0:a", tokens=8, order=0)
-        refused = trial.hosts.run(manager._route(asked))
+        refused = manager._choose(asked)
         assert refused.url is None and "no generation server" in refused.reason
         answers: list[Route] = []
 
+        async def wait() -> Route:
+            answer = manager._route(msgspec.structs.replace(asked, knows=refused.reason))
+            return answer if isinstance(answer, Route) else await answer
+
         def ask() -> None:
-            answers.append(trial.hosts.run(manager._route(msgspec.structs.replace(asked, knows=refused.reason))))
+            answers.append(trial.hosts.run(wait()))
 
         waiting = threading.Thread(target=ask)
         waiting.start()
@@ -194,6 +201,33 @@ def test_who_waits_for_a_server_and_knows_why_is_answered_when_one_is_ready(tria
         trial.add_host()
         waiting.join(DEADLINE_S)
         assert answers[0].url is not None and not manager._without_server
+
+
+def test_who_waits_for_room_gets_it_when_a_group_ends_and_the_oldest_prompt_first(trial: Trial) -> None:
+    trial.publish(1)
+    host = trial.add_host(kv_tokens=100)
+    with trial.running_manager() as manager:
+        wait_for(manager, [host], "0.1")
+
+        async def ask(uid: str, order: int, tokens: int) -> Route | asyncio.Future[Route]:
+            return manager._route(Schedule(uid=uid, tokens=tokens, order=order, knows=_NO_ROOM))
+
+        async def end(uid: str) -> None:
+            manager._answer(PEER, Finish(worker="rollout_worker/0", uid=uid, order=0, outcome="finished"))
+
+        def wait(uid: str, order: int, tokens: int) -> asyncio.Future[Route]:
+            answer = trial.hosts.run(ask(uid, order, tokens))
+            assert isinstance(answer, asyncio.Future)
+            return answer
+
+        assert isinstance(trial.hosts.run(ask("0:a", 0, 80)), Route)
+        waiting = [wait("0:d", 3, 40), wait("0:b", 1, 40), wait("0:c", 2, 40), wait("0:e", 4, 10)]
+        assert not any(answer.done() for answer in waiting), "the last would fit, and overtake"
+        trial.hosts.run(end("0:a"))
+        assert [answer.done() for answer in waiting] == [False, True, True, False]
+        trial.hosts.run(end("0:b"))
+        assert all(answer.result().url == host.url for answer in waiting)
+        assert not manager._without_room
 
 
 def test_a_manager_that_starts_again_has_no_host_read_what_it_holds(trial: Trial) -> None:

@@ -242,9 +242,9 @@ class RolloutRig:
         self.manager = GserverManager(self.context(stack, "gserver_manager"))
         choose = self.manager._choose
 
-        def count(request: Schedule) -> Route:
+        def count(request: Schedule, *, is_first: bool = False) -> Route:
             self._num_retried += bool(request.failed_url)
-            return choose(request)
+            return choose(request, is_first=is_first)
 
         self.manager._choose = count  # type: ignore[method-assign]
         task = self._loop.start(self.manager._main())

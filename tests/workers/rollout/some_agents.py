@@ -135,6 +135,18 @@ async def always_raises(task: Task, session: Session) -> Any:
     return task["no such field"]
 
 
+async def fails_for_some(task: Task, session: Session, *, number: int) -> float:
+    """So many episodes of a row that says so; the others go on when they have."""
+    folder = Path(os.environ[FOLDER])
+    await session.generate()
+    if task.fields.get("fails") and task.episode < number:
+        (folder / str(task.episode)).touch()
+        return float(task["no such field"])
+    while task.fields.get("fails") and len(list(folder.iterdir())) < number:
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
 async def dies_once(task: Task, session: Session) -> float:
     """Once, the first two turns are for nothing, as the process is gone."""
     killed = Path(os.environ[FOLDER]) / "killed"

@@ -69,6 +69,7 @@ def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp
         "notes/episode": 0.5,
         "notes/asked": 2.0,
         **dict.fromkeys((f"episode/ended/{why}" for why in ("length", "turns", "time", "other")), 0.0),
+        "episode/failed": 0.0,
     }
 
 
@@ -109,6 +110,22 @@ def test_a_judge_of_groups_sees_each_episode(tmp_path: Path) -> None:
 def test_spare_episodes_are_given_up_when_a_group_is_complete(tmp_path: Path) -> None:
     rig, tensors = one_group(tmp_path, plays("asks_twice", spare_answers=2))
     assert len(tensors["rewards"]) == 2 and rig.received[0].num_answers == 2
+
+
+@pytest.mark.parametrize(("num_failing", "outcome"), [(2, "finished"), (3, "agent_error")])
+def test_episodes_that_fail_are_the_spare_ones_as_long_as_there_are_some(
+    num_failing: int, outcome: str, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = plays("fails_for_some", spare_answers=2, agent_settings={"number": num_failing})
+    with RolloutRig(tmp_path, ["1+1=", "1+2="], rollout=rollout, fields=[{"fails": True}, {}]) as rig:
+        rig.run_until(lambda: len(rig.received) == 2, "two prompts")
+    outcomes, line = rig.outcomes(), some_agents.fails_for_some.__code__.co_firstlineno + 6
+    assert outcomes["0"].partition(":")[0] == outcome and outcomes["1"] == "finished"
+    assert f"failed, and is done without: KeyError: 'no such field' ({FILE}:{line})" in caplog.text
+    if outcome == "finished":
+        place = next(place for place, header in enumerate(rig.received) if header.uid.startswith("0:0#"))
+        assert rig.received[place].scalars["episode/failed"] == 2.0 and rig.received[place].num_answers == 2
+        np.testing.assert_array_equal(rig.tensors[place]["episodes"], [0, 1])
 
 
 def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_the_cause(

@@ -3,18 +3,21 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import GenerationClient, Setback, _Lengths
 from corral.workers.streams.https import open_session
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.rollout.engine_servers import DEADLINE_S, Connections, sample_in_turns
@@ -123,14 +126,29 @@ async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[in
         return answers, wanted, engines[1].tokens_generated, told
 
 
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 1000))
+def test_what_is_expected_of_an_answer_is_the_mean_of_the_last_ones_or_what_is_left_of_it(
+    lengths: list[int], remaining: int
+) -> None:
+    expected = _Lengths()
+    assert expected.further(remaining) == math.ceil(0.4 * remaining)
+    for length in lengths:
+        expected.ended(length)
+    weights = [0.99**age for age in range(len(lengths))][::-1]
+    mean = sum(weight * length for weight, length in zip(weights, lengths, strict=True)) / sum(weights)
+    assert expected.further(remaining) in {min(remaining, math.ceil(mean + error)) for error in (-1e-6, 0.0, 1e-6)}
+
+
 def test_a_server_that_is_lost_costs_what_had_not_come_back(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):  # answers of full length
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"eos_token_id": None}))
     answers, wanted, num_made_again, told = asyncio.run(_over_a_lost_server(model))
     assert [len(answer.output_ids) for answer in answers] == [1000] * 8
-    assert wanted[0] == 8 * 1000 and wanted[1] < 8 * (1000 - 32), "all but the tokens of an event had come back"
-    assert num_made_again == wanted[1], "what had come back is not made again"
+    assert wanted[0] == len(PROMPT) + 8 * 400, "no answer has ended: each is taken to use two fifths of its limit"
+    num_kept = wanted[1] - wanted[0]
+    assert num_kept > 8 * 32, "all but the tokens of an event had come back"
+    assert num_made_again <= 8 * 1000 - num_kept, "what had come back is not made again"
     assert len(told) == 1 and not told[0].is_busy, "told once, though eight streams have ended"
     in_one_go = sample_in_turns(
         model, PROMPT, seeds=range(8), engine_seeds=[9], turn_tokens=1000, max_new_tokens=1000, stop_token_ids=[]

@@ -112,6 +112,29 @@ def rloo(rewards: Tensor, group_sizes: Sequence[int]) -> Tensor:
     return (centred * per_token(others, group_sizes)).float()
 
 
+def opo(rewards: Tensor, num_tokens: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """Each reward less the group's mean weighted by length, which makes the gradient's variance small: OPO.
+
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585, eq. 9: the optimal baseline sum(l R) / sum(l), where the squared
+    gradient of an answer is taken to grow with its length. Arguments, shape and errors are those of `group_relative`.
+
+    Args:
+        num_tokens: [N] that were made in each answer; a group without any has the plain mean.
+    """
+    lengths = num_tokens.double().clamp(min=1e-9)  # so small that it weighs only where there is nothing else
+    totals = sum_per_answer(lengths, group_sizes)
+    weights = lengths * per_token(torch.tensor(group_sizes, dtype=torch.float64) / totals, group_sizes)
+    return (rewards.double() - per_token(_group_mean(rewards.double() * weights, group_sizes), group_sizes)).float()
+
+
+def overlong_penalty(num_tokens: Tensor, *, limit: int, buffer: int) -> Tensor:
+    """[N] float64 from 0 to 1: how much of the buffer before the limit an answer of so many tokens has used up.
+
+    DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13, without its minus sign.
+    """
+    return ((num_tokens.double() - (limit - buffer)) / buffer).clamp(0.0, 1.0)
+
+
 def rewards_to_go(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
     """[T] float32 discounted sums of the rewards from each token on: REINFORCE without a baseline.
 

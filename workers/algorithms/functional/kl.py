@@ -1,4 +1,5 @@
-"""The KL divergence to a reference model: estimated from sampled tokens, charged to rewards or losses, controlled.
+"""The KL divergence to a reference model: estimated from sampled tokens, charged to rewards or losses, controlled;
+and the entropy, of which a gradient is estimated alike.
 
 Source of the estimators: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With
 r = p_reference(x) / p_policy(x) for x sampled from the policy:
@@ -34,6 +35,20 @@ def approximate_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstim
         log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}; choose k1, k2 or k3")
+
+
+def entropy_of_samples(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """[T]: the entropy of the distribution that each token came from, with an estimate of its gradient.
+
+    The gradient of H = -sum p log p is that of the mean of -(log p(x) + H) log p(x) over x drawn from p, where the
+    bracket is a constant; H in it is a baseline, which changes no mean (the score-function estimator, Williams 1992).
+
+    Args:
+        logprobs: [T] of the tokens that were drawn, with gradient.
+        entropy: [T] without gradient.
+    """
+    surprise = -(logprobs.detach() + entropy)
+    return entropy + surprise * (logprobs - logprobs.detach())
 
 
 def token_rewards(

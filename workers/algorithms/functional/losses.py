@@ -63,6 +63,34 @@ def dpo_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     return -(1.0 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
 
 
+def ipo_loss(gains: Tensor, *, tau: float) -> Tensor:
+    """[pairs] squared distance of the gain from 1 / (2 tau), which it is to reach and not to pass.
+
+    Identity preference optimisation: Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. As its authors run it
+    and TRL computes it, log-ratios are means over an answer's tokens, so that long answers are not pushed apart less.
+
+    Args:
+        gains: [pairs] mean log-ratio of the chosen answer less that of the rejected one.
+    """
+    return (gains - 1.0 / (2.0 * tau)).square()
+
+
+def kto_loss(
+    chosen: Tensor, rejected: Tensor, *, reference_point: Tensor, desirable_weight: float, undesirable_weight: float
+) -> Tensor:
+    """[pairs] how far both answers are from being valued as they should: the sum of the two answers' losses.
+
+    Kahneman-Tversky optimisation: Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, eq. 8, without the
+    constant lambda of each answer. The reference point has no gradient.
+
+    Args:
+        chosen, rejected: [pairs] implicit rewards: beta times the sum of log-ratios.
+        reference_point: beta times a KL divergence, at least 0.
+    """
+    of_chosen = desirable_weight * torch.sigmoid(reference_point - chosen)
+    return of_chosen + undesirable_weight * torch.sigmoid(rejected - reference_point)
+
+
 def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
     squared = 0.5 * errors.square()
     if huber_delta is None:

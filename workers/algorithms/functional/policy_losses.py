@@ -40,28 +40,71 @@ def importance_ratio(logprobs: Tensor, base_logprobs: Tensor, loss_mask: Tensor)
     return torch.exp(log_ratio), log_ratio
 
 
+WeightLevel = Literal["token", "answer", "answer_mean"]
+
+
 def behaviour_weights(
-    proximal_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, *, cap: float | None, truncates: bool = False
+    proximal_logprobs: Tensor,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    cap: float | None,
+    floor: float | None = None,
+    truncates: bool = False,
+    level: WeightLevel = "token",
+    answer_lengths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Weights proximal / behaviour of decoupled PPO, and the loss mask without the tokens above the cap.
+    """Weights proximal / behaviour of decoupled PPO, and the loss mask without the tokens beyond the bounds.
 
     A token above the cap was all but impossible under the weights of this step; training on it anyway is what makes
     stale batches diverge. It leaves the loss entirely: numerator *and* denominator. Kept in the denominator, as the
-    system that introduced the cap did, it would shrink the step whenever trainer and generator drift apart.
+    system that introduced the cap did, it would shrink the step whenever trainer and generator drift apart. With a
+    floor, so does one that has become unlikely: IcePop, Ling team 2025, https://arxiv.org/abs/2510.18855.
 
-    With `truncates` such a token stays, with the cap as its weight: truncated importance sampling, Yao et al. 2025,
+    With `truncates` such a token stays, with the bound as its weight: truncated importance sampling, Yao et al. 2025,
     https://fengyao.notion.site/off-policy-rl.
+
+    Args:
+        level: `answer`: every token has the product of its answer's weights, which is the importance of the whole
+            answer, as a sequence: Liu et al. 2025, https://richardli.xyz/rl-collapse; `answer_mean`: the geometric
+            mean.
+        answer_lengths: entries of each answer in the mask, which the two latter need.
 
     Returns:
         (weights [T] float, 0 outside the returned mask; kept mask [T] bool).
     """
-    weights, _ = importance_ratio(proximal_logprobs, old_logprobs, loss_mask)
-    if cap is None:
-        return torch.where(loss_mask, weights, 0.0), loss_mask
-    if truncates:
-        return torch.where(loss_mask, weights.clamp(max=cap), 0.0), loss_mask
-    kept = loss_mask & ~(weights > cap)  # what is not a number stays, so that the step is skipped and counted
+    weights, log_ratio = importance_ratio(proximal_logprobs, old_logprobs, loss_mask)
+    if level != "token":
+        per_answer = (
+            sum_per_answer(log_ratio, answer_lengths)
+            if level == "answer"
+            else mean_per_answer(log_ratio, loss_mask, answer_lengths)
+        )
+        weights = per_token(torch.exp(per_answer.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)), answer_lengths)
+    kept = loss_mask
+    if truncates and (cap is not None or floor is not None):
+        weights = weights.clamp(min=floor, max=cap)
+    elif not truncates:  # what is not a number stays, so that the step is skipped and counted
+        kept = loss_mask & ~(weights > (torch.inf if cap is None else cap)) & ~(weights < (floor or 0.0))
     return torch.where(kept, weights, 0.0), kept
+
+
+def is_far_off_policy(
+    proximal_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    answer_lengths: Sequence[int],
+    *,
+    most_nats: float,
+) -> Tensor:
+    """[T] bool: tokens with a negative advantage of answers that the policy has moved away from.
+
+    How far is the mean over the answer's tokens of log(behaviour / proximal), in nats. Off-policy sequence masking:
+    DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556, sec. 3.1; there the ratio is to the weights being trained.
+    """
+    divergence = mean_per_answer(old_logprobs - proximal_logprobs, loss_mask, answer_lengths)
+    return (advantages < 0) & (per_token(divergence, answer_lengths) > most_nats)
 
 
 def ppo_clip(
