@@ -11,6 +11,10 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 EXAMPLE_ENVIRONMENTS := $(wildcard examples/environments/*)
+# `make recipes`: BACKEND=sglang has SGLang answer, RECIPES="tools program" runs those alone.
+BACKEND ?= hf
+RECIPES ?=
+RECIPES_NEED_sglang := sglang
 MEGATRON_STAMP := $(VENV)/.installed-megatron
 # `make gpu`: DEVICE=cpu tries its steps out; WHEELS=DIR runs it without a network on top of PYTHON, which has torch.
 DEVICE ?= cuda
@@ -61,8 +65,8 @@ setup-slurm:  ## install the SLURM daemons that the tests start, a compiler and 
 demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine
 	@BIN="$(BIN)" sh experiments/recipes/demo.sh
 
-recipes: setup  ## train every recipe on this machine, and say in one table whether each moves what it should
-	@$(BIN)/python -m corral.experiments.recipes.run_all
+recipes: setup environments $(RECIPES_NEED_$(BACKEND))  ## train every recipe on this machine, and say in one table whether each moves what it should
+	@$(BIN)/python -m corral.experiments.recipes.run_all --backend $(BACKEND) $(RECIPES)
 
 quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py

@@ -89,8 +89,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if self.evaluation is not None and not self.evaluation.dataset.is_named and config.held_out_args is not None:
             lists.append(HELD_OUT)
         try:
-            has_tokenizer = (self.actor.path / "tokenizer.json").exists()  # else that is told beside all else
-            return find_environment(config, lists=lists, model=self.actor.path if has_tokenizer else None)
+            return find_environment(config, lists=lists)
         except ValueError as error:
             message, hint = split_remedy(str(error))
             path = ("rollout", "environment", "id" if config.python is None else "python")
@@ -265,6 +264,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 self.rollout.environment,
                 self.dataset,
                 self.evaluation,
+                model=self.actor.path,
                 is_in_container=group is not None and group.container_image is not None,
             )
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)

@@ -133,3 +133,48 @@ def ids_of(*texts: str) -> list[int]:
 
 def _plain(text: str) -> list[int]:
     return [VOCABULARY[character] for character in text]
+
+
+_TOOL_TEXT = (
+    '{"type": "function", "function": {"name": "add", "description": "Adds two <numbers>.", "parameters": '
+    '{"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}'
+)
+_INDENTED_TOOL_TEXT = """\
+{
+ "type": "function",
+ "function": {
+  "name": "add",
+  "description": "Adds two <numbers>.",
+  "parameters": {
+   "type": "object",
+   "properties": {
+    "a": {
+     "type": "number"
+    },
+    "b": {
+     "type": "number"
+    }
+   }
+  }
+ }
+}
+"""
+TWO_TURNS = {
+    "qwen": (
+        ids_of("<|im_start|>", f"system\n\ntools:\n{_TOOL_TEXT}", "<|im_end|>", "\n")
+        + ids_of("<|im_start|>", "user\n1+1?", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
+        ids_of("<think>", "\npi", "z", "z", "a\n", "</think>", "\n\n")
+        + ids_of("<tool_call>", '\n{"name":"add", "arguments": {"a":1,"b":1}}\n', "</tool_call>", "<|im_end|>"),
+        ids_of("\n", "<|im_start|>", "user\n[2]", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
+        ids_of("It is ", "z", "z", "2.", "<|im_end|>"),
+    ),
+    "llama": (
+        ids_of("<bos>", "<|head|>", "system", "<|body|>", "\n\n100%", "<|eot|>", "<|head|>", "user", "<|body|>", "\n\n")
+        + ids_of(f"{_INDENTED_TOOL_TEXT}1+1?", "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
+        ids_of('{"name":"add", "parameters": {"a":1,"b":1}}', "<|eot|>"),
+        ids_of("<|head|>", "ipython", "<|body|>", '\n\n"2"', "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
+        ids_of("It is ", "z", "z", "2.", "<|eot|>"),
+    ),
+}
+"""Of each form, by hand: "1+1?" beside ADD; a call of it, spelled as no template spells it, with a `z` and a `z` that a
+tokenizer would join; what says that it gave 2; and the last answer."""

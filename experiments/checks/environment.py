@@ -1,12 +1,14 @@
 """Checks of `rollout.environment`: what it takes the place of, and what its rows have to have."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.errors import ConfigProblem, KeyPath
+from corral.experiments.errors import ConfigProblem, KeyPath, split_remedy
+from corral.experiments.prompts.chat_template import ChatTemplate
 
 
 def check_environment(
@@ -15,11 +17,13 @@ def check_environment(
     dataset: DatasetConfig,
     evaluation: EvaluationConfig | None,
     *,
+    model: Path,
     is_in_container: bool,
 ) -> Iterator[ConfigProblem]:
-    """Settings beside an environment that contradict it, and files that hold no tasks.
+    """Settings beside an environment that contradict it, files that hold no tasks, a model that nobody can talk to.
 
     Args:
+        model: folder of what the environment talks to.
         is_in_container: whether rollout workers start in an image.
     """
     for key, whose in (("agent", "plays"), ("agent_settings", "plays"), ("reward", "gives the rewards")):
@@ -35,6 +39,11 @@ def check_environment(
             "give the path of a Python that is there in that image and here, where tasks are listed",
             path=("rollout", "environment"),
         )
+    try:
+        ChatTemplate.of_model(model)
+    except ValueError as error:
+        message, hint = split_remedy(str(error))
+        yield ConfigProblem(f"an environment speaks in messages: {message}", hint, path=("actor", "path"))
     yield from check_tasks(dataset, ("dataset", "path"))
     if evaluation is None:
         if environment.held_out_args is not None:

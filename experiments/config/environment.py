@@ -19,8 +19,6 @@ class EnvironmentConfig(FrozenConfig):
     """What it is told beside `args` for the tasks of `evaluation`, whose dataset then has no path: {taskset: {split: test}}."""  # noqa: E501
     num_tasks: int | None = Field(default=None, ge=1)
     """Its first so many tasks; None is all. One that makes them without end needs it. Not of those held out."""
-    renderer: dict[str, Any] | None = None
-    """What writes messages down as tokens, as `renderers` names it: {name: qwen3}. None: what it knows for the model, else the tokenizer's own template, without tools."""  # noqa: E501
     variables: list[str] = []
     """Names of environment variables that it gets besides; of the others it gets PATH, and what says where certificates and proxies are."""  # noqa: E501
     python: Path | None = None

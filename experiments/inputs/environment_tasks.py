@@ -39,35 +39,23 @@ def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: st
     return [str(python), "-P", "-c", _START, str(_PLUGINS), mode, json.dumps(settings), where]
 
 
-def host_settings(config: EnvironmentConfig, *, model: Path | None) -> dict[str, Any]:
-    """What a host has to know of the configuration.
-
-    Args:
-        model: folder with the tokenizer; None does without.
-    """
-    return {
-        "id": config.id,
-        "args": config.args,
-        "renderer": config.renderer,
-        "model_directory": "" if model is None else str(model),
-    }
+def host_settings(config: EnvironmentConfig) -> dict[str, Any]:
+    """What a host has to know of the configuration."""
+    return {"id": config.id, "args": config.args}
 
 
-def find_environment(
-    config: EnvironmentConfig, *, lists: Collection[str] = (), model: Path | None = None
-) -> FoundEnvironment:
+def find_environment(config: EnvironmentConfig, *, lists: Collection[str] = ()) -> FoundEnvironment:
     """What it is, and its tasks, as it makes them now; by one start of it, which takes seconds.
 
     Args:
         lists: keys of the datasets whose tasks are asked for: `dataset`, HELD_OUT.
-        model: folder of a tokenizer, which is then seen to be able to write messages down.
 
     Raises:
         ValueError: if it cannot be loaded, with the way out after a semicolon.
     """
     held_out = {"args": merged(config.args, config.held_out_args or {}), "num_tasks": None}
     asked = {"dataset": {"args": config.args, "num_tasks": config.num_tasks}, HELD_OUT: held_out}
-    settings = host_settings(config, model=model) | {"lists": {key: asked[key] for key in lists}}
+    settings = host_settings(config) | {"lists": {key: asked[key] for key in lists}}
     with tempfile.TemporaryDirectory(prefix="corral-environment-") as name:
         folder = Path(name)
         _run(config, settings, folder)

@@ -92,6 +92,14 @@ def gpu_settings(recipe: Path) -> list[str]:
     return [f"groups.{name}.scheduling.gpu=1" for name, group in groups.items() if "gpu" in group["scheduling"]]
 
 
+def backend_settings(recipe: Path, backend: str) -> list[str]:
+    """Overrides by which servers of this backend answer, in recipes where any do."""
+    allocation = str(read_yaml(recipe)[0]["allocation"])
+    generation, plus, training = allocation.partition("+")
+    layout = generation.partition(":")[2]
+    return [f"allocation={backend}:{layout}{plus}{training}"] if plus else []
+
+
 def read_values(metrics: Path, name: str) -> list[float]:
     """A number of every line of metrics.jsonl that has it."""
     if not metrics.exists():
@@ -198,6 +206,7 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; SFT always runs first")
     default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
+    parser.add_argument("--backend", choices=["hf", "sglang"], default="hf", help="whose generation servers answer")
     parser.add_argument(
         "--algorithms", help="compare these, comma between them, or all, and run no other recipe but SFT"
     )
@@ -215,10 +224,10 @@ def main() -> int:
         or (read_yaml(path)[0]["name"] == _SFT if arguments.algorithms else kind_of(path) == "sft")
         or any(word in path.name for word in arguments.only)
     ]
-    results = [
-        run(path, root=root, trial=trial, data=data, overrides=gpu_settings(path) if arguments.gpu else ())
-        for path in chosen
-    ]
+    results = []
+    for path in chosen:
+        overrides = backend_settings(path, arguments.backend) + (gpu_settings(path) if arguments.gpu else [])
+        results.append(run(path, root=root, trial=trial, data=data, overrides=overrides))
     print(f"\n{render(results)}")
     if arguments.algorithms:
         names = compared_algorithms() if arguments.algorithms == "all" else arguments.algorithms.split(",")

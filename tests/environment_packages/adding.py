@@ -27,8 +27,8 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
         if self.data.does == "raises":
             raise KeyError("no such field")
         if self.data.folder:
-            branches = [[one.token_ids, one.sampled_mask, one.logprobs] for one in trace.branches]
-            seen = {"branches": branches, "variables": dict(os.environ), "cwd": os.getcwd()}
+            said = [message.content for branch in trace.branches for message in branch.messages]
+            seen = {"said": said, "variables": dict(os.environ), "cwd": os.getcwd()}
             Path(self.data.folder, f"{self.data.id}-{trace.id}.json").write_text(json.dumps(seen))
         return float(trace.last_reply == self.data.answer)
 

@@ -18,7 +18,7 @@ from corral.experiments.registry import load_experiment
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import EnvironmentSpec, RolloutWorkerSpec
 from corral.launcher.submit.environments import changed_environment, kept_rows
-from tests.environments import PACKAGES, give_tokenizer, needs_environments
+from tests.environments import PACKAGES, add_template, give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import write_inputs
 
 RECIPE = Path(__file__).parents[2] / "experiments" / "recipes" / "arithmetic_environment.yaml"
@@ -105,12 +105,16 @@ def problems(
         environment,
         DatasetConfig(path=path),
         EvaluationConfig(dataset=DatasetConfig()),
+        model=folder,
         is_in_container=is_in_container,
     )
     return [problem.message for problem in found]
 
 
 def test_what_contradicts_an_environment_is_refused(tmp_path: Path) -> None:
+    [message] = problems(tmp_path, rollout={})
+    assert message.startswith(f"an environment speaks in messages: model {tmp_path} has no chat template")
+    add_template(tmp_path)
     assert problems(tmp_path, rollout={}) == []
     assert problems(tmp_path, rollout={"agent": "my.agents:solve"}) == [
         "rollout.agent has no effect: the environment adding plays"

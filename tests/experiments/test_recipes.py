@@ -19,6 +19,7 @@ from corral.experiments.recipes.run_all import (
     Result,
     all_recipes,
     answers_to_goal,
+    backend_settings,
     compared_algorithms,
     example_paths,
     kind_of,
@@ -76,6 +77,12 @@ def test_recipes_are_installed() -> None:
 def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: Path, tmp_path: Path) -> None:
     plan = _plan(recipe, tmp_path)
     assert place(plan.scheduling, NodeShape(cpus=8, gpus=0, mem_mb=8 * 1024)).num_nodes == 1
+
+
+def test_another_backend_answers_where_any_does() -> None:
+    settings = {recipe.name: backend_settings(recipe, "sglang") for recipe in _RECIPES}
+    assert settings["arithmetic_tools.yaml"] == ["allocation=sglang:d1+fsdp:d1"]
+    assert settings["arithmetic_dpo.yaml"] == settings["arithmetic_sft.yaml"] == []
 
 
 @pytest.mark.parametrize("recipe", _EACH)

@@ -9,8 +9,10 @@ import asyncio
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from corral.workers.agents.contract import Outcome, Task
 from corral.workers.agents.session import Session
@@ -26,19 +28,25 @@ async def program(task: Task, session: Session, *, command: Sequence[str], timeo
     """Run a program for each episode.
 
     Args:
-        command: its words; it starts where the agents' processes do.
+        command: its words; it starts where the agents' processes do, and `python` is the one that they have.
         timeout_s: after which it is killed, and the episode has failed. Less than `rollout.agent_timeout_s`.
 
     Raises:
         ProgramError: if it fails, or takes longer.
     """
     endpoint = session.endpoint
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
+        env={
+            **os.environ,
+            "PATH": path,
+            "OPENAI_BASE_URL": endpoint.base_url,
+            "OPENAI_API_KEY": endpoint.api_key,
+        },
     )
     try:
         async with asyncio.timeout(timeout_s):

@@ -5,6 +5,7 @@
 writes DIR/model (Hugging Face format), problems with their answers, and preferences for right answers over wrong ones:
 
     train_sft.jsonl  train_grpo.jsonl  heldout.jsonl        {"id": "12+34", "prompt": "12+34=", "answer": "46"}
+    heldout_few.jsonl                                       the first of heldout.jsonl
     train_preferences.jsonl  heldout_preferences.jsonl      {..., "chosen": "46", "rejected": "56"}
     train_tools.jsonl                                       the same, with answers that ask a calculator: "12+34="
 
@@ -26,6 +27,7 @@ CHAT_TEMPLATE = (
 )
 """A conversation is what was said, one after the other: to its first prompt the model answers as without a template."""
 NUM_HELD_OUT = 512
+NUM_FEW = 64  # of those, where each answer costs
 NUM_SFT = 3072
 NUM_TOOLS = 1024
 
@@ -71,6 +73,7 @@ def write_datasets(directory: Path, *, seed: int) -> None:
     held_out, training = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
     for name, part in (
         ("heldout.jsonl", held_out),
+        ("heldout_few.jsonl", held_out[:NUM_FEW]),
         ("train_sft.jsonl", training[:NUM_SFT]),
         ("train_grpo.jsonl", training),
         ("heldout_preferences.jsonl", make_preferences(held_out, seed=seed)),

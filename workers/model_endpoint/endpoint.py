@@ -180,7 +180,7 @@ class ModelEndpoint:
         reply = chat_reply(
             turn, message, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=bool(asked.logprobs)
         )
-        return await _send(request, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+        return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode_of(request)
@@ -191,7 +191,7 @@ class ModelEndpoint:
         reply = text_reply(
             turn, text, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=asked.logprobs is not None
         )
-        return await _send(request, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+        return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
 
     async def _generate(self, request: web.Request) -> web.Response:
         episode = self._episode_of(request)
@@ -268,17 +268,22 @@ class ModelEndpoint:
         except ApiError as error:
             return web.json_response(error.body(), status=error.status)
         except web.HTTPException as error:
-            refused = ApiError(error.reason, code="no_such_request", status=error.status)
+            here = ", ".join(str(resource.canonical) for resource in request.app.router.resources())
+            words = f"{error.reason}: {request.method} {request.path}; what is answered here is {here}"
+            refused = ApiError(words, code="no_such_request", status=error.status)
             return web.json_response(refused.body(), status=error.status)
         except Exception:
             logger.exception("the model endpoint failed on %s", request.path)
             return web.json_response(ApiError("the model endpoint failed", code="internal_error").body(), status=500)
 
 
-async def _send(request: web.Request, reply: dict[str, Any], *, streams: bool, says_usage: bool) -> web.StreamResponse:
+async def _send(
+    request: web.Request, turn: Turn, reply: dict[str, Any], *, streams: bool, says_usage: bool
+) -> web.StreamResponse:
+    number = {"X-Turn": str(turn.number)}  # for the host of an environment, which may not learn from it
     if not streams:
-        return web.json_response(reply)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        return web.json_response(reply, headers=number)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **number})
     await response.prepare(request)
     for event in events(reply, says_usage=says_usage):
         await response.write(event)

@@ -1,8 +1,9 @@
 """What programs ask of the model endpoint: JSON ──check──► a struct, or ApiError in OpenAI's form.
 
 Fields that change nothing here are passed over, as programs send many: `model`, `user`, `seed`, penalties, and with
-them `temperature` and `top_p`, since the trial says how its model is sampled. What a program relies on in an answer and
-would not get, such as a form of it, is refused by its name.
+them `temperature` and `top_p`, since the trial says how its model is sampled. So is a `tool_choice` that wants a call:
+a model that learns chooses itself, and programs have to live with one that calls nothing. What a program relies on in
+an answer and would not get, such as a form of it, is refused by its name.
 """
 
 from typing import Any, TypeVar
@@ -100,10 +101,6 @@ class ChatRequest(_Asked, kw_only=True):
             check_tools(self.schemas)
         except ValueError as error:
             raise ApiError(f"tools {error}") from error
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ApiError(
-                f"tool_choice is {self.tool_choice!r}, and a model that learns chooses itself; 'auto' or 'none'"
-            )
         if self.top_logprobs:
             raise ApiError("top_logprobs are not kept; logprobs of the answer's own tokens are")
         if self.response_format is not None and self.response_format.get("type") != "text":

@@ -78,9 +78,7 @@ async def open_player(
         curtain=judge.curtain,
     )
     if config.environment is not None:
-        program = EnvironmentProgram(
-            config.environment, config, model=prompts.directory, planned=planned, curtain=judge.curtain
-        )
+        program = EnvironmentProgram(config.environment, config, planned=planned, curtain=judge.curtain)
     processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer),

@@ -103,19 +103,17 @@ class EnvironmentProgram:
         config: EnvironmentConfig,
         rollout: RolloutConfig,
         *,
-        model: Path,
         planned: EnvironmentSpec | None,
         curtain: Curtain,
     ) -> None:
         """
         Args:
             rollout: whose deadline its episodes have.
-            model: folder with the tokenizer and its template.
             planned: what it was at submission.
         """
         self.name, self.start_timeout_s = f"environment {config.id}", config.load_timeout_s
         self._config, self._planned, self._python = config, planned, environment_python(config)
-        self._settings = host_settings(config, model=model) | {
+        self._settings = host_settings(config) | {
             "timeout_s": rollout.agent_timeout_s,
             "parent": NOBODY if curtain.hidden else os.getpid(),
         }

@@ -15,7 +15,7 @@ import pytest
 from corral.workers.episodes.log import EpisodeLog
 from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
 from corral.workers.rollout.episode_session import EpisodeSession
-from tests.chat_models import ADD, ENDS, ids_of, write_chat_tokenizer
+from tests.chat_models import ADD, ENDS, TWO_TURNS, ids_of, write_chat_tokenizer
 from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, scripted
 
 Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
@@ -69,78 +69,6 @@ def expected(*parts: tuple[list[int], int | None]) -> tuple[list[int], list[int]
     return ids, trained, logprobs, versions
 
 
-TOOL_TEXT = (
-    '{"type": "function", "function": {"name": "add", "description": "Adds two <numbers>.", "parameters": '
-    '{"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}'
-)
-INDENTED_TOOL_TEXT = """\
-{
- "type": "function",
- "function": {
-  "name": "add",
-  "description": "Adds two <numbers>.",
-  "parameters": {
-   "type": "object",
-   "properties": {
-    "a": {
-     "type": "number"
-    },
-    "b": {
-     "type": "number"
-    }
-   }
-  }
- }
-}
-"""
-BY_HAND = {
-    "qwen": (
-        ids_of("<|im_start|>", f"system\n\ntools:\n{TOOL_TEXT}", "<|im_end|>", "\n")
-        + ids_of("<|im_start|>", "user\n1+1?", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
-        ids_of("<think>", "\npi", "z", "z", "a\n", "</think>", "\n\n")
-        + ids_of("<tool_call>", '\n{"name":"add", "arguments": {"a":1,"b":1}}\n', "</tool_call>", "<|im_end|>"),
-        ids_of("\n", "<|im_start|>", "user\n[2]", "<|im_end|>", "\n", "<|im_start|>", "assistant\n"),
-        ids_of("It is ", "z", "z", "2.", "<|im_end|>"),
-    ),
-    "llama": (
-        ids_of("<bos>", "<|head|>", "system", "<|body|>", "\n\n100%", "<|eot|>", "<|head|>", "user", "<|body|>", "\n\n")
-        + ids_of(f"{INDENTED_TOOL_TEXT}1+1?", "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
-        ids_of('{"name":"add", "parameters": {"a":1,"b":1}}', "<|eot|>"),
-        ids_of("<|head|>", "ipython", "<|body|>", '\n\n"2"', "<|eot|>", "<|head|>", "assistant", "<|body|>", "\n\n"),
-        ids_of("It is ", "z", "z", "2.", "<|eot|>"),
-    ),
-}
-
-
-@pytest.mark.parametrize("form", BY_HAND)
-def test_two_turns_with_a_tool_are_one_sequence_as_it_was_sampled(tmp_path: Path, form: str) -> None:
-    asked, called, result, said = BY_HAND[form]
-    sessions: list[EpisodeSession] = []
-
-    async def program(rig: Rig, server: ScriptedServer) -> None:
-        sessions.append(rig.session())
-        client = rig.program(rig.endpoint.open_episode(sessions[0]))
-        messages: list[Any] = [ASKED]
-        first = await client.chat.completions.create(model="any", messages=messages, tools=[ADD], logprobs=True)
-        (choice,) = first.choices
-        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
-        (call,) = choice.message.tool_calls
-        assert call.type == "function" and (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 1}')
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert [one.logprob for one in choice.logprobs.content] == [-token / 8 for token in called]
-        assert first.usage is not None
-        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(asked), len(called))
-        server.version = "0.3"
-        # As programs do: the message as it came, fields that are None and all.
-        messages += [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
-        second = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
-        assert second.choices[0].message.content == "It is zz2."
-        assert second.choices[0].finish_reason == "stop"
-
-    play(tmp_path, form, [called, said], program)
-    assert sequences(sessions[0].log) == [expected((asked, None), (called, 0), (result, None), (said, 3))]
-
-
 def test_a_history_that_the_template_rewrites_is_a_new_branch(tmp_path: Path) -> None:
     thought = ids_of("<think>", "\nhm\n", "</think>", "\n\n", "z", "z", "2", "<|im_end|>")
     start, end = ["<|im_start|>"], ["<|im_end|>", "\n"]
@@ -168,7 +96,7 @@ def test_a_history_that_the_template_rewrites_is_a_new_branch(tmp_path: Path) ->
 
 @pytest.mark.parametrize("change", ["content", "reasoning_content", "arguments"])
 def test_a_history_that_the_program_rewrites_is_a_new_branch(tmp_path: Path, change: str) -> None:
-    _, called, _, said = BY_HAND["qwen"]
+    _, called, _, said = TWO_TURNS["qwen"]
 
     async def program(rig: Rig, server: ScriptedServer) -> None:
         session = rig.session()
@@ -188,9 +116,9 @@ def test_a_history_that_the_program_rewrites_is_a_new_branch(tmp_path: Path, cha
     play(tmp_path, "qwen", [called, said], program)
 
 
-@pytest.mark.parametrize("form", BY_HAND)
+@pytest.mark.parametrize("form", TWO_TURNS)
 def test_a_stream_says_what_a_reply_says(tmp_path: Path, form: str) -> None:
-    _, called, _, said = BY_HAND[form]
+    _, called, _, said = TWO_TURNS[form]
 
     async def program(rig: Rig, server: ScriptedServer) -> None:
         client = rig.program(rig.endpoint.open_episode(rig.session()))
@@ -267,7 +195,7 @@ def test_an_answer_ends_where_the_template_ends_it_whatever_the_model_declares(t
 
 
 def test_token_ids_go_in_and_out_as_vllm_has_it(tmp_path: Path) -> None:
-    asked, called, result, said = BY_HAND["qwen"]
+    asked, called, result, said = TWO_TURNS["qwen"]
 
     async def program(rig: Rig, server: ScriptedServer) -> None:
         session = rig.session()
@@ -332,7 +260,6 @@ def test_limits_of_an_episode_are_errors_that_nobody_tries_again(tmp_path: Path)
         ({"n": 2}, "n is 2, and a request has one answer"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs are not kept"),
         ({"response_format": {"type": "json_object"}}, "response_format would sample"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice is 'required'"),
         ({"tools": [{"type": "function"}]}, r"tools \[0\] is no"),
         ({"max_tokens": 0}, "an answer has at least one token"),
         ({"messages": []}, "at least one"),
@@ -357,6 +284,8 @@ def test_without_a_template_nobody_chats(tmp_path: Path) -> None:
         client = rig.program(rig.endpoint.open_episode(rig.session()))
         with pytest.raises(openai.BadRequestError, match="has no chat template; ask /v1/completions"):
             await client.chat.completions.create(model="any", messages=[ASKED])
+        with pytest.raises(openai.NotFoundError, match="POST /v1/responses; what is answered here is /v1/chat/comp"):
+            await client.responses.create(model="any", input="x")
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="any", input="x")
 
@@ -364,7 +293,7 @@ def test_without_a_template_nobody_chats(tmp_path: Path) -> None:
 
 
 def test_calls_are_left_alone_where_the_program_wants_none(tmp_path: Path) -> None:
-    _, called, _, _ = BY_HAND["llama"]
+    _, called, _, _ = TWO_TURNS["llama"]
 
     async def program(rig: Rig, server: ScriptedServer) -> None:
         client = rig.program(rig.endpoint.open_episode(rig.session()))

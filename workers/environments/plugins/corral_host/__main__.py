@@ -3,9 +3,11 @@
     corral_host tell SETTINGS FOLDER     ──► FOLDER/described.json, and NAME.jsonl: a row a task, of each of `lists`
     corral_host play SETTINGS FD,MARK    ──► {"ready": {...}} or {"failed": why}, then episodes as long as FD is open
 
-    worker ──run, key, task──► Env.run_slot ──► harness ──► train client ──Relay, by trace──► the episode's endpoint
-       ▲                           │ any failure is the episode's own                              │ token ids, logprobs
+    worker ──run, key, task──► Env.run_slot ──► harness ──► verifiers' client ──Relay, by trace──► its endpoint
+       ▲                           │ any failure is the episode's own                              │ messages
        └──done: reward, metrics────┘◄──────────────────────────────────────────────────────────────┘
+
+Messages become tokens at the endpoint, by the trial's own template, once: the environment never sees a token.
 
 It is found by its folder and imports nothing of corral. Lines of JSON go in both directions, as with an agent's process
 (`corral/workers/user_code/agent_host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
@@ -28,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.clients.train import ElasticRendererPool
 from verifiers.v1.utils import loaders
 
 from .packages import Settings, describe, make_config, rows_of, told
@@ -55,8 +56,7 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
             env = loaders.load_environment(config)
             relay = Relay(stack)
             os.environ[_KEY_VARIABLE] = relay.secret
-            client = client_config(settings, await relay.start())
-            await check_renderer(client)
+            client = vf.EvalClientConfig(base_url=await relay.start(), api_key_var=_KEY_VARIABLE)
             await stack.enter_async_context(env.serving())
             # How answers are sampled is the trial's business; what an environment's agents say of it is passed on.
             context = vf.ModelContext(model=_MODEL, client=client)
@@ -94,37 +94,10 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
         await asyncio.gather(beating, *running.values(), return_exceptions=True)
 
 
-def client_config(settings: Settings, url: str) -> vf.TrainClientConfig:
-    """Where the policy is, and how it is written to."""
-    return vf.TrainClientConfig(
-        base_url=url,
-        api_key_var=_KEY_VARIABLE,
-        renderer_model_name=settings.model_directory,
-        renderer=settings.renderer,
-    )
-
-
-async def check_renderer(client: vf.TrainClientConfig) -> None:
-    """Have the renderer made before anybody waits for it, and see that it can write a message down.
-
-    Raises:
-        ValueError: if it cannot, as it has no template.
-    """
-    pool = ElasticRendererPool(str(client.renderer_model_name), client.renderer, multiplex=client.multiplex)
-    try:
-        async with pool.acquire() as slot:
-            words = [{"role": "user", "content": "1"}]
-            await slot.run(lambda: slot.renderer.render(words, add_generation_prompt=True))
-    except Exception as error:
-        raise ValueError(f"messages cannot be written down for {client.renderer_model_name}: {told(error)}") from error
-
-
 def tell(settings: Settings, folder: Path) -> None:
     """Writes what the environment is, and its tasks."""
     config = make_config(settings.id, settings.args)
     loaders.load_environment(config)
-    if settings.model_directory:
-        asyncio.run(check_renderer(client_config(settings, "http://nowhere")))
     (folder / "described.json").write_text(json.dumps(describe(config)))
     for name, asked in settings.lists.items():
         taskset = loaders.load_environment(make_config(settings.id, asked["args"])).taskset

@@ -23,9 +23,6 @@ class Settings:
     args: Mapping[str, Any]
     lists: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """`args` and `num_tasks` of each set of tasks that is asked for, by its name."""
-    renderer: Mapping[str, Any] | None = None
-    model_directory: str = ""
-    """With the tokenizer and its template; "" where nobody plays."""
     timeout_s: float = 300.0
     """How long an episode may be at work of its own at a time."""
     parent: int = 0

@@ -1,4 +1,4 @@
-"""Relay: between verifiers' train client and the endpoints of episodes."""
+"""Relay: between verifiers' client and the endpoints of episodes."""
 
 import json
 import secrets
@@ -12,9 +12,8 @@ from aiohttp import web
 
 LONGEST_LINE = 1 << 28
 _MOST_EMPTY = 8  # answers without a token to an episode that has ended: then whoever plays it does not listen
-_EMPTY = {"index": 0, "token_ids": [], "finish_reason": "length", "logprobs": {"content": []}}
-_GENERATE = "/inference/v1/generate"
-_PASSED_ON = ("Content-Type", "X-Session-ID")
+_EMPTY = {"role": "assistant", "content": ""}
+_TURN = "X-Turn"  # of the endpoint's replies: which turn of the episode it is
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class Played:
 
 
 class Relay:
-    """Between the environment's one train client and the endpoints of episodes, which have a key each.
+    """Between the environment's one client and the endpoints of episodes, which have a key each.
 
     The client is made once and keeps its connections, so the key cannot be part of it. What is asked names its trace.
     """
@@ -51,7 +50,7 @@ class Relay:
     async def start(self) -> str:
         """Listen on loopback; returns the URL."""
         application = web.Application(client_max_size=LONGEST_LINE)
-        application.add_routes([web.post(_GENERATE, self._relay), web.get("/v1/models", self._relay)])
+        application.router.add_route("*", "/{path:.*}", self._relay)  # the endpoint refuses what it does not know
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
@@ -67,31 +66,30 @@ class Relay:
         episode = self.episodes.get(trace) if trace else next(iter(self.episodes.values()), None)
         if episode is None:
             return web.json_response({"error": {"message": "the episode is over"}}, status=409)
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        headers["Authorization"] = f"Bearer {episode.key}"
+        headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
         episode.num_asked += 1
         try:
             session, body = self._session(episode.socket), await request.read()
             async with session.request(
                 request.method, f"http://model{request.path}", data=body, headers=headers
             ) as reply:
-                return self._answer(episode, trace, reply.status, await reply.read())
+                if trace and _TURN in reply.headers:
+                    episode.turns.setdefault(trace, []).append(int(reply.headers[_TURN]))
+                return self._answer(episode, body, reply, await reply.read())
         except aiohttp.ClientError as error:
             return web.json_response({"error": {"message": f"the model does not answer: {error}"}}, status=503)
         finally:
             episode.num_asked -= 1
             episode.last_answer = time.monotonic()
 
-    def _answer(self, episode: Played, trace: str | None, status: int, body: bytes) -> web.Response:
+    def _answer(self, episode: Played, asked: bytes, reply: aiohttp.ClientResponse, body: bytes) -> web.Response:
         """What the environment is told. That an episode has come to a limit is no failure of it: it is judged as it
         stands, so whoever still asks gets an answer of no token.
         """
-        if status == 200 and trace is not None:
-            episode.turns.setdefault(trace, []).append(json.loads(body).get("turn", -1))
-        elif status in (400, 409) and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
+        if reply.status == 400 and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
             episode.num_empty += 1
-            return web.json_response({"request_id": "", "choices": [_EMPTY]})
-        return web.Response(status=status, body=body, content_type="application/json")
+            return _empty(streams=bool(json.loads(asked).get("stream")))
+        return web.Response(status=reply.status, body=body, content_type=reply.content_type)
 
     def _session(self, path: str) -> aiohttp.ClientSession:
         if path not in self._sessions:
@@ -103,5 +101,13 @@ class Relay:
 
 
 def _has_ended(body: bytes) -> bool:
-    error = json.loads(body).get("error", {})
-    return "episode_ended" in (error.get("type"), error.get("code")) or error.get("code") == "context_length_exceeded"
+    return json.loads(body)["error"]["code"] in ("episode_ended", "context_length_exceeded")
+
+
+def _empty(*, streams: bool) -> web.Response:
+    reply = {"id": "ended", "object": "chat.completion", "created": 0, "model": ""}
+    choice = {"index": 0, "finish_reason": "length"}
+    if not streams:
+        return web.json_response(reply | {"choices": [choice | {"message": _EMPTY}]})
+    chunk = reply | {"object": "chat.completion.chunk", "choices": [choice | {"delta": _EMPTY}]}
+    return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
