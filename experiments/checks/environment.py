@@ -6,9 +6,8 @@ from pathlib import Path
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.datasets.dataset import Dataset
+from corral.experiments.datasets.dataset import Dataset, Look
 from corral.experiments.errors import ConfigProblem, KeyPath, split_remedy
-from corral.experiments.prompts.chat_template import ChatTemplate
 
 
 def check_environment(
@@ -39,6 +38,8 @@ def check_environment(
             "give the path of a Python that is there in that image and here, where tasks are listed",
             path=("rollout", "environment"),
         )
+    from corral.experiments.prompts.chat_template import ChatTemplate  # only who has an environment pays for Jinja
+
     try:
         ChatTemplate.of_model(model)
     except ValueError as error:
@@ -75,13 +76,12 @@ def check_tasks(dataset: DatasetConfig, path: KeyPath) -> Iterator[ConfigProblem
     if not dataset.is_named:
         return
     try:
-        rows = Dataset.open(dataset, kind="prompts")
-        first = next(iter(rows.values()), None)
+        rows = [row for _, _, row in Look(Dataset.open(dataset, kind="prompts"))]
     except ValueError:
         return  # the checks of data say so
-    if first is not None and not isinstance(first.fields.get("task"), dict):
+    if without := [row.place for row in rows if not isinstance(row.fields.get("task"), dict)]:
         yield ConfigProblem(
-            f"{first.place} has no task: with rollout.environment rows are tasks that it has listed",
+            f"{without[0]} has no task: with rollout.environment rows are tasks that it has listed",
             "remove the path, and they are listed at submission; or name the tasks.jsonl of another trial",
             path=path,
         )

@@ -7,6 +7,7 @@ What is looked at before a trial: the names of all rows; and whole rows, all of 
 everywhere. What is wrong with one that was not looked at is told when its turn comes, and the row is dropped.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,10 +81,10 @@ class Source:
             for number, value in enumerate(islice(self.rows.column(key), wanted.stop)):
                 if value == () or number < wanted.start or number in left_out:
                     continue
-                row_id = before + row_id_of(value, number, key)
-                if (first := found.setdefault(row_id, number)) != number:
+                own_id = row_id_of(value, number, key)
+                if (first := found.setdefault(before + own_id, number)) != number:
                     hint = f"every {key!r} must be unique; a row without it is known by its number, from 0"
-                    raise RowError(f"{key!r} {value!r} is also that of {self.rows.place(first)}", hint)
+                    raise RowError(f"{key!r} {own_id!r} is also that of {self.rows.place(first)}", hint)
         except RowError as error:
             raise PlacedError(f"{self.rows.place(number)}: {error.rule}", error.hint) from error
         except (ValueError, RecursionError) as error:
@@ -194,6 +195,16 @@ class Look:
         """In all."""
         self.is_whole = True
         """Whether all of them are looked at."""
+
+    def check(self) -> None:
+        """Looks at all that are to be looked at.
+
+        Raises:
+            ConfigError: if something is wrong with one.
+        """
+        deque(self, maxlen=0)
+        if self.problems:
+            raise ConfigError(self.problems)
 
     def __iter__(self) -> Iterator[tuple[Source, int, DatasetRow]]:
         for source in self.dataset.sources:

@@ -8,6 +8,8 @@ Both are read in place, by number. What cannot be (Parquet, CSV) is written down
 
 import hashlib
 import mmap
+import re
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -16,15 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from corral.experiments.regular_file import open_regular
 
 if TYPE_CHECKING:
     import pyarrow
 
-_READ_BYTES = 1 << 24
+_LINE_FEED = re.compile(rb"\n")
 _WHOLE_BYTES = 64 << 20  # of a larger file, blocks stand for the whole
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 16, 64
 _ARROW_FILE = b"ARROW1"
@@ -80,14 +80,14 @@ class JsonLines:
         # Nothing else of a row is decoded.
         row: Any = msgspec.defstruct("Row", [("value", Any, None)], rename={"value": name})
         decode, data, start = msgspec.json.Decoder(row).decode, self._data, 0
-        for end in self._ends.tolist():
+        for end in self._ends:
             line = data[start:end]
             yield () if line.isspace() else decode(line).value
             start = end
 
     def _line(self, number: int) -> bytes:
-        start = int(self._ends[number - 1]) if number else 0
-        return self._data[start : int(self._ends[number])]
+        start = self._ends[number - 1] if number else 0
+        return self._data[start : self._ends[number]]
 
 
 class ArrowRows:
@@ -188,11 +188,9 @@ def fingerprint(files: Sequence[Path | bytes]) -> str:
     return digest.hexdigest()
 
 
-def _line_ends(data: bytes | mmap.mmap) -> npt.NDArray[np.int64]:
+def _line_ends(data: bytes | mmap.mmap) -> "array[int]":
     """[lines] int64: the byte behind each line, its line feed included."""
-    ends = [
-        np.flatnonzero(np.frombuffer(data[start : start + _READ_BYTES], np.uint8) == ord("\n")) + (start + 1)
-        for start in range(0, len(data), _READ_BYTES)
-    ]
-    found = np.concatenate(ends) if ends else np.empty(0, np.int64)
-    return found if not len(data) or (len(found) and found[-1] == len(data)) else np.append(found, len(data))
+    ends = array("q", (found.end() for found in _LINE_FEED.finditer(data)))
+    if len(data) and (not ends or ends[-1] != len(data)):
+        ends.append(len(data))
+    return ends

@@ -15,7 +15,7 @@ from pathlib import Path
 from corral.experiments.checks.environment import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
 from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
-from corral.experiments.datasets.dataset import dataset_spec
+from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
@@ -118,6 +118,7 @@ def make_requests(
     server, rollout = _how_to_answer(plan, evaluation)
     compares = spec.reward.function == EXACT_MATCH and not rollout.makes_episodes
     kind: RowKind = "answers" if compares else "prompts"
+    Look(Dataset.open(evaluation.dataset, kind=kind)).check()
     digest = dataset_spec(evaluation.dataset, kind=kind).sha256
     if rollout.environment is not None and (problems := list(check_tasks(evaluation.dataset, ()))):
         raise ConfigError(problems)

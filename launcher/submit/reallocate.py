@@ -33,7 +33,7 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tu
     """
     kept = kept_rows(directory)
     before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}", *kept])
-    if differing := _changed_keys(plan.config, before.experiment.model_dump(mode="json")):
+    if differing := _changed_keys(plan.config, before.experiment.placed_in(directory.path).model_dump(mode="json")):
         raise ConfigError.of(
             f"{directory.config_path} is not what the trial was planned from: {', '.join(differing[:3])} differs",
             hint="put the file back; a trial goes on with other ranks, and with no other settings",

@@ -930,13 +930,13 @@ FILE_CASES = (
     BrokenCase(
         name="parquet",
         files={"train.jsonl": "PAR1\x15\x04\n\n\n"},
-        words=("train.jsonl is Parquet", "JSON lines", "lines=True"),
+        words=("train.jsonl cannot be read as Parquet", "write it anew"),
         line=17,
     ),
     BrokenCase(
         name="json-array",
         files={"train.jsonl": '[\n{"prompt": "1+1=", "answer": "2"}\n]\n'},
-        words=("train.jsonl is a JSON array", "JSON lines", "lines=True"),
+        words=("train.jsonl is a JSON array", "one JSON object a line", "jq -c"),
         line=17,
     ),
     BrokenCase(
@@ -990,13 +990,13 @@ FILE_CASES = (
     BrokenCase(
         name="duplicate-id",
         files={"train.jsonl": rows(5) + rows(1, first=3)},
-        words=("train.jsonl:6", "'sum-3'", "line 4", "unique"),
+        words=("train.jsonl:6", "'sum-3'", "train.jsonl:4", "unique"),
         line=17,
     ),
     BrokenCase(
         name="line-number-is-taken",
         files={"train.jsonl": _row(id="1", prompt="a", answer="b") + _row(prompt="c", answer="d")},
-        words=("train.jsonl:2", "line 1", "line number"),
+        words=("train.jsonl:2: 'id' '1' is also that of", "train.jsonl:1", "by its number"),
         line=17,
     ),
     BrokenCase(
@@ -1006,7 +1006,7 @@ FILE_CASES = (
         line=17,
     ),
     BrokenCase(
-        name="row-is-a-list", files={"train.jsonl": "[1, 2]\n"}, words=("train.jsonl:1", "no JSON object"), line=17
+        name="row-is-a-list", files={"train.jsonl": "[1, 2]\n"}, words=("train.jsonl:1", "got `array`", "one JSON object a line"), line=17
     ),
 )
 

@@ -127,7 +127,7 @@ def test_what_contradicts_an_environment_is_refused(tmp_path: Path) -> None:
     assert message.startswith("rollout.environment.python is not set")
     rows = '{"prompt": "1+1=", "task": {"prompt": "1+1="}}\n{"prompt": "2+1="}\n'
     [message] = problems(tmp_path, rollout={}, rows=rows)
-    assert message == "line 2 has no task: with rollout.environment rows are tasks that it has listed"
+    assert message.endswith("rows.jsonl:2 has no task: with rollout.environment rows are tasks that it has listed")
 
 
 def test_without_an_environment_the_rows_are_a_file(tmp_path: Path) -> None:
