@@ -1006,7 +1006,10 @@ FILE_CASES = (
         line=17,
     ),
     BrokenCase(
-        name="row-is-a-list", files={"train.jsonl": "[1, 2]\n"}, words=("train.jsonl:1", "got `array`", "one JSON object a line"), line=17
+        name="row-is-a-list",
+        files={"train.jsonl": "[1, 2]\n"},
+        words=("train.jsonl:1", "got `array`", "one JSON object a line"),
+        line=17,
     ),
 )
 
