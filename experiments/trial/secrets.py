@@ -100,9 +100,10 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         new = cls(
             server=_new_pair(),
             clients={role: _new_pair() for role in ROLES},
-            redis_password=Secret(random_tokens.token_urlsafe(32)),
-            http_api_key=Secret(random_tokens.token_urlsafe(32)),
-            http_admin_key=Secret(random_tokens.token_urlsafe(32)),
+            # In hexadecimal: SGLang hands its keys on as arguments, where one that begins with - is an option.
+            redis_password=Secret(random_tokens.token_hex(32)),
+            http_api_key=Secret(random_tokens.token_hex(32)),
+            http_admin_key=Secret(random_tokens.token_hex(32)),
         )
         directory.mkdir(mode=0o700, exist_ok=True)
         _require_private_directory(directory)

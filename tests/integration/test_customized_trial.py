@@ -15,11 +15,12 @@ from tests.test_customize import DOCUMENT, FILES
 
 
 def customized(folder: Path) -> Path:
-    """The recipe of synchronous PPO without its critic, and with every YAML line of the document."""
+    """The recipe of synchronous PPO without its critic, and with every YAML line of the document; of its two losses that
+    go by themselves, the one that says how it fares."""
     recipe: dict[str, Any] = yaml.safe_load((RECIPES / "arithmetic_ppo.yaml").read_text())
     del recipe["critic"]
     for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
-        for key, value in yaml.safe_load(block).items():
+        for key, value in yaml.safe_load(block).items() if "loss_settings" not in block else ():
             recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
     (folder / "customized.yaml").write_text(yaml.safe_dump(recipe))
     for name, text in FILES.items():

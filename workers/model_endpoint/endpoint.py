@@ -137,7 +137,7 @@ class ModelEndpoint:
 
     def open_episode(self, session: EpisodeSession) -> str:
         """The key by which a program speaks to the model in this episode."""
-        key = secrets.token_urlsafe()
+        key = secrets.token_hex()
         self._episodes[key] = _Episode(session, Conversations(self._renderer) if self._renderer is not None else None)
         return key
 

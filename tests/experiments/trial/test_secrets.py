@@ -2,6 +2,7 @@ import copy
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,12 @@ def test_every_key_and_password_is_different_from_every_other(directory: Path) -
     values = [secret.reveal() for secret in secrets.values()]
     assert len(set(values)) == len(values) == len(ROLES) + 4
     assert secrets != TrialSecrets.create(directory.parent / "other")
+
+
+def test_no_password_can_be_taken_for_an_option_of_a_command(directory: Path) -> None:
+    secrets = TrialSecrets.create(directory)
+    given = (secrets.redis_password, secrets.http_api_key, secrets.http_admin_key)
+    assert all(re.fullmatch("[0-9a-f]{64}", secret.reveal()) for secret in given)
 
 
 def test_a_server_tells_roles_apart_by_public_key(directory: Path) -> None:

@@ -41,7 +41,7 @@ class Relay:
     """
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        self.secret = secrets.token_urlsafe(24)
+        self.secret = secrets.token_hex(24)
         self.episodes: dict[str, Played] = {}
         """By the id of a trace."""
         self._stack = stack
