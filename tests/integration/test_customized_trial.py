@@ -15,8 +15,10 @@ from tests.test_customize import DOCUMENT, FILES
 
 
 def customized(folder: Path) -> Path:
-    """The recipe of synchronous PPO without its critic, and with every YAML line of the document; of its two losses that
-    go by themselves, the one that says how it fares."""
+    """The recipe of synchronous PPO without its critic, and with every YAML line of the document.
+
+    Of the two losses that go by themselves it is the one that says how it fares.
+    """
     recipe: dict[str, Any] = yaml.safe_load((RECIPES / "arithmetic_ppo.yaml").read_text())
     del recipe["critic"]
     for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
