@@ -6,7 +6,7 @@ wait       ends with 0 when asked to            stubborn   does not obey
 exit N     ends with N                          kill       SIGKILLs itself
 finish S   a master that is done after S s      master     a master that runs until a stop request
 steps N D  a master that commits a step every D s, in all attempts together N of them
-die D S    waits S s, then `exit D`             child      starts a process of its own, then waits
+die N W    `exit N`, once W has started         child      starts a process of its own, then waits
 linger S   ends with 0 S s after it was asked to     eat M      uses M MiB of memory, then waits
 served M   starts a process that uses M MiB, and fails if it ends
 """
@@ -71,7 +71,9 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: 
     if word == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "die":
-        time.sleep(float(arguments[1]))
+        other = directory.path / "starts" / arguments[1].replace("/", "-")
+        while not other.exists():
+            time.sleep(0.02)
         return int(arguments[0])
     if word == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

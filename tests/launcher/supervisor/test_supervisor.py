@@ -39,7 +39,7 @@ def test_a_worker_that_crashes_is_restarted_alone_with_its_exit_on_record(make_t
 
 
 def test_one_dead_rank_restarts_the_gang_under_a_new_incarnation(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "model_worker/1": ["die 1 0.2", "wait"]})
+    trial = make_trial({"master_worker/0": ["master"], "model_worker/1": ["die 1 model_worker/0", "wait"]})
     trial.start()
     trial.wait_for("worker_started", worker="model_worker/0", count=2)
     wait_until(lambda: len(trial.starts("model_worker/0")) == 2 and len(trial.starts("model_worker/1")) == 2, "starts")
