@@ -216,7 +216,9 @@ def test_jobs_puts_every_step_into_the_job_of_its_group(
 
 def test_a_step_of_a_component_is_restarted_alone_and_the_trial_completes(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial(
-        {"master_worker/0": ["finish 4"], "model_worker/0": ["die 3 master_worker/0", "wait"]}, model_workers=1, servers=1
+        {"master_worker/0": ["finish 4"], "model_worker/0": ["die 3 master_worker/0", "wait"]},
+        model_workers=1,
+        servers=1,
     )
     groups = trial.plan.scheduling
     ranks = groups.model_worker.model_copy(

@@ -272,8 +272,18 @@ def run(weights: Path, ages: Sequence[int], *, is_foreign: Callable[[int], bool]
     return steps
 
 
-@pytest.mark.parametrize("eta", [1, 2, 4])
-@pytest.mark.parametrize("lr", [1e-3, 1e-2])
+@pytest.mark.parametrize(
+    ("lr", "eta"),
+    [
+        (1e-3, 1),
+        (1e-2, 4),
+        # What is between these two, and beside them.
+        pytest.param(1e-3, 2, marks=pytest.mark.slow),
+        pytest.param(1e-3, 4, marks=pytest.mark.slow),
+        pytest.param(1e-2, 1, marks=pytest.mark.slow),
+        pytest.param(1e-2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_healthy_trial_never_alarms_however_old_its_answers_are(eta: int, lr: float, weights: Path) -> None:
     steps = run(weights, [eta] * 10, is_foreign=lambda version: False, lr=lr)
     assert [notice.is_alarm for _, notices in steps for notice in notices] == [False]  # the first finding
