@@ -131,4 +131,5 @@ def test_the_loop_of_verifiers_with_a_tool_server_is_one_sequence(
     np.testing.assert_array_equal(ids[~given], [*CALLED, *ANSWERED])
     np.testing.assert_array_equal(ids[-len(ANSWERED) :], ANSWERED)
     np.testing.assert_array_equal(tensors["rewards"], [1.0])
-    assert versions == [[("0.0", 0, len(CALLED) + len(ANSWERED))]]
+    made = len(CALLED), len(CALLED) + len(ANSWERED)
+    assert versions == [[("0.0", 0, made[0]), ("0.0", *made)]]
