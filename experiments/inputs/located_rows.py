@@ -11,8 +11,6 @@ kept can be of an older function.
 import contextlib
 import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from typing import Any
 from corral.experiments.config.data import DatasetConfig, SourceConfig
 from corral.experiments.datasets.formats import cache_folder, find_files, name_of
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
-from corral.experiments.inputs.users_process import users_root
+from corral.experiments.inputs.users_process import users_process
 
 _TRANSFORM_TIMEOUT_S = 3600.0
 
@@ -73,22 +71,11 @@ def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
             "output": str(output),
         }
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
-        with said.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "corral.workers.user_code.transform_rows", json.dumps(request)],
-                cwd=users_root(),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
+        module = "corral.workers.user_code.transform_rows"
+        with users_process(module, json.dumps(request), said=said) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TRANSFORM_TIMEOUT_S)
-        finally:
-            if is_late := process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            is_late = process.poll() is None
         if is_late:
             raise ValueError(
                 f"{config.transform} has not been through {name_of(config)} within {_TRANSFORM_TIMEOUT_S:.0f} s; "

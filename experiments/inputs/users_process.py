@@ -52,6 +52,32 @@ def users_root() -> Path:
         ) from None
 
 
+@contextmanager
+def users_process(module: str, *arguments: str, said: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of this Python that imports the user's modules; it is ended, with its group, behind the block.
+
+    Args:
+        module: what it runs.
+        said: where what it prints goes.
+    """
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=users_root(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        # Its group is its own while it is not reaped; afterwards the id may be anybody's.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def ask(question: Question) -> Findings:
     """The answer of a process that is ended, with all that it started, when its time is up.
 
@@ -61,19 +87,8 @@ def ask(question: Question) -> Findings:
     with tempfile.TemporaryDirectory(prefix="corral-code-") as folder:
         asked, answered, said = (Path(folder) / name for name in ("question.json", "findings.json", "said"))
         asked.write_bytes(question.model_dump_json().encode())
-        with said.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "corral.workers.user_code", str(asked), str(answered)],
-                cwd=users_root(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
+        with users_process("corral.workers.user_code", str(asked), str(answered), said=said) as process:
             _wait(process, question)
-        finally:
-            _end(process)
         try:
             return Findings.model_validate_json(answered.read_bytes())
         except FileNotFoundError:
@@ -125,10 +140,3 @@ def _wait(process: "subprocess.Popen[bytes]", question: Question) -> None:
     # One that still hangs then holds the interpreter's lock, or its thread would have said where.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(2 * question.import_timeout_s + question.reward_timeout_s + _GRACE_S)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Its group is its own while it is not reaped; afterwards the id may be anybody's."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
