@@ -2,6 +2,8 @@
 
     device.cpp ── c++, once: half a minute ──► $XDG_CACHE_HOME/corral/pretended-gpu/TORCH-DIGEST.so ──► every test run
 
+It finds torch's libraries where they lay when it was built, so the digest covers their folder as well.
+
 torch itself is not imported: it asks for its devices while it is, so the library has to be there first.
 """
 
@@ -38,7 +40,7 @@ def library() -> Path:
         RuntimeError: if the compiler refuses the source, with what it says.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corral" / "pretended-gpu"
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(SOURCE.read_bytes() + os.fsencode(_torch())).hexdigest()[:16]
     built = cache / f"{version('torch')}-{digest}.so"
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
