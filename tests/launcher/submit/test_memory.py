@@ -51,14 +51,21 @@ def test_models_without_weights_are_refused_to_run_and_planned_all_the_same() ->
     assert check_on_shape(plan_of(DENSE), SHAPE).layout is not None
 
 
-@pytest.mark.parametrize("path", [DENSE, MIXTURE], ids=["dense", "mixture"])
-def test_the_examples_fit_four_nodes_and_every_gpu_of_them_is_used(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_fits_the_nodes_that_it_names_and_uses_each_gpu_of_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    named = re.search(r"--shape (\d+x8x80G)", path.read_text())
+    assert named is not None
+    shape = ClusterShape.parse(named.group(1))
     plan = plan_of(path)
-    found = check_on_shape(plan, SHAPE)
+    found = check_on_shape(plan, shape)
     assert found.layout is not None and found.warnings == ()
-    assert sum(one.num_nodes * one.gpus_per_node for one in found.layout.allocations) == 32
-    assert sum(use.num_gpus for use in gpu_uses(plan)) == 32
-    assert found.checks[0].startswith("imagined cluster of 4 nodes with 8 GPUs of 80 GiB")
+    num_gpus = shape.num_nodes * 8
+    assert sum(one.num_nodes * one.gpus_per_node for one in found.layout.allocations) == num_gpus
+    assert sum(use.num_gpus for use in gpu_uses(plan)) == num_gpus
+    assert re.match(rf"imagined cluster of {shape.num_nodes} nodes? with 8 GPUs of 80 GiB", found.checks[0])
     assert "CPUs and host memory" in found.checks[2]
 
 

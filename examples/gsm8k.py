@@ -1,0 +1,30 @@
+"""Problems in GSM8K's form: a question, and a worked answer whose last line is `#### 72`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_ASKED = "Think step by step, and end with the answer behind four hash signs, as in #### 72."
+_NUMBER = re.compile(r"####\s*\$?(-?[\d,]+(?:\.\d+)?)")
+
+
+def problem(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The row as messages and a number; a row without a number is left out."""
+    answer = number_of(row["answer"])
+    return (
+        None
+        if answer is None
+        else {"prompt": [{"role": "user", "content": f"{row['question']}\n{_ASKED}"}], "answer": answer}
+    )
+
+
+def number_of(text: str) -> str | None:
+    """The number behind the last `####`, without separators of thousands."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def score(problem: Mapping[str, Any], answer: str) -> float:
+    """1.0 for the right number, else 0.0."""
+    said = number_of(answer)
+    return float(said is not None and float(said) == float(problem["answer"]))
