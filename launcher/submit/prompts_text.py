@@ -43,7 +43,9 @@ def print_prompts(plan: RunPlan, console: Console) -> None:
         for source in dataset.sources:
             for row_id, number in islice(source.names.items(), _SHOWN_PER_SOURCE):
                 if (row := source.read(number, row_id)) is not None:
-                    console.print(_panel(row, spec, encoder))
+                    known_as = "" if row_id == str(number) else f": {row_id}"
+                    title = Text(f"{name_of(source.config)}, row {number}{known_as}")
+                    console.print(_panel(row, title, spec, encoder))
         console.print(_histogram(dataset, spec, encoder))
     except OSError as error:
         hint = "look at the tasks.jsonl of a trial that has been submitted"
@@ -91,7 +93,7 @@ def _legend(spec: DatasetSpec) -> Text:
     return text
 
 
-def _panel(row: DatasetRow, spec: DatasetSpec, encoder: PromptEncoder) -> Panel:
+def _panel(row: DatasetRow, title: Text, spec: DatasetSpec, encoder: PromptEncoder) -> Panel:
     parts: list[Text] = []
     for name, sequence in sequences_of(row, spec.row_kind, encoder).items():
         num_given = sum(sequence.is_given)
@@ -101,7 +103,6 @@ def _panel(row: DatasetRow, spec: DatasetSpec, encoder: PromptEncoder) -> Panel:
         parts += [Text(counted, "bold"), as_seen(sequence, encoder.tokenizer)]
     if spec.row_kind in ("prompts", "answers") and row.answers:
         parts.append(Text(f"answer that rewards see: {row.answers[0]}", "dim"))
-    title = Text(f"{row.row_id}   {row.place}")
     return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
 
 

@@ -45,6 +45,6 @@ def test_conversations_are_shown_as_the_model_will_see_them(tmp_path: Path, monk
     console = Console(width=100, record=True, file=(tmp_path / "shown").open("w"))
     print_prompts(plan, console)
     shown = console.export_text()
-    assert "a/0" in shown and "chat.jsonl:2" in shown and "It is 2.<|im_end|>" in shown
+    assert "chat.jsonl, row 0: a/0" in shown and "row 1: a/1" in shown and "It is 2.<|im_end|>" in shown
     assert "row: 68 tokens, 49 given, 19 learned" in shown
     assert "tokens, all rows: least 39, median 68, most 68" in shown
