@@ -150,6 +150,16 @@ class EvaluationSampling(SamplingConfig):
     """Divides the logits; 0.0 takes the most likely token each time."""
 
 
+class BestConfig(FrozenConfig):
+    """Which of the versions that are evaluated is the best."""
+
+    metric: str = Field(min_length=1)
+    """A number of the evaluation, by its name in metrics.jsonl without eval/: accuracy, reward/mean, pass@8, loss, or
+    aime/accuracy of one of `more`."""
+    is_highest: bool = True
+    """Whether more of it is better; false for losses."""
+
+
 class EvaluationConfig(FrozenConfig):
     """Held-out rows, of the same kind as those that are learned from. Problems are answered by generation servers
     beside training, or, where there are none, by the ranks that train; a loss on rows judges these, too."""
@@ -171,6 +181,8 @@ class EvaluationConfig(FrozenConfig):
     """How answers are sampled."""
     answers_per_problem: int = Field(default=1, ge=1)
     """With more than one, accuracy is that of all answers, and eval/pass@k says how often one of k answers is right."""
+    best: BestConfig | None = None
+    """Keep the weights that were evaluated best as exports/best; None keeps the last ones, and what `control` says."""
 
     @field_validator("more")
     @classmethod

@@ -101,7 +101,7 @@ class TrialDirectory:
     checkpoints_path = _Below("checkpoints")
     weights_path = _Below("weights")
     exports_path = _Below("exports")
-    """Weights that stay: exports/final, exports/step-*."""
+    """Weights that stay: exports/final, exports/best, exports/step-*."""
     ledger_path = _Below("ledger")
     report_path = _Below("report")
     evaluations_path = _Below("eval")

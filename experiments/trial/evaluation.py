@@ -15,7 +15,10 @@ from pydantic import Field
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.data import EvaluationConfig, EvaluationSampling
 from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.trial.directory import atomic_write
 from corral.experiments.worker_specs import GenerationServerSpec
+
+_BEST_VERSION = "evaluated.json"
 
 
 class EvaluationRequest(FrozenConfig):
@@ -79,6 +82,26 @@ class EvaluationResult(FrozenConfig):
     answers_per_problem: int = 1
     source: str
     """Where the weights came from, as a name in the trial directory."""
+
+
+class BestVersion(FrozenConfig):
+    """What the weights in exports/best are, and are worth; evaluated.json beside them."""
+
+    version: str
+    metric: str
+    """By its name in the configuration: without eval/."""
+    value: float
+
+    @classmethod
+    def read(cls, weights: Path) -> "BestVersion | None":
+        """That of a directory of weights; None if it has none."""
+        try:
+            return cls.model_validate_json((weights / _BEST_VERSION).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write(self, weights: Path) -> None:
+        atomic_write(weights / _BEST_VERSION, self.model_dump_json().encode())
 
 
 class EvaluationProgress(FrozenConfig):

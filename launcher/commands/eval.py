@@ -30,7 +30,7 @@ _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 def evaluate(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
     step: Annotated[
-        str, typer.Option("--step", metavar="STEPS", help="Train step (several with commas), latest, or all.")
+        str, typer.Option("--step", metavar="STEPS", help="Train step (several with commas), latest, best, or all.")
     ] = "latest",
     dataset: Annotated[
         Path | None, typer.Option("--dataset", metavar="FILE", help="Other problems than the trial's own.")

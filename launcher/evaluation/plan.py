@@ -1,6 +1,6 @@
 """Which versions of a trial's weights can be evaluated, and what a request for one says.
 
-    exports/step-*, exports/final  --+
+    exports/step-*, final, best    --+
     commits of the trial log       --+--> by step --choose--> [Weights] --write_requests--> eval/step-*.request.json
 
 A running trial removes old commits. So the weights of a commit get a second name under `eval/weights/` when the request
@@ -9,7 +9,7 @@ is written; the job removes it when it has its result. Exports stay where they a
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.experiments.checks.environment import check_tasks
@@ -19,7 +19,7 @@ from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
-from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, request_path, result_path
+from corral.experiments.trial.evaluation import BestVersion, EvaluationRequest, progress_path, request_path, result_path
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
@@ -39,6 +39,8 @@ class Weights:
     directory: Path
     may_vanish: bool
     """Whether the trial removes it in its own time."""
+    is_best: bool = False
+    """By the trial's own evaluations, so far."""
 
 
 def find_weights(directory: TrialDirectory) -> dict[int, Weights]:
@@ -55,11 +57,15 @@ def find_weights(directory: TrialDirectory) -> dict[int, Weights]:
     for path in sorted(directory.exports_path.glob("step-*")):
         if match := _EXPORT.fullmatch(path.name):
             found[int(match[1])] = Weights(step=int(match[1]), directory=path, may_vanish=False)
+    path = directory.exports_path / "best"
+    if (best := BestVersion.read(path)) is not None:
+        step = PolicyVersion.parse(best.version).step
+        found[step] = replace(found.get(step) or Weights(step=step, directory=path, may_vanish=True), is_best=True)
     return dict(sorted(found.items()))
 
 
 def choose(found: Mapping[int, Weights], wanted: str) -> list[Weights]:
-    """The versions that `latest`, `all` or a step number (several with commas) mean.
+    """The versions that `latest`, `best`, `all` or a step number (several with commas) mean.
 
     Raises:
         ConfigError: if there is no such version; lists those that there are.
@@ -71,11 +77,16 @@ def choose(found: Mapping[int, Weights], wanted: str) -> list[Weights]:
         return list(found.values())
     if wanted == "latest":
         return [found[max(found)]]
+    if wanted == "best":
+        if not (best := [weights for weights in found.values() if weights.is_best]):
+            hint = "evaluation.best says by which number, and an evaluation has to have ended"
+            raise ConfigError.of("this trial keeps no best weights", hint=hint)
+        return best
     chosen: list[Weights] = []
     for part in wanted.split(","):
         if not part.strip().isdigit() or int(part) not in found:
             have = ", ".join(map(str, found))
-            hint = f"there are {have}, and the words latest and all; control.save_every_steps keeps more of them"
+            hint = f"there are {have}, and the words latest, best and all; control.save_every_steps keeps more of them"
             raise ConfigError.of(f"there are no weights of step {part.strip()!r}", hint=hint)
         chosen.append(found[int(part)])
     return chosen

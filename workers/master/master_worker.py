@@ -130,6 +130,7 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     run_async,
 )
+from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import CommitFailedError, Commits
 from corral.workers.master.disk import Disk
@@ -226,9 +227,11 @@ class MasterWorker(Worker):
             commits = Commits(epoch, gang, weights, ledger, say_head=say_head)
             buffer = SequenceBuffer(is_consumed=ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
-            on_servers = None
-            if self._spec.source == "trajectories" and self._trainer.evaluation is not None:
-                on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set)
+            on_servers, best, evaluation = None, None, self._trainer.evaluation
+            if evaluation is not None and evaluation.best is not None:
+                best = BestWeights(epoch, weights, evaluation.best)
+            if self._spec.source == "trajectories" and evaluation is not None:
+                on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set, best=best)
             return await TrainerEpoch(
                 epoch=epoch,
                 source=self._source(epoch, buffer, gang, ledger),
@@ -236,6 +239,7 @@ class MasterWorker(Worker):
                 calls=calls,
                 held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
                 on_servers=on_servers,
+                best=best,
                 weights=weights,
                 commits=commits,
             ).run()

@@ -15,11 +15,12 @@ manager that has just started begins it anew, and with the master it is lost: th
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from corral.experiments.trial.worker_record import MANAGER
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.held_out import means
+from corral.workers.master.best import BestWeights
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
 from corral.workers.requests.manager_messages import Evaluate, Evaluation, ManagerReply, ManagerRequest
@@ -43,9 +44,12 @@ class ServerEvaluations(AsyncClosing):
             evaluations.is_running
     """
 
-    def __init__(self, epoch: Epoch, lines: StepLines, *, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self, epoch: Epoch, lines: StepLines, *, on_done: Callable[[], None], best: BestWeights | None
+    ) -> None:
         self._epoch = epoch
         self._lines = lines
+        self._best = best
         self._on_done = on_done
         self._task: asyncio.Task[None] | None = None
         context = epoch.context
@@ -89,12 +93,15 @@ class ServerEvaluations(AsyncClosing):
             assert isinstance(reply, Evaluation)
             self.progress = f"evaluation of version {version}: {reply.num_done} of {reply.num_problems} problems"
             if reply.is_complete and (reply.epoch, reply.version) == (asked.epoch, asked.version):
-                await self._epoch.disk.run(self._add_line, version, reply)
+                stats = stats_of(reply)
+                await self._epoch.disk.run(self._add_line, version, stats)
+                if self._best is not None:
+                    await self._best.consider(version, stats)
                 return
 
-    def _add_line(self, version: PolicyVersion, evaluation: Evaluation) -> None:
+    def _add_line(self, version: PolicyVersion, stats: Mapping[str, float]) -> None:
         self._epoch.writer.check()  # the file is the present epoch's
-        self._lines.add_metrics(version.step, stats_of(evaluation))
+        self._lines.add_metrics(version.step, stats)
 
 
 def stats_of(evaluation: Evaluation) -> dict[str, float]:

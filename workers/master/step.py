@@ -30,6 +30,7 @@ import msgspec
 
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
@@ -66,6 +67,8 @@ class TrainerEpoch:
     held_out: HeldOut
     on_servers: ServerEvaluations | None = None
     """What generation servers evaluate; None where nothing is held out, or there are none."""
+    best: BestWeights | None = None
+    """None where evaluations are only told."""
     weights: PublishedVersions
     commits: Commits
 
@@ -295,13 +298,20 @@ class TrainerEpoch:
         if self.on_servers is not None:
             if self.on_servers.is_running:
                 return
+        if self.best is not None:
+            await self.best.begin(self.version)
+        if self.on_servers is not None:
             self.on_servers.begin(self.version)
         if epoch.graph.evaluate_calls:
+            known: dict[str, float] = {}
             with epoch.during("evaluate", self.gang.workers):
                 for call in epoch.graph.evaluate_calls:
                     values = await self.held_out.evaluate(call, version=self._step)
                     stats = {f"eval/{key}": value for key, value in values.items()}
                     await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
+                    known |= stats
+            if self.best is not None:
+                await self.best.consider(self.version, known)
         self._evaluations.note(now)
 
     async def _wait_for_servers(self) -> bool:

@@ -148,7 +148,7 @@ class PublishedVersions:
 
     async def export(self, name: str, version: PolicyVersion) -> None:
         """Keep a permanent copy of the present weights as exports/{name}."""
-        directory = await self._epoch.disk.run(self._export, name, version)
+        directory = await self._epoch.disk.run(self.keep, name, version)
         await self._epoch.note("weights_exported", version=str(version), directory=str(directory))
 
     def in_use(self) -> frozenset[Path] | None:
@@ -214,7 +214,8 @@ class PublishedVersions:
             return None
         return read_manifest(checkpoint, commit.manifest_digest).files[f"{WEIGHTS}/{MANIFEST_NAME}"].digest
 
-    def _export(self, name: str, version: PolicyVersion) -> Path:
+    def keep(self, name: str, version: PolicyVersion) -> Path:
+        """Give the files of the present weights second names in exports/{name}; what was there before goes."""
         target = self._epoch.trial.exports_path / name
         if not self._remover.remove(target):
             target = target.with_name(f"{name}-{version}")

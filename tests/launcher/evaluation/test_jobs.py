@@ -17,7 +17,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.directory import TrialDirectory, link_files
-from corral.experiments.trial.evaluation import EvaluationRequest, progress_path, read_result, result_path
+from corral.experiments.trial.evaluation import BestVersion, EvaluationRequest, progress_path, read_result, result_path
 from corral.launcher.evaluation import status
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation.plan import (
@@ -81,6 +81,13 @@ def test_weights_are_found_in_exports_and_commits(tmp_path: Path, model: Path) -
     ]
     assert steps_of(directory, "latest") == [(7, "exports/final")]
     assert [step for step, _ in steps_of(directory, "6,2")] == [6, 2]
+    with pytest.raises(ConfigError, match="keeps no best weights"):
+        steps_of(directory, "best")
+    best = directory.exports_path / "best"
+    for version, found in (("1.6", "checkpoints/step-00000006-e1-00000000/weights"), ("1.4", "exports/best")):
+        best.mkdir(exist_ok=True)
+        BestVersion(version=version, metric="accuracy", value=0.5).write(best)
+        assert steps_of(directory, "best") == [(int(version[2:]), found)]
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path, model: Path) -> None:

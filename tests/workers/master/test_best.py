@@ -1,0 +1,82 @@
+"""exports/best: the weights that were evaluated best, wherever the master dies."""
+
+from pathlib import Path
+
+import pytest
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.evaluation import BestVersion
+from corral.experiments.trial.journal import read_journal
+from corral.launcher.trial.history import JournalView
+from corral.workers.master import best
+from corral.workers.requests.messages import Evaluate
+from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
+
+VALUES = (0.1, 0.4, 0.8, 0.6, 0.8, 0.2)  # after so many steps
+
+
+def best_trial(folder: Path, metric: str, *more: str) -> tuple[RunPlan, TrialDirectory]:
+    return trial_of(
+        folder,
+        "evaluation.every_steps=1",
+        "evaluation.sampling.max_new_tokens=8",
+        f"evaluation.dataset.path={folder / 'heldout.jsonl'}",
+        "evaluation.dataset.max_prompt_tokens=16",
+        f"evaluation.best.metric={metric}",
+        *more,
+    )
+
+
+def gang_of_values() -> Gang:
+    def evaluate(request: Evaluate) -> dict[str, float]:
+        return {"loss" if request.uids else "accuracy": VALUES[len(gang.trained)]}
+
+    gang = Gang(evaluate=evaluate)
+    return gang
+
+
+@pytest.mark.parametrize(("metric", "is_highest", "step"), [("accuracy", True, 2), ("loss", False, 0)])
+def test_the_best_weights_stay_whatever_comes_after(
+    metric: str, is_highest: bool, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, metric, f"evaluation.best.is_highest={str(is_highest).lower()}")
+    assert run_master(plan, trial, gang_of_values(), monkeypatch) == WorkerExit.DONE
+    kept = BestVersion.read(trial.exports_path / "best")
+    assert kept is not None and kept.version.endswith(f".{step}") and kept.value == VALUES[step]
+    assert (trial.exports_path / "best" / "model.safetensors").exists()
+    assert sorted(path.name for path in trial.exports_path.iterdir()) == ["best", "final"]
+
+
+def test_it_is_there_again_if_the_master_dies_between_taking_the_old_away_and_naming_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, "accuracy")
+    remove = best.Remover.remove
+
+    def removes_and_dies(self: best.Remover, path: Path) -> bool:
+        removed = remove(self, path)
+        if path.name == "best" and BestVersion.read(path.with_name(".evaluated")).value == 0.8:  # type: ignore[union-attr]
+            raise KilledError
+        return removed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(best.Remover, "remove", removes_and_dies)
+        with pytest.raises(KilledError):
+            run_master(plan, trial, gang_of_values(), monkeypatch)
+    assert not (trial.exports_path / "best").exists()
+    worse = Gang(evaluate=lambda request: {} if request.uids else {"accuracy": 0.3})
+    assert run_master(plan, trial, worse, monkeypatch) == WorkerExit.DONE
+    kept = BestVersion.read(trial.exports_path / "best")
+    assert kept is not None and kept.value == 0.8
+
+
+def test_a_number_that_no_evaluation_has_is_an_alarm_that_names_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, "acuracy")
+    assert run_master(plan, trial, gang_of_values(), monkeypatch) == WorkerExit.DONE
+    assert not (trial.exports_path / "best").exists()
+    (finding,) = JournalView(read_journal(trial.journal_path), attempt=0).findings()
+    assert finding.is_alarm and "'acuracy'" in finding.text and finding.details == "there are accuracy, count, loss"
