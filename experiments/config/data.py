@@ -24,7 +24,7 @@ HELD_OUT_ANSWERS = "held_out_answers"
 """What a call that evaluates by answering problems is implemented by."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_ORIGIN = {"path", "hub", "subset", "split", "rows", "transform", "where", "columns"}
+_ORIGIN = {"path", "hub", "subset", "split", "rows", "transform", "where", "order", "columns"}
 Named = TypeVar("Named")
 
 
@@ -79,6 +79,9 @@ class SourceConfig(FrozenConfig):
     where: str | None = None
     """Which rows are taken, by their fields: `difficulty <= 3 and len(prompt) < 500`. It may have comparisons, in, and,
     or, not, len() and constants; a field that a row does not have is None."""
+    order: str | None = Field(default=None, min_length=1)
+    """The field whose numbers a pass goes through from the lowest to the highest; rows that are equal in it come in an
+    order of the seed's."""
     columns: ColumnsConfig = ColumnsConfig()
     """How the fields of rows are called."""
     files: tuple[Path, ...] = ()

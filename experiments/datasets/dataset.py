@@ -19,7 +19,7 @@ from typing import cast
 from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig
 from corral.experiments.datasets.formats import find_files, name_of, open_rows
 from corral.experiments.datasets.row_files import RowFiles, fingerprint
-from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, index_rows
+from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, RowIndex, index_rows
 from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser
 from corral.experiments.errors import ConfigError, ConfigProblem, display_path, split_remedy
 from corral.experiments.worker_specs import DatasetSpec, SourceSpec
@@ -64,14 +64,19 @@ class Source:
         return self._parser.parse(fields, row_id=row_id, place=self.rows.place(number), source=self.name)
 
     @cached_property
-    def names(self) -> dict[str, int]:
-        """Number of every row that is taken by its name, in the order of the files.
+    def index(self) -> RowIndex:
+        """The rows that are taken.
 
         Raises:
             PlacedError: as `index_rows`.
         """
         before = f"{self.name}/" if self.name else ""
-        return index_rows(self.rows, self.config, before=before, left_out=self.left_out).numbers
+        return index_rows(self.rows, self.config, before=before, left_out=self.left_out)
+
+    @property
+    def names(self) -> dict[str, int]:
+        """Number of every row that is taken by its name, in the order of the files; raises the same."""
+        return self.index.numbers
 
 
 class Dataset(Mapping[str, DatasetRow]):

@@ -1,8 +1,10 @@
 """Which rows of a source are taken, and how they are called: a look at a few fields of every row, at none as a whole.
 
-rows ──id, fields of where──► those that are asked for ──► number by name
+rows ──id, fields of where, field of order──► those that are asked for ──► number by name, and value in the order
 """
 
+import math
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,7 +13,7 @@ from corral.experiments.config.condition import Condition
 from corral.experiments.config.data import SourceConfig
 from corral.experiments.datasets.row_files import RowFiles
 from corral.experiments.datasets.row_parser import RowError, row_id_of
-from corral.experiments.errors import did_you_mean
+from corral.experiments.errors import did_you_mean, show_value
 
 ONE_A_LINE = "write one JSON object a line, without line breaks inside"
 
@@ -26,6 +28,8 @@ class RowIndex:
 
     numbers: dict[str, int] = field(default_factory=dict)
     """Number of every row by its name."""
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    """[rows] float64: what each has in the field that passes go by; empty where they go by none."""
 
 
 def index_rows(rows: RowFiles, config: SourceConfig, *, before: str, left_out: Collection[int]) -> RowIndex:
@@ -35,18 +39,21 @@ def index_rows(rows: RowFiles, config: SourceConfig, *, before: str, left_out: C
         left_out: numbers of rows that are passed over.
 
     Raises:
-        PlacedError: if a row can have no name, or has that of another one; if `where` cannot be asked of it.
+        PlacedError: if a row can have no name, or has that of another one; if `where` or `order` cannot be asked of it.
     """
     wanted, key, where = range(len(rows))[config.first_and_last], config.columns.id, _Where(rows, config)
-    index, number = RowIndex(), -1
+    index, order, number = RowIndex(), config.order, -1
+    fields = (key, *where.fields) if order is None else (key, *where.fields, order)
     try:
-        for number, values in enumerate(islice(rows.columns((key, *where.fields)), wanted.stop)):
+        for number, values in enumerate(islice(rows.columns(fields), wanted.stop)):
             if not values or number < wanted.start or number in left_out or not where.takes(number, values[1:]):
                 continue
             own_id = row_id_of(values[0], number, key)
             if (first := index.numbers.setdefault(before + own_id, number)) != number:
                 hint = f"every {key!r} must be unique; a row without it is known by its number, from 0"
                 raise RowError(f"{key!r} {own_id!r} is also that of {rows.place(first)}", hint)
+            if order is not None:
+                index.values.append(_number_in(order, values[-1]))
         where.check()
     except RowError as error:
         raise PlacedError(f"{rows.place(number)}: {error.rule}", error.hint) from error
@@ -54,6 +61,13 @@ def index_rows(rows: RowFiles, config: SourceConfig, *, before: str, left_out: C
         # It is the next one that could not be read.
         raise PlacedError(f"{rows.place(number + 1)}: row is not JSON: {error}", ONE_A_LINE) from error
     return index
+
+
+def _number_in(order: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        hint = "name another field, take only rows that have a number there with `where`, or write one with `transform`"
+        raise RowError(f"order {order!r} goes by numbers, got {show_value(value)}", hint)
+    return float(value)
 
 
 class _Where:
@@ -72,7 +86,7 @@ class _Where:
         """
         if self._condition is None:
             return True
-        self._number = number
+        self._number, values = number, values[: len(self.fields)]
         if self._unseen:
             self._unseen -= {field for field, value in zip(self.fields, values, strict=True) if value is not None}
         try:

@@ -18,6 +18,7 @@ from corral.experiments.datasets.row_files import fingerprint
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.located_rows import locate_rows
 from corral.experiments.inputs.users_process import importing_from
+from corral.workers.data.prompts import PlannedPrompts
 
 ROWS = [{"question": f"{number}+1?", "solution": str(number + 1)} for number in range(2500)]
 COLUMNS = ColumnsConfig(prompt="question", answer="solution")
@@ -188,6 +189,22 @@ def test_a_field_that_only_some_rows_have_is_none_in_the_others(tmp_path: Path) 
     assert named(path, where="level is not None and level < 2") == ["1"]
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: where .*\n.*begin with: level is not None and"):
         named(path, where="level < 2")
+
+
+@pytest.mark.parametrize("form", ["lines", "arrow"])
+def test_a_curriculum_goes_by_the_numbers_of_a_field(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows"
+    if form == "lines":
+        write_lines(path, LEVELS)
+    else:
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist(LEVELS), path)
+    config = DatasetConfig(path=path, order="level", where="topic == 'a'", shuffle=False)
+    prompts = PlannedPrompts.load(dataset_spec(config, kind="prompts"))
+    order = ["0", "6", "2", "8", "4"]
+    assert list(prompts.uids(seed=1, num_epochs=2)) == [f"{epoch}:{row}" for epoch in range(2) for row in order]
+    for field, got in {"topic": "a", "lvl": "null"}.items():
+        with pytest.raises(ConfigError, match=rf"rows.*1: order '{field}' goes by numbers, got {got}"):
+            dataset_spec(config.model_copy(update={"order": field, "where": None}), kind="prompts")
 
 
 def parsed(folder: Path, kind: RowKind, **fields: Any) -> Any:
