@@ -95,7 +95,6 @@ def _trainer_specs(experiment: Experiment, dataset: DatasetSpec) -> Iterator[Wor
         meshes={str(name): experiment.mesh_of(name) for name in graph.model_names},
         # At the heads of the trained policy, which reads most of the keys of a sample.
         sample_ranks=list(experiment.meshes[experiment.roles[0]].dp_heads),
-        shuffle=experiment.dataset.shuffle,
         evaluate_every=experiment.evaluation.frequency if experiment.evaluation is not None else Frequency(),
     )
     yield master

@@ -231,8 +231,6 @@ class MasterWorkerSpec(FrozenConfig):
     """The ranks of each model, by its name ("actor/0"); every training rank is in one of them."""
     sample_ranks: list[int] = Field(min_length=1)
     """The ranks where samples come in: those that read rows, or take what rollout workers send."""
-    shuffle: bool = True
-    """Whether each pass over a dataset source has an order of its own."""
     evaluate_every: Frequency = Frequency()
     """When the calls that evaluate are due, besides before the first step and after the last."""
 

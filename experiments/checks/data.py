@@ -192,8 +192,12 @@ def dataset_warnings(
     datasets = {"dataset": dataset}
     if evaluation is not None:
         datasets["evaluation.dataset"] = evaluation.dataset
-        if evaluation.dataset.files == dataset.files and dataset.files and evaluation.dataset.rows == dataset.rows:
+        held_out = evaluation.dataset
+        is_same = (held_out.files, held_out.rows, held_out.where) == (dataset.files, dataset.rows, dataset.where)
+        if dataset.files and is_same:
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
+        if any(source.order is not None for source in held_out.all_sources.values()):
+            yield "order has no effect in evaluation.dataset: held-out rows are all looked at each time"
     unread = {"answer"} if kind == "preferences" else {"chosen", "rejected"}
     for name, one in datasets.items():
         given = {column for source in one.all_sources.values() for column in source.columns.model_fields_set}

@@ -12,6 +12,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.condition import Condition
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
 from corral.scheduling.cadence import Frequency
 
@@ -23,7 +24,7 @@ HELD_OUT_ANSWERS = "held_out_answers"
 """What a call that evaluates by answering problems is implemented by."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_ORIGIN = {"path", "hub", "subset", "split", "rows", "transform", "columns"}
+_ORIGIN = {"path", "hub", "subset", "split", "rows", "transform", "where", "order", "columns"}
 Named = TypeVar("Named")
 
 
@@ -75,10 +76,23 @@ class SourceConfig(FrozenConfig):
     transform: ImportPath | None = None
     """A function of yours: row -> row, or None to leave it out. It is called once for each row, when the experiment is
     submitted; what it returns is kept in the cache."""
+    where: str | None = None
+    """Which rows are taken, by their fields: `difficulty <= 3 and len(prompt) < 500`. It may have comparisons, in, and,
+    or, not, len() and constants; a field that a row does not have is None."""
+    order: str | None = Field(default=None, min_length=1)
+    """The field whose numbers a pass goes through from the lowest to the highest; rows that are equal in it come in an
+    order of the seed's."""
     columns: ColumnsConfig = ColumnsConfig()
     """How the fields of rows are called."""
     files: tuple[Path, ...] = ()
     """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
+
+    @field_validator("where")
+    @classmethod
+    def _where_is_a_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            Condition.parse(value)
+        return value
 
     @property
     def first_and_last(self) -> slice:

@@ -19,15 +19,15 @@ from typing import cast
 from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig
 from corral.experiments.datasets.formats import find_files, name_of, open_rows
 from corral.experiments.datasets.row_files import RowFiles, fingerprint
-from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser, row_id_of
+from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, RowIndex, index_rows
+from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser
 from corral.experiments.errors import ConfigError, ConfigProblem, display_path, split_remedy
 from corral.experiments.worker_specs import DatasetSpec, SourceSpec
 from corral.scheduling.worker_information import fold_numbers, unfold_numbers
 
 MOST_LOOKED_AT = 20_000
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
-_ONE_A_LINE = "write one JSON object a line, without line breaks inside"
-_NONE_TAKEN = "take others with `rows`, or let transform keep some"
+_NONE_TAKEN = "take others with `rows`, or let where and transform keep some"
 _PATH_HINT = "check the path; in an experiment file it is relative to that file's folder"
 
 
@@ -46,11 +46,6 @@ class Source:
     """Numbers, from 0, of rows that are passed over."""
 
     @cached_property
-    def numbers(self) -> range:
-        """Those of its rows that are asked for; some may be lines that are none."""
-        return range(len(self.rows))[self.config.first_and_last]
-
-    @cached_property
     def _parser(self) -> RowParser:
         return RowParser(self.config.columns, self.kind)
 
@@ -63,38 +58,25 @@ class Source:
         try:
             fields = self.rows[number]
         except (ValueError, RecursionError) as error:
-            raise RowError(f"row is not JSON: {error}", _ONE_A_LINE) from error
+            raise RowError(f"row is not JSON: {error}", ONE_A_LINE) from error
         if fields is None:
             return None
         return self._parser.parse(fields, row_id=row_id, place=self.rows.place(number), source=self.name)
 
     @cached_property
-    def names(self) -> dict[str, int]:
-        """Number of every row by its name, in the order of the files.
+    def index(self) -> RowIndex:
+        """The rows that are taken.
 
         Raises:
-            PlacedError: if one can have no name, or has that of another one.
+            PlacedError: as `index_rows`.
         """
-        key, wanted, left_out, found = self.config.columns.id, self.numbers, self.left_out, dict[str, int]()
-        before, number = f"{self.name}/" if self.name else "", -1
-        try:
-            for number, value in enumerate(islice(self.rows.column(key), wanted.stop)):
-                if value == () or number < wanted.start or number in left_out:
-                    continue
-                own_id = row_id_of(value, number, key)
-                if (first := found.setdefault(before + own_id, number)) != number:
-                    hint = f"every {key!r} must be unique; a row without it is known by its number, from 0"
-                    raise RowError(f"{key!r} {own_id!r} is also that of {self.rows.place(first)}", hint)
-        except RowError as error:
-            raise PlacedError(f"{self.rows.place(number)}: {error.rule}", error.hint) from error
-        except (ValueError, RecursionError) as error:
-            # It is the next one that could not be read.
-            raise PlacedError(f"{self.rows.place(number + 1)}: row is not JSON: {error}", _ONE_A_LINE) from error
-        return found
+        before = f"{self.name}/" if self.name else ""
+        return index_rows(self.rows, self.config, before=before, left_out=self.left_out)
 
-
-class PlacedError(RowError):
-    """What is wrong with a row, and where it stands."""
+    @property
+    def names(self) -> dict[str, int]:
+        """Number of every row that is taken by its name, in the order of the files; raises the same."""
+        return self.index.numbers
 
 
 class Dataset(Mapping[str, DatasetRow]):
@@ -218,7 +200,9 @@ class Look:
             return
         self.num_rows += len(names)
         if not names:
-            hint = _ONE_A_LINE if source.config.rows == ":" and source.config.transform is None else _NONE_TAKEN
+            one, hint = source.config, _NONE_TAKEN
+            if one.rows == ":" and one.transform is None and one.where is None:
+                hint = ONE_A_LINE
             self.problems.append(ConfigProblem(f"dataset {name_of(source.config)} has no rows", hint))
             return
         step = -(-len(names) // max(1, self.most // len(self.dataset.sources)))

@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,8 +44,8 @@ class RowFile(Protocol):
             ValueError: if it is not JSON.
         """
 
-    def column(self, name: str) -> Iterator[Any]:
-        """One field of every row, None where it has none, and of lines without anything ().
+    def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Some fields of every row, None where it has none, and of lines without anything ().
 
         Raises:
             ValueError: as `read`.
@@ -76,13 +76,14 @@ class JsonLines:
         line = self._line(number)
         return _DECODER.decode(line) if line.strip() else None
 
-    def column(self, name: str) -> Iterator[Any]:
+    def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         # Nothing else of a row is decoded.
-        row: Any = msgspec.defstruct("Row", [("value", Any, None)], rename={"value": name})
+        renamed = {f"value_{at}": name for at, name in enumerate(names)}
+        row: Any = msgspec.defstruct("Row", [(own, Any, None) for own in renamed], rename=renamed)
         decode, data, start = msgspec.json.Decoder(row).decode, self._data, 0
         for end in self._ends:
             line = data[start:end]
-            yield () if line.isspace() else decode(line).value
+            yield () if line.isspace() else msgspec.structs.astuple(decode(line))
             start = end
 
     def _line(self, number: int) -> bytes:
@@ -118,10 +119,14 @@ class ArrowRows:
         (row,) = self._batch(at).slice(number - self._starts[at], 1).to_pylist()
         return row
 
-    def column(self, name: str) -> Iterator[Any]:
+    def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         for number in range(len(self._starts) - 1):
             batch: pyarrow.RecordBatch = self._batch(number)
-            yield from batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
+            has = batch.schema.names
+            yield from zip(
+                *(batch.column(name).to_pylist() if name in has else repeat(None, batch.num_rows) for name in names),
+                strict=True,
+            )
 
 
 class RowFiles(Sequence[Any]):
@@ -143,10 +148,10 @@ class RowFiles(Sequence[Any]):
         at = self._file_of(number)
         return self._files[at].read(number - self._starts[at])
 
-    def column(self, name: str) -> Iterator[Any]:
-        """One field of every row, as that of `RowFile`."""
+    def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Some fields of every row, as that of `RowFile`."""
         for file in self._files:
-            yield from file.column(name)
+            yield from file.columns(names)
 
     def place(self, number: int) -> str:
         """Where a row stands: train.jsonl:41."""

@@ -6,13 +6,17 @@ Several sources: each goes through its own rows pass by pass, in an order of its
 
     gsm8k, weight 3    0:gsm8k/7   0:gsm8k/2   0:gsm8k/5              0:gsm8k/1  ...
     code,  weight 1                                       0:code/3               ...   1:code/3 when all were taken once
+
+Where a source has an order, each of its passes goes through its rows by their values; the seed decides among equals.
 """
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count, islice
 from math import lcm
+from types import MappingProxyType
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.datasets.dataset import Dataset
@@ -42,19 +46,45 @@ def load_held_out_rows(config: DatasetConfig) -> Dataset:
     return Dataset.open(config, kind="prompts")
 
 
-def ordered_uids(row_ids: Iterable[str], *, seed: int, dataset_epoch: int, shuffle: bool) -> list[str]:
-    """All uids of one pass, in the order in which they are issued; the same in every process."""
-    order = sorted(row_ids)
+def ordered_uids(
+    row_ids: Sequence[str], *, seed: int, dataset_epoch: int, shuffle: bool, values: Sequence[float] = ()
+) -> list[str]:
+    """All uids of one pass, in the order in which they are issued; the same in every process.
+
+    Args:
+        values: of each row: the pass goes from the lowest to the highest. None where the seed alone decides.
+    """
+    order = sorted(range(len(row_ids)), key=row_ids.__getitem__)
     if shuffle:
         random.Random(f"{seed}/{dataset_epoch}").shuffle(order)
-    return [f"{dataset_epoch}:{row_id}" for row_id in order]
+    if values:
+        order.sort(key=values.__getitem__)  # rows that are equal stay as they are
+    return [f"{dataset_epoch}:{row_ids[at]}" for at in order]
 
 
-def planned_uids(row_ids: Sequence[str], spec: DatasetSpec, *, seed: int, num_epochs: int) -> Iterator[str]:
-    """Every uid of a trial, in the order in which they are issued."""
-    config = spec.config
-    weights = {name: one.weight for name, one in config.sources.items()}
-    return uids_of_passes(row_ids, seed=seed, num_epochs=num_epochs, shuffle=config.shuffle, weights=weights)
+@dataclass(frozen=True, slots=True)
+class PlannedPrompts:
+    """The rows of a data set as the plan has them, by their names, and the order in which they are issued."""
+
+    config: DatasetConfig
+    row_ids: list[str]
+    """In the order of sources and files."""
+    values: Mapping[str, Sequence[float]]
+    """[rows] by source, as `RowIndex` has them."""
+
+    @classmethod
+    def load(cls, spec: DatasetSpec) -> "PlannedPrompts":
+        """Raises what `load_planned_rows` does."""
+        rows = Dataset.planned(spec)
+        return cls(spec.config, list(rows), {one.name: one.index.values for one in rows.sources})
+
+    def uids(self, *, seed: int, num_epochs: int) -> Iterator[str]:
+        """Every uid of a trial, in the order in which they are issued."""
+        weights = {name: one.weight for name, one in self.config.sources.items()}
+        shuffle, values = self.config.shuffle, self.values
+        return uids_of_passes(
+            self.row_ids, seed=seed, num_epochs=num_epochs, shuffle=shuffle, weights=weights, values=values
+        )
 
 
 def uids_of_passes(
@@ -63,23 +93,22 @@ def uids_of_passes(
     seed: int,
     num_epochs: int,
     shuffle: bool,
-    weights: Mapping[str, float | None] | None = None,
+    weights: Mapping[str, float | None] = MappingProxyType({}),
+    values: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> Iterator[str]:
     """As many uids as all passes over the rows have, in the order in which they are issued.
 
     Args:
+        row_ids: those of a source in the order of its values.
         weights: of each source, whose name is what its rows begin with; None is the number of its rows. With these
             alone, each pass has each row once. Empty where there is one source, which has no name.
+        values: of each source, as `ordered_uids` takes them.
     """
-    if not weights:
-        for dataset_epoch in range(num_epochs):
-            yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)
-        return
-    ids_by_source: dict[str, list[str]] = {name: [] for name in weights}
+    ids_by_source: dict[str, list[str]] = {name: [] for name in weights or ("",)}
     for row_id in row_ids:
-        ids_by_source[row_id.partition("/")[0]].append(row_id)
-    shares = [Fraction(weight or len(ids_by_source[name])) for name, weight in weights.items()]
-    endless = [_endless(ids, seed=seed, shuffle=shuffle) for ids in ids_by_source.values()]
+        ids_by_source[row_id.partition("/")[0] if weights else ""].append(row_id)
+    endless = [_endless(ids, values.get(name, ()), seed=seed, shuffle=shuffle) for name, ids in ids_by_source.items()]
+    shares = [Fraction(weight or len(ids_by_source[name])) for name, weight in weights.items()] or [Fraction(1)]
     turns = turns_of([int(share * lcm(*(one.denominator for one in shares))) for share in shares])
     yield from (next(endless[turn]) for turn in islice(turns, num_epochs * len(row_ids)))
 
@@ -96,9 +125,9 @@ def turns_of(shares: Sequence[int]) -> Iterator[int]:
         yield chosen
 
 
-def _endless(row_ids: list[str], *, seed: int, shuffle: bool) -> Iterator[str]:
+def _endless(row_ids: Sequence[str], values: Sequence[float], *, seed: int, shuffle: bool) -> Iterator[str]:
     for dataset_epoch in count():
-        yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle)
+        yield from ordered_uids(row_ids, seed=seed, dataset_epoch=dataset_epoch, shuffle=shuffle, values=values)
 
 
 def held_out_uids(row_ids: Iterable[str], *, version: int) -> list[str]:

@@ -19,7 +19,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -31,7 +32,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, WeightsInUse
-from corral.workers.data.prompts import load_row_ids, planned_uids
+from corral.workers.data.prompts import PlannedPrompts
 from corral.workers.generation.control import ControlClient
 from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
@@ -77,8 +78,8 @@ class GserverManager(Worker):
         super().__init__(context)
         self._spec = context.specification(GserverManagerSpec)
         rollout = self._spec.rollout
-        row_ids = self._load_row_ids()
-        self._committed = CommittedLedger(context.trial, row_ids)
+        prompts = self._load_prompts()
+        self._committed = CommittedLedger(context.trial, prompts.row_ids)
         self._admission = Admission(
             StalenessGate(
                 batch_size=self._spec.train_batch_size,
@@ -86,7 +87,7 @@ class GserverManager(Worker):
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
                 overtaking=rollout.overtaking,
             ),
-            passes=self._passes(row_ids),
+            passes=partial(prompts.uids, seed=context.plan.seed, num_epochs=self._spec.total_train_epochs),
             is_committed=lambda uid: self._committed.ledger.consumed(uid),
             trainer=MASTER,
         )
@@ -114,16 +115,12 @@ class GserverManager(Worker):
         self._serves = asyncio.Event()
         """There is a server, or a version, that was not there when they looked."""
 
-    def _load_row_ids(self) -> list[str]:
+    def _load_prompts(self) -> PlannedPrompts:
         try:
             self._evaluations = Evaluations(self._spec.held_out)
-            return load_row_ids(self._spec.dataset)
+            return PlannedPrompts.load(self._spec.dataset)
         except (OSError, ValueError) as error:
             raise BadConfigurationError(str(error)) from error
-
-    def _passes(self, row_ids: list[str]) -> Callable[[], Iterator[str]]:
-        spec, seed = self._spec, self.context.plan.seed
-        return lambda: planned_uids(row_ids, spec.dataset, seed=seed, num_epochs=spec.total_train_epochs)
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)

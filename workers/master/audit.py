@@ -19,7 +19,7 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GserverManagerSpec, ModelWorkerSpec
 from corral.workers.checkpoint.checkpoint import committed_ledger
 from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, numbers_of, read_delta
-from corral.workers.data.prompts import load_row_ids, planned_uids
+from corral.workers.data.prompts import PlannedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ def audit_trial(path: Path) -> Audit:
     datasets = [manager.dataset for manager in plan.all_of(GserverManagerSpec)]
     datasets += [rank.dataset for rank in plan.all_of(ModelWorkerSpec) if rank.dataset is not None]
     epochs = plan.master.control.total_train_epochs
-    row_ids = load_row_ids(datasets[0])
-    issued = planned_uids(row_ids, datasets[0], seed=plan.seed, num_epochs=epochs)
+    prompts = PlannedPrompts.load(datasets[0])
+    rows, issued = numbers_of(prompts.row_ids), prompts.uids(seed=plan.seed, num_epochs=epochs)
     lineage = TrialLog(directory.log_path).read().lineage
     if not lineage:
-        return audit(Ledger(numbers_of(row_ids)), (), issued)
-    ledger = committed_ledger(directory, lineage[-1].commit, numbers_of(row_ids))
+        return audit(Ledger(rows), (), issued)
+    ledger = committed_ledger(directory, lineage[-1].commit, rows)
     return audit(ledger, (read_delta(directory, logged.commit) for logged in lineage), issued)
 
 

@@ -120,7 +120,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import load_row_ids, planned_uids
+from corral.workers.data.prompts import PlannedPrompts, load_row_ids
 from corral.workers.lifecycle.worker import (
     CannotContinueError,
     StopRequested,
@@ -314,9 +314,13 @@ class MasterWorker(Worker):
         return self._trainer.dataset or self._manager.dataset
 
     @cached_property
+    def _prompts(self) -> PlannedPrompts:
+        """Read once, since they never change."""
+        return PlannedPrompts.load(self._dataset)
+
+    @cached_property
     def _number_by_row(self) -> dict[str, int]:
-        """Of the dataset; read once, since it never changes."""
-        return numbers_of(load_row_ids(self._dataset))
+        return numbers_of(self._prompts.row_ids)
 
     def _ledger_of(self, recovery: RecoveryPoint) -> Ledger:
         rows, commit = self._number_by_row, recovery.commit
@@ -324,7 +328,7 @@ class MasterWorker(Worker):
 
     def _row_uids(self) -> Iterator[str]:
         seed, num_epochs = self.context.plan.seed, self._spec.control.total_train_epochs
-        return planned_uids(list(self._number_by_row), self._dataset, seed=seed, num_epochs=num_epochs)
+        return self._prompts.uids(seed=seed, num_epochs=num_epochs)
 
     def _publish(self, published: PublishedWeights) -> None:
         """Say which weights are the present ones."""

@@ -18,6 +18,7 @@ from corral.experiments.datasets.row_files import fingerprint
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.located_rows import locate_rows
 from corral.experiments.inputs.users_process import importing_from
+from corral.workers.data.prompts import PlannedPrompts
 
 ROWS = [{"question": f"{number}+1?", "solution": str(number + 1)} for number in range(2500)]
 COLUMNS = ColumnsConfig(prompt="question", answer="solution")
@@ -147,6 +148,65 @@ def test_a_function_of_the_users_makes_rows_of_rows_and_leaves_some_out(tmp_path
     assert [(row.prompt, row.fields["number"]) for row in rows.values()] == [(f"{n}+1?", n) for n in range(0, 10, 2)]
 
 
+LEVELS = [{"prompt": "1+1=", "level": n % 5, "topic": "ab"[n % 2]} for n in range(10)]
+
+
+def named(path: Path, **config: Any) -> list[str]:
+    spec = dataset_spec(DatasetConfig(path=path, **config), kind="prompts")
+    names = list(Dataset.planned(type(spec).model_validate_json(spec.model_dump_json())))
+    assert spec.num_rows == len(names)
+    return names
+
+
+@pytest.mark.parametrize("form", ["lines", "arrow"])
+def test_rows_are_taken_by_a_condition_on_their_fields(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows"
+    if form == "lines":
+        write_lines(path, LEVELS)
+    else:
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist(LEVELS), path)
+    for where in (
+        "level <= 2 and topic != 'b'",
+        "not level > 2 and topic in ['a', 'c']",
+        "0 <= level < 3 and topic is not None and topic == 'a'",
+    ):
+        assert named(path, where=where, rows="1:") == ["2", "6"]
+    assert named(path, where="len(prompt) > 3 and not len(topic) > 1 or level == -1", rows=":2") == ["0", "1"]
+    refused = {
+        "levl <= 2": r"(?s)rows.*1: where 'levl <= 2' cannot be asked: .*did you mean 'level'",
+        "levl == 2": r"(?s)rows.*10: no row up to here has a field 'levl'.*did you mean 'level'",
+        "level <= '2'": "compare like with like",
+        "level > 4": "has no rows",
+    }
+    for where, words in refused.items():
+        look = Look(Dataset.open(DatasetConfig(path=path, where=where), kind="prompts"))
+        with pytest.raises(ConfigError, match=words):
+            look.check()
+
+
+def test_a_field_that_only_some_rows_have_is_none_in_the_others(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "level": 1}])
+    assert named(path, where="level is not None and level < 2") == ["1"]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: where .*\n.*begin with: level is not None and"):
+        named(path, where="level < 2")
+
+
+@pytest.mark.parametrize("form", ["lines", "arrow"])
+def test_a_curriculum_goes_by_the_numbers_of_a_field(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows"
+    if form == "lines":
+        write_lines(path, LEVELS)
+    else:
+        pyarrow.feather.write_feather(pyarrow.Table.from_pylist(LEVELS), path)
+    config = DatasetConfig(path=path, order="level", where="topic == 'a'", shuffle=False)
+    prompts = PlannedPrompts.load(dataset_spec(config, kind="prompts"))
+    order = ["0", "6", "2", "8", "4"]
+    assert list(prompts.uids(seed=1, num_epochs=2)) == [f"{epoch}:{row}" for epoch in range(2) for row in order]
+    for field, got in {"topic": "a", "lvl": "null"}.items():
+        with pytest.raises(ConfigError, match=rf"rows.*1: order '{field}' goes by numbers, got {got}"):
+            dataset_spec(config.model_copy(update={"order": field, "where": None}), kind="prompts")
+
+
 def parsed(folder: Path, kind: RowKind, **fields: Any) -> Any:
     rows = Dataset.open(DatasetConfig(path=write_lines(folder / "one.jsonl", [fields])), kind=kind)
     row = rows["0"]
@@ -188,6 +248,13 @@ def test_rows_of_several_sources_have_their_names_before_their_own(tmp_path: Pat
         ({"path": "a", "sources": {"a": {"path": "a"}}}, "path and sources both say"),
         ({"path": "a", "subset": "main"}, "only data sets of `hub` have some"),
         ({"path": "a", "rows": "5"}, "rows"),
+        ({"path": "a", "where": "level <"}, "'level <' is no condition .*; a condition has names of fields"),
+        ({"path": "a", "where": "1 < 2"}, "'1 < 2' reads no field of a row"),
+        ({"path": "a", "where": "open(level)"}, r"'open\(level\)' cannot be asked of a row"),
+        ({"path": "a", "where": "level.real > 1"}, "'level.real' cannot be asked of a row"),
+        ({"path": "a", "where": "level ** 9 > 1"}, r"'level \*\* 9' cannot be asked of a row"),
+        ({"path": "a", "where": "[x for x in level]"}, "cannot be asked of a row"),
+        ({"path": "a", "where": "level" + " " * 1000}, "at most 1000 characters"),
         ({"sources": {"a/b": {"path": "a"}}}, "is no name of a metric"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
-from corral.workers.data.prompts import turns_of, uids_of_passes
+from corral.workers.data.prompts import split_uid, turns_of, uids_of_passes
 
 SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 7), min_size=1)
 
@@ -49,3 +49,26 @@ def test_what_comes_after_an_interruption_is_what_would_have_come(
     resumed = Ledger(numbers_of(rows), ledger.states())
     again = uids_of_passes(rows, seed=1, num_epochs=3, shuffle=True, weights=by_source)
     assert [uid for uid in again if not resumed.consumed(uid)] == order[kept:]
+
+
+@given(SIZES, st.lists(st.integers(-2, 2), min_size=28, max_size=28), st.integers(0, 9), st.booleans())
+@settings(deadline=None)
+def test_with_an_order_each_pass_of_a_source_rises_and_the_seed_decides_among_equals(
+    sizes: dict[str, int], numbers: list[int], seed: int, shuffle: bool
+) -> None:
+    rows = rows_of(sizes)
+    value = dict(zip(rows, numbers, strict=False))
+    values = {name: [value[f"{name}/{at}"] for at in range(size)] for name, size in sizes.items() if name != "d"}
+    by_source: dict[str, float | None] = dict.fromkeys(sizes)
+    plain, ordered = (
+        list(uids_of_passes(rows, seed=seed, num_epochs=2, shuffle=shuffle, weights=by_source, values=given))
+        for given in ({}, values)
+    )
+
+    def key(uid: str) -> tuple[int, float]:
+        dataset_epoch, row = split_uid(uid)
+        return dataset_epoch, 0.0 if row.startswith("d") else value[row]
+
+    for name in sizes:
+        own, before = ([uid for uid in uids if split_uid(uid)[1].startswith(name)] for uids in (ordered, plain))
+        assert own == sorted(before, key=key)
