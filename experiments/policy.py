@@ -24,6 +24,7 @@ from corral.experiments.config.model import (
     RewardModelConfig,
 )
 from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
+from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
@@ -60,6 +61,8 @@ class PolicyExperiment(Experiment):
     """The algorithm."""
     rollout: GenerationConfig = GenerationConfig()
     """How answers are made and judged."""
+    samples: SamplesConfig = SamplesConfig()
+    """What is kept for reading of the answers that are trained on."""
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
 
@@ -223,7 +226,7 @@ class PolicyExperiment(Experiment):
         return own
 
     def rank_settings(self) -> Mapping[str, Any]:
-        return {"reward": RewardSpec.of(self.rollout)}
+        return {"reward": RewardSpec.of(self.rollout), "samples": self.samples}
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)

@@ -21,6 +21,7 @@ from corral.experiments.config.rollout import (
     SglangConfig,
     WeightsConfig,
 )
+from corral.experiments.config.samples import SamplesConfig
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import Key, routed_experts_key
@@ -299,6 +300,8 @@ class ModelWorkerSpec(FrozenConfig):
     """Who judges held-out answers."""
     behaviour: BehaviourSpec = BehaviourSpec()
     """Who makes the answers that are trained on."""
+    samples: SamplesConfig = SamplesConfig(prompts_per_step=0)
+    """What of them is kept for reading."""
     total_steps: int = Field(ge=1)
     """Train steps of the whole run, for the learning-rate schedule."""
 

@@ -91,6 +91,8 @@ class TrialDirectory:
     metrics_path = _Below("metrics.jsonl")
     trajectories_path = _Below("trajectories.jsonl")
     """Which policy versions made what each train step consumed."""
+    samples_path = _Below("samples")
+    """Of what is trained on, what people may read."""
     turns_path = _Below("turns")
     """Finished turns of episodes that are under way, where agents can be played again."""
     secrets_path = _Below("secrets")

@@ -20,7 +20,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.trial_helpers import WORKERS, Material, Trial
+from tests.integration.trial_helpers import WORKERS, Material, Trial, read_lines
 
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
@@ -75,6 +75,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     trained = sum(line.get("train/tokens", 0.0) for line in trial.metrics())
     assert compared == trained if eta == 0 else 0 < compared < trained
     assert "found      generator and trainer agree at version 0" in trial.run("rl-status")
+    check_kept_answers(trial)
     evaluated = [line for line in trial.metrics() if "eval/accuracy" in line]
     steps = [line["step"] for line in evaluated]
     assert (steps[0], steps[-1]) == (0, 11) and steps == sorted(set(steps)), "one at a time, and each once"
@@ -96,6 +97,20 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
     assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
+
+
+def check_kept_answers(trial: Trial) -> None:
+    """What people may read is what was trained on: answers of both sides, with what was computed of them."""
+    trained = {(line["step"], line["uid"]) for line in read_lines(trial.directory.trajectories_path)}
+    rows = [
+        json.loads(line) for line in trial.run("rl-samples", "--step", "all", "-n", "9999", "-o", "jsonl").splitlines()
+    ]
+    assert rows and {(row["step"], row["uid"]) for row in rows} <= trained
+    for row in rows:
+        assert len(row["ids"]) == len(row["trainer_logprobs"]) == len(row["advantages"])
+        assert row["said"] and 0.0 <= row["reward"] <= 1.0
+        assert row["staleness"] > 0 or row["gap"] < 1e-3
+    assert rows[-1]["said"][:4] in trial.run("rl-samples", "--show", f"{rows[-1]['uid']}#{rows[-1]['sequence']}")
 
 
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:

@@ -78,6 +78,11 @@ class ModelInterface:
         """
         self._refuse(CallType.EVALUATE)
 
+    def take_learned(self) -> SequenceSample | None:
+        """What the last train step has learned from, with what it made of it, for people to read; once. None where the
+        interface does not tell. It has `old_logprobs`, `versions`, `rewards`, `advantages`."""
+        return None
+
     def take_notices(self) -> list[TrainNotice]:
         """What train steps found out since the last time, for people; equal on all ranks."""
         return []

@@ -64,6 +64,7 @@ class FirstPass:
         self._loss = loss
         self._kept: list[tuple[MicroBatch, Tensor]] = []
         """With [2, T - n]: log-probabilities, entropies."""
+        self._scores: tuple[Floats, Floats] | None = None
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         if not micro_batch.is_padding:
@@ -71,7 +72,9 @@ class FirstPass:
         return self._loss(scores, micro_batch)
 
     def scores_of(self, sample: SequenceSample) -> tuple[Floats, Floats]:
-        """Log-probabilities and entropies, packed as the sample that the engine was given."""
+        """Log-probabilities and entropies, packed as the sample that the engine was given; all that was kept."""
+        if self._scores is not None:
+            return self._scores
         pieces: Sequence[Tensor] = ()
         if self._kept:
             on_host = torch.cat([values for _, values in self._kept], dim=1).cpu()
@@ -84,7 +87,8 @@ class FirstPass:
             )
             for row in (0, 1)
         )
-        return logprobs, entropy
+        self._scores = logprobs, entropy
+        return self._scores
 
 
 class GapWatch:

@@ -81,6 +81,7 @@ class PPOActorInterface(ModelInterface):
         self._policy_loss = loss_named(config.loss, config.loss_settings)
         self._kl = KLController.at_start(config.kl)
         self._gap = GapWatch(TwoSides(behaviour=behaviour, dtype=dtype, ppo=config))
+        self._learned: SequenceSample | None = None
 
     @property
     def inputs(self) -> CallKeys:
@@ -126,6 +127,10 @@ class PPOActorInterface(ModelInterface):
             )
             if isinstance(loss, FirstPass):
                 gap = self._gap.look(mini_batch, loss, of=prepared, version=version, context=context)
+                # The only mini-batch is all there is, and its own scores are those that the step begins with.
+                is_whole = config.n_minibatches == 1 and "proximal_logprobs" not in prepared.data
+                scored = ("proximal_logprobs", loss.scores_of(mini_batch)[0])
+                self._learned = mini_batch.with_key(*scored) if is_whole else prepared
         gap |= self._gap.measure(
             partial(compute_logprobs, engine, temperature=self._temperature),
             version=version,
@@ -142,6 +147,10 @@ class PPOActorInterface(ModelInterface):
             merged |= {"ppo/kl_coef": self._kl.coefficient, "ppo/ref_kl_per_answer": facts.kl_per_answer}
         self._kl = self._kl.after(facts)
         return merged
+
+    def take_learned(self) -> SequenceSample | None:
+        learned, self._learned = self._learned, None
+        return learned
 
     def take_notices(self) -> list[TrainNotice]:
         return self._gap.take_notices()

@@ -48,6 +48,7 @@ from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.gang import joined_gang
 from corral.workers.model.host_memory import host_identity
+from corral.workers.model.kept_samples import KeptSamples
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
 from corral.workers.model.reallocation import reallocation_meshes
@@ -208,7 +209,17 @@ class ModelWorker(Worker):
         meshes = context.plan.master.meshes
         graph = build_dataflow(spec.calls)
         contexts = mesh_contexts(parallel, meshes | reallocation_meshes(graph, meshes))
-        self._models = Models(spec, self._store, contexts, seed=context.plan.seed, secrets=[context.trial.secrets_path])
+        self._kept = stack.enter_context(
+            KeptSamples(
+                spec.samples,
+                context.trial.samples_path,
+                tokenizer=spec.tokenizer,
+                rank=spec.index,
+                num_ranks=len(context.plan.master.sample_ranks),
+            )
+        )
+        secrets = [context.trial.secrets_path]
+        self._models = Models(spec, self._store, contexts, seed=context.plan.seed, secrets=secrets, kept=self._kept)
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     # Requests that are answered at once, in the stream's thread
@@ -296,6 +307,7 @@ class ModelWorker(Worker):
         self._saves.forget()
         self._samples.forget()
         self._plane.begin(epoch)
+        self._kept.begin(epoch)
         models = self._models.initialize(request, on_progress=self.context.presence.beat)
         self._samples.start_session(f"{epoch}-{self.context.incarnation}")
         self.context.presence.beat(version=str(request.step))

@@ -40,6 +40,7 @@ from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.generator import Generator
+from corral.workers.model.kept_samples import KeptSamples
 from corral.workers.model.reallocation import group_name, reallocate
 from corral.workers.requests.messages import (
     Evaluate,
@@ -92,8 +93,17 @@ class RoleModel:
         BadConfigurationError: if a call's interface cannot be made.
     """
 
-    def __init__(self, spec: ModelRoleSpec, worker: ModelWorkerSpec, context: ParallelContext, *, seed: int) -> None:
+    def __init__(
+        self,
+        spec: ModelRoleSpec,
+        worker: ModelWorkerSpec,
+        context: ParallelContext,
+        *,
+        seed: int,
+        kept: KeptSamples | None = None,
+    ) -> None:
         self.spec = spec
+        self._kept = kept
         self.context = context
         self._worker = worker
         self._engine: MeshEngine | None = None
@@ -164,6 +174,9 @@ class RoleModel:
         steps_before, nonfinite_before = engine.step, engine.num_nonfinite
         interface = self._interface(call)
         stats = interface.train_step(engine, sample, version=version)
+        learned = interface.take_learned()
+        if learned is not None and self.context.is_dp_head and self._kept is not None:
+            self._kept.offer(learned, version=version)
         return TrainReply(
             stats=stats,
             num_updates=engine.step - steps_before,
@@ -255,9 +268,11 @@ class Models:
         *,
         seed: int,
         secrets: Sequence[Path] = (),
+        kept: KeptSamples | None = None,
     ) -> None:
         """
         Args:
+            kept: takes what people may read of what is trained on.
             secrets: folders that a reward is kept from.
             contexts: this rank's place in the mesh of each model, and of each reallocation, by name.
         """
@@ -265,7 +280,7 @@ class Models:
         self._store = store
         self._calls = {call.name: call for call in spec.calls}
         self._models = {
-            role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed) for role in spec.roles
+            role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed, kept=kept) for role in spec.roles
         }
         with _blamed_on_the_plan():
             self._generator = (

@@ -1,0 +1,110 @@
+"""Which of the answers that a trial has kept are wanted: by step, by what is so of them, in which order.
+
+samples/*.parquet ──steps──► rows without their lists ──where──► ──sort──► the first n ──► with their lists
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from corral.experiments.config.condition import Condition
+from corral.experiments.errors import ConfigError
+from corral.experiments.trial.samples import files_by_step, schema
+
+Row = Mapping[str, Any]
+_LISTS = ("ids", "made", "logprobs", "trainer_logprobs", "advantages", "versions")
+_SCALARS = tuple(name for name in schema().names if name not in _LISTS)
+"""What conditions may ask, with `row`, the prompt's name in the data set."""
+
+
+class KeptAnswers:
+    """Those of one trial."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            ConfigError: if it has none.
+        """
+        self._files = files_by_step(folder)
+        if not self._files:
+            hint = "samples.prompts_per_step says how many are kept; the first are there after the first train step"
+            raise ConfigError.of("this trial has kept no answers", hint=hint)
+
+    def steps(self, wanted: str) -> list[int]:
+        """Those that `latest`, `all`, a number or a span such as 40:50, its end included, mean.
+
+        Raises:
+            ConfigError: if none of them is there.
+        """
+        first, last = min(self._files), max(self._files)
+        span = {"latest": f"{last}", "all": ":"}.get(wanted, wanted)
+        begin, colon, end = span.partition(":")
+        if not all(part.isdigit() for part in (begin, end) if part):
+            hint = "a number, a span such as 40:50, latest, or all"
+            raise ConfigError.of(f"--step {wanted!r} is no train step", hint=hint)
+        low = int(begin) if begin else first
+        high = int(end) if end else last if colon else low
+        if not (found := [step for step in self._files if low <= step <= high]):
+            hint = f"there are {len(self._files)} steps from {first} to {last}; samples.max_size says for how long"
+            raise ConfigError.of(f"no answers of step {wanted} are kept", hint=hint)
+        return found
+
+    def read(
+        self, steps: Sequence[int], *, where: str | None = None, sort: str = "", most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The rows that are wanted, whole.
+
+        Args:
+            where: a condition on a row's numbers and texts, such as `reward < 1 and length > 20`.
+            sort: a field to go by, from low to high, or with - before it from high to low; as they lie without one.
+            most: so many at most.
+
+        Raises:
+            ConfigError: if the condition is none, or names a field that there is not.
+        """
+        holds = _parsed(where)
+        found = [(row, path, at) for step in steps for path in self._files[step] for at, row in _scalars(path)]
+        found = [each for each in found if holds(each[0])]
+        if sort:
+            name, falls = sort.removeprefix("-"), sort.startswith("-")
+            _require_fields([name])
+            known = [each for each in found if each[0][name] is not None]
+            found = sorted(known, key=lambda each: each[0][name], reverse=falls)
+        return [row | _lists(path, at) for row, path, at in found[:most]]
+
+
+def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(path, columns=list(_SCALARS)).to_pylist()
+    return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
+
+
+def _lists(path: Path, at: int) -> dict[str, Any]:
+    import pyarrow.parquet
+
+    (row,) = pyarrow.parquet.read_table(path, columns=list(_LISTS)).slice(at, 1).to_pylist()
+    return dict(row)
+
+
+def _parsed(where: str | None) -> Callable[[Row], bool]:
+    if where is None:
+        return lambda row: True
+    try:
+        condition = Condition.parse(where)
+    except ValueError as error:
+        raise ConfigError.of(f"--where: {error}") from error
+    _require_fields(condition.fields)
+
+    def holds(row: Row) -> bool:
+        values = [row[name] for name in condition.fields]
+        return None not in values and bool(condition.holds(*values))
+
+    return holds
+
+
+def _require_fields(names: Sequence[str]) -> None:
+    there = ("row", *_SCALARS)
+    for name in names:
+        if name not in there:
+            raise ConfigError.of(f"answers have no {name!r}", hint=f"there are {', '.join(there)}")

@@ -1,0 +1,77 @@
+"""Answers as people read them: a line each, or one whole with its tokens coloured.
+
+What a model or a data set wrote goes to a terminal: nothing of it that would move its cursor, or change its colours or
+its title, gets there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from corral.launcher.terminal import printable
+
+Colour = Literal["logprob", "gap", "advantage"]
+_LEGENDS: Mapping[Colour, str] = {
+    "logprob": "the redder, the less likely the generator found the token",
+    "gap": "the redder, the further generator and trainer are apart",
+    "advantage": "green: made likelier; red: made less likely",
+}
+_SHADES = 5
+_FULL_SCALE: Mapping[Colour, float] = {"logprob": 5.0, "gap": 0.5, "advantage": 2.0}  # nats, nats, deviations
+_REDS = ("default", "color(223)", "color(216)", "color(209)", "color(203)", "bold color(196)")
+_GREENS = ("default", "color(193)", "color(156)", "color(119)", "color(82)", "bold color(46)")
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("STEP", "ANSWER", "REWARD", "ADVANTAGE", "TOKENS", "AGE", "GAP"):
+        table.add_column(name, justify="left" if name == "ANSWER" else "right", no_wrap=True)
+    table.add_column("SAID", no_wrap=True, overflow="ellipsis", ratio=1)
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            Text(printable(name_of(row))),
+            f"{row['reward']:.4g}",
+            f"{row['advantage']:+.2f}",
+            str(row["length"]) + ("…" if row["is_cut"] else ""),
+            str(row["staleness"]),
+            "-" if row["gap"] is None else f"{row['gap']:.2g}",
+            Text(printable(row["said"].replace("\n", "⏎"))),
+        )
+    return table
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """What `--show` finds it by: the prompt's uid, and the number of its sequence."""
+    return f"{row['uid']}#{row['sequence']}"
+
+
+def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> RenderableType:
+    """Prompt and answer token by token; what was given is dim."""
+    facts = (
+        f"{name_of(row)}   step {row['step']}, reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
+        f"{row['length']} tokens made{', cut off' if row['is_cut'] else ''}, age {row['staleness']}"
+    )
+    text = Text()
+    for token, is_made, value in zip(row["ids"], row["made"], _values(row, colour), strict=True):
+        lines = tokenizer.decode([token], skip_special_tokens=False).split("\n")
+        said = "\n".join(map(printable, lines))
+        text.append(said, _style(value, colour) if is_made else "dim")
+    return Group(Text(printable(facts), "bold"), Text(f"{_LEGENDS[colour]}; dim: given", "dim"), text)
+
+
+def _values(row: Mapping[str, Any], colour: Colour) -> Sequence[float]:
+    if colour == "advantage":
+        return list(row["advantages"])
+    if colour == "logprob" or row["trainer_logprobs"] is None:
+        return list(row["logprobs"])
+    return [a - b for a, b in zip(row["trainer_logprobs"], row["logprobs"], strict=True)]
+
+
+def _style(value: float, colour: Colour) -> str:
+    shade = min(_SHADES, round(abs(value) / _FULL_SCALE[colour] * _SHADES))
+    return (_GREENS if colour == "advantage" and value > 0 else _REDS)[shade]
