@@ -168,7 +168,8 @@ def test_what_workers_wait_in_is_named_as_they_name_it() -> None:
 
 def test_every_dependency_is_justified_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = project["dependencies"] + project["optional-dependencies"]["megatron"]
+    extras = project["optional-dependencies"]
+    requirements = project["dependencies"] + extras["megatron"] + extras["tensorboard"]
     installed = {re.split(r"[=<>~\[]", requirement)[0].lower() for requirement in requirements}
     rows = table_below(ROOT / "docs/architecture.md", "Dependencies")
     assert {row[0] for row in rows} - {"package", "---"} == installed

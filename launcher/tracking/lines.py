@@ -1,0 +1,59 @@
+"""The lines of metrics.jsonl that stay: those that a commit covers.
+
+metrics.jsonl   ████████████████░░░░      what a failure may still take back is not read
+                                ▲ bytes that the newest commit's manifest says; all of them once the trial is done
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
+
+Line = Mapping[str, Any]
+
+
+class CommittedLines:
+    """Of one trial, each once, in the order in which they were written."""
+
+    def __init__(self, directory: TrialDirectory) -> None:
+        self._directory = directory
+        self._log = TrialLog(directory.log_path)
+        self._read_bytes = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the trial had been trained to its end when lines were last read."""
+        return self._log.state.is_done
+
+    def new(self) -> Iterator[Line]:
+        """Those since the last call.
+
+        Raises:
+            OSError: if a file cannot be read; no line is lost by it.
+        """
+        end = self._committed_bytes()
+        if end is not None and end <= self._read_bytes:
+            return
+        try:
+            with self._directory.metrics_path.open("rb") as file:
+                file.seek(self._read_bytes)
+                data = file.read() if end is None else file.read(end - self._read_bytes)
+        except FileNotFoundError:
+            return
+        self._read_bytes += len(data)
+        yield from map(json.loads, data.splitlines())
+
+    def _committed_bytes(self) -> int | None:
+        """None: all."""
+        state = self._log.read()
+        if state.is_done:
+            return None
+        if (commit := state.last_commit) is None:
+            return 0
+        manifest = self._directory.inside(commit.directory) / "manifest.json"
+        try:
+            return int(json.loads(manifest.read_bytes())["extra"]["lines"]["metrics"])
+        except FileNotFoundError:  # a newer commit has just taken its place
+            return self._read_bytes

@@ -1,0 +1,99 @@
+"""rl-track: each train step and evaluation once and as it counts, whoever dies meanwhile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.tracking.lines import CommittedLines
+from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, trial_of
+
+BIN = Path(sys.executable).parent
+OWN = """\
+import json
+
+
+class Lines:
+    def __init__(self, folder, trial):
+        self.file = folder.with_name("own.jsonl").open("w")
+
+    def add(self, step, time_s, values):
+        self.file.write(json.dumps([step, values]) + "\\n")
+
+    def flush(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def planned_trial(folder: Path) -> tuple[RunPlan, TrialDirectory]:
+    plan, trial = trial_of(folder)
+    trial.plan_path.write_bytes(plan.to_json())
+    return plan, trial
+
+
+def rl_track(trial: Path, *arguments: str, exit_code: int = 0) -> str:
+    command = [str(BIN / "rl-track"), str(trial), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=trial, env=os.environ)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_lines_that_are_told_are_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    told: list[dict[str, Any]] = []
+    lines = CommittedLines(trial)
+
+    def dies_at(number: int) -> Gang:
+        def at_call(name: str) -> None:
+            told.extend(map(dict, lines.new()))
+            if name == "train_step" and len(gang.trained) == number:
+                raise KilledError
+
+        gang = Gang(at_call=at_call)
+        return gang
+
+    for number in (1, 3, 2):
+        with pytest.raises(KilledError):
+            run_master(plan, trial, dies_at(number), monkeypatch)
+    assert run_master(plan, trial, dies_at(99), monkeypatch) == WorkerExit.DONE
+    assert 0 < len(told) < NUM_STEPS  # the last ones are covered by the end of the trial alone
+    told.extend(map(dict, lines.new()))
+    assert lines.is_done and told == lines_of(trial.metrics_path)
+    assert not list(lines.new())
+
+
+def test_trackers_have_what_metrics_jsonl_has_however_often_they_were_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = planned_trial(tmp_path)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    for _ in range(2):
+        assert f"{NUM_STEPS} lines of small-sft/t to tensorboard" in rl_track(trial.path)
+    events = EventAccumulator(str(trial.path / "tracking" / "tensorboard"))
+    events.Reload()
+    lines = lines_of(trial.metrics_path)
+    for name in ("sft/loss", "data/samples_trained"):
+        found = [(event.step, event.value, event.wall_time) for event in events.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name]), pytest.approx(line["time"])) for line in lines]
+    (trial.path / "own_tracker.py").write_text(OWN)
+    rl_track(trial.path, "--to", "own_tracker:Lines", "--follow")
+    own = [json.loads(line) for line in (trial.path / "tracking" / "own.jsonl").read_text().splitlines()]
+    assert [step for step, _ in own] == [line["step"] for line in lines]
+    assert all(values.items() <= line.items() for (_, values), line in zip(own, lines, strict=True))
+
+
+def test_a_tracker_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    _, trial = planned_trial(tmp_path)
+    assert "no tracker 'wand'" in rl_track(trial.path, "--to", "wand", exit_code=2)
+    assert "cannot be imported" in rl_track(trial.path, "--to", "nowhere:Thing", exit_code=2)
