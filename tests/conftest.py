@@ -1,7 +1,10 @@
 """Settings for all tests: nothing here is measured by the clock, so hypothesis sets no deadline either.
 
-Clusters, whole trials and gangs of ranks come first: at the end no process should be left alone with a long file.
+The longest files come first, then clusters, whole trials and gangs of ranks: at the end no process should be left alone
+with a long file.
 """
+
+import gc
 
 import pytest
 from hypothesis import settings
@@ -9,6 +12,20 @@ from hypothesis import settings
 settings.register_profile("corral", deadline=None)
 settings.load_profile("corral")
 
+gc.disable()  # until all tests are imported, which is a third faster so; each process of them imports all
+
+_LONGEST = (  # in this order: seconds that they compute and wait
+    "tests/workers/generation/test_backends.py",
+    "tests/integration/test_sglang.py",
+    "tests/integration/test_kill_each_kind.py",
+    "tests/integration/test_stop_and_resume.py",
+    "tests/slurm/test_combinations.py",
+    "tests/integration/test_customized_trial.py",
+    "tests/integration/test_local_trial.py",
+    "tests/integration/test_megatron.py",
+    "tests/integration/test_synchronous_ppo.py",
+    "tests/slurm/test_failures.py",
+)
 _LONG = (
     "tests/slurm/",
     "tests/integration/",
@@ -26,4 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
+    order = {path: number for number, path in enumerate(_LONGEST)}
+    items.sort(
+        key=lambda item: order.get(item.nodeid.partition("::")[0], len(order) + (not item.nodeid.startswith(_LONG)))
+    )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

@@ -28,6 +28,7 @@ from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.redis import RedisNameService
+from corral.workers.lifecycle.modules import loading_modules
 from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import (
@@ -101,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
                 stopping=stopping,
             )
             module_name, _, class_name = WORKER_CLASSES[arguments.kind].partition(":")
-            worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
+            with loading_modules():
+                worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
             exit_code = run_to_exit_code(worker_class(context))
             # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
             stopping.set()

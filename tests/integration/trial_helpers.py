@@ -15,13 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from corral.experiments.recipes.run_all import example_paths, kind_of
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.status.text import render_json
 from corral.launcher.trial.exits import tail_lines
+from corral.launcher.trial.find import load_facts
 from corral.launcher.trial.processes import trial_processes
 from corral.workers.data.arithmetic import make_preferences, make_problems, write_model
 from tests.launcher.trials import end_trial
@@ -104,6 +108,10 @@ class Trial:
         self.environment = dict(environment)
         self._pace = pace
 
+    @cached_property
+    def _reader(self) -> StatusReader:
+        return StatusReader()  # of the cluster that this process reaches
+
     # Commands
 
     def run(self, program: str, *arguments: str, exit_code: int = 0) -> str:
@@ -124,8 +132,10 @@ class Trial:
         return run_program(["rl-logs", str(self.directory.path), *arguments], environment=self.environment)
 
     def status(self) -> dict[str, Any]:
-        """`rl-status -o json` of this trial."""
-        (status,) = json.loads(self.run("rl-status", "-o", "json"))
+        """What `rl-status -o json` shows of this trial, without a process for each of many looks."""
+        facts = load_facts(self.directory)
+        assert facts is not None, f"{self.directory.path} is no trial"
+        (status,) = json.loads(render_json(self._reader.read([facts])))
         return dict(status)
 
     def workers(self) -> dict[str, dict[str, Any]]:

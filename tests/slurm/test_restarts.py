@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,24 +21,18 @@ pytestmark = pytest.mark.slurm
 NUM_RANKS = 3
 
 
-@pytest.mark.parametrize(
-    "victims",
-    [("model_worker/0", "generation_server/0"), pytest.param(WORKERS, marks=pytest.mark.slow)],
-    ids=["two kinds", "each kind"],
-)
-def test_a_worker_comes_back_alone_and_the_trial_completes(
-    start_job: Callable[..., Trial], victims: Sequence[str]
-) -> None:
+@pytest.mark.slow  # test_kill_each_kind.py, and of steps of a job test_packed.py, test_layouts.py and the test below
+def test_a_worker_of_each_kind_comes_back_alone_and_the_trial_completes(start_job: Callable[..., Trial]) -> None:
     trial = start_job(
         "grpo",
-        num_rows=16 + 20 * len(victims),
+        num_rows=16 + 20 * len(WORKERS),
         num_passes=2,
         pause_s=0.1,
         overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000},
     )
     trial.wait_for_steps(1)
     seconds = {}
-    for victim in victims:
+    for victim in WORKERS:
         rows = trial.wait_until_running()
         before = {worker: len(trial.starts(worker)) for worker in (*WORKERS, "redis", "supervisor")}
         killed_at = time.monotonic()

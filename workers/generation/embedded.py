@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import transformers.modeling_utils  # noqa: F401 - what loading a model imports, and is loaded with the other modules
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec

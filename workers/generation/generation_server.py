@@ -22,6 +22,7 @@ from corral.scheduling.restarts import RestartBudget
 from corral.workers.generation.backend import BackendLostError, GenerationBackend, ServerAccess
 from corral.workers.generation.control import ControlServer
 from corral.workers.generation.weight_updates import WeightUpdates
+from corral.workers.lifecycle.modules import loading_modules
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
@@ -168,9 +169,10 @@ def make_backend(
         return SglangBackend(
             spec=spec, access=access, session=session, log_path=log_path, seed=seed, start_timeout_s=start_timeout_s
         )
-    import torch  # which takes seconds
+    with loading_modules():  # which takes seconds
+        import torch
 
-    from corral.workers.generation.embedded import EmbeddedBackend
+        from corral.workers.generation.embedded import EmbeddedBackend
 
     device = "cuda" if check_gpus(torch.cuda.device_count()) else "cpu"
     return EmbeddedBackend(spec=spec, access=access, device=device, seed=seed)

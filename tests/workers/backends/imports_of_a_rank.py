@@ -1,6 +1,14 @@
 """What every rank imports, for the server that ranks are forked from; nothing runs here."""
 
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+from importlib.util import find_spec
 
-import corral.workers.algorithms.ppo_actor  # noqa: F401
-import corral.workers.backends.fsdp.engine  # noqa: F401
+from corral.workers.lifecycle.modules import loading_modules
+
+with loading_modules():
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import corral.workers.algorithms.ppo_actor  # noqa: F401
+    import corral.workers.backends.fsdp.engine  # noqa: F401
+
+    if find_spec("megatron") is not None:
+        import corral.workers.backends.megatron.engine  # noqa: F401
