@@ -149,7 +149,7 @@ def test_a_module_that_is_not_there_is_said_with_where_it_is_looked_for(submit: 
         submit("rollout.reward=nowhere_at_all.rewards:score")
     assert "run rl-submit in the folder that holds the module" in raised.value.problems[0].hint
     with pytest.raises(ConfigError, match="exact_mach") as raised:
-        submit("rollout.reward=corral.workers.rollout.rewards:exact_mach")
+        submit("rollout.reward=corral.workers.rewards:exact_mach")
     assert raised.value.problems[0].hint == "did you mean 'exact_match'?"
 
 
@@ -159,7 +159,7 @@ def test_a_reward_that_judges_one_of_several_texts_is_taken(submit: Submit) -> N
     )
 
 
-UNIT_TESTS = "rollout.reward=corral.workers.rollout.unit_tests:unit_tests"
+UNIT_TESTS = "rollout.reward=corral.workers.rewards:unit_tests"
 
 
 def test_a_reward_that_runs_programs_wants_rows_with_tests_and_a_sandbox(
