@@ -12,6 +12,7 @@ from typing import Any
 _MODULE_BY_NAME = {
     **dict.fromkeys(("Format", "Length", "Repetition", "exact_match", "multiple_choice"), "texts"),
     **dict.fromkeys(("all_unit_tests", "unit_tests"), "programs"),
+    "Judge": "judge",
     "math": "mathematics",
 }
 
