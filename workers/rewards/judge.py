@@ -81,8 +81,8 @@ class _Completion(msgspec.Struct):
 class Judge(FrozenConfig):
     """The number that a language model gives an answer; async."""
 
-    url: str = Field(pattern=r"^https?://")
-    """Of the API, to which `/chat/completions` is added: https://host/v1."""
+    url: str = Field(pattern=r"^https?://[^/@\s]+(/|$)")
+    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password."""
     model: str
     """As the endpoint calls it."""
     prompt: str

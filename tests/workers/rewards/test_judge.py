@@ -21,6 +21,7 @@ from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rewards.judge import BudgetSpentError, EndpointDownError, Judge
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.sandbox.curtain import Curtain
+from tests.workers.rollout.rollout_rig import RolloutRig
 
 PROMPT = "Question: {problem[question]}\nAnswer: {answer}\nEnd with 'Score: N', N from 0 to 10."
 ROW = {"question": "What is 6 times 7?"}
@@ -198,6 +199,7 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
     ("settings", "rule"),
     [
         ({"url": "judge:8000"}, "url"),
+        ({"url": "https://me:secret@judge/v1"}, "url"),
         ({"verdict": r"\d+"}, "has no group"),
         ({"prompt": "How good is it?"}, "has no {answer}"),
         ({"key_variable": "A", "key_file": "b"}, "both say where the key is"),
@@ -235,6 +237,23 @@ def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_e
     finally:
         judge.close()
     assert os.environ["JUDGE_KEY"] not in json.dumps(spec.model_dump(mode="json"))
+
+
+def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no_zero(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.answers = [(200, "Score: 7", {}), (503, "loading", {})]
+    settings = {"url": endpoint.url, "model": "m", "prompt": "{problem[prompt]}{answer}", "tries": 1}
+    good = {"function": "corral.workers.rewards:Judge", "settings": settings, "weight": 0.5}
+    rollout = {"reward": {"good": good}, "reward_retries": 1, "max_concurrent_rollouts": 1}
+    with RolloutRig(tmp_path, ["1+2=", "2+2=", "1+1="], rollout=rollout) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+    answered, *dropped = (rig.outcomes()[row] for row in "012")
+    assert answered == "finished" and list(rig.tensors[0]["rewards"]) == [3.5, 3.5]
+    assert rig.received[0].scalars["reward/part/good"] == 7.0
+    cause = f"EndpointDownError: {endpoint.url} failed 1 times, last: _BusyError: status 503"
+    assert dropped == [f"reward_error: the reward function good failed 2 times, last: {cause}"] * 2
+    assert len(endpoint.asked) == 1 + 2 * 2, "equal answers of a group are one call"
 
 
 class Characters:
