@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from corral.workers.backends.micro_batches import MicroBatch
     from corral.workers.backends.token_scores import TokenScores
     from corral.workers.data.sequence_sample import SequenceSample, answer_slices
+    from corral.workers.rewards.contract import StopTrialError
     from corral.workers.sandbox.base import needs_sandbox
     from corral.workers.sandbox.bubblewrap import Bubblewrap
 
@@ -88,6 +89,7 @@ _NAMES_BY_MODULE = {
     "corral.workers.backends.micro_batches": ("MicroBatch",),
     "corral.workers.backends.token_scores": ("TokenScores",),
     "corral.workers.data.sequence_sample": ("SequenceSample", "answer_slices"),
+    "corral.workers.rewards.contract": ("StopTrialError",),
     "corral.workers.sandbox.base": ("needs_sandbox",),
     "corral.workers.sandbox.bubblewrap": ("Bubblewrap",),
 }
@@ -120,6 +122,7 @@ __all__ = [
     "SFTExperiment",
     "SequenceSample",
     "Session",
+    "StopTrialError",
     "Task",
     "TokenLosses",
     "TokenScores",

@@ -23,7 +23,7 @@ from corral.experiments.config.model import (
     ReferenceModelConfig,
     RewardModelConfig,
 )
-from corral.experiments.config.rollout import EXACT_MATCH, GenerationConfig
+from corral.experiments.config.rollout import GenerationConfig
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
@@ -69,7 +69,7 @@ class PolicyExperiment(Experiment):
     @property
     def row_kind(self) -> RowKind:
         # A reward of one's own may judge without a reference.
-        return "answers" if self.rollout.reward == EXACT_MATCH else "prompts"
+        return "answers" if self.rollout.compares else "prompts"
 
     @property
     def routed_experts(self) -> RoutedExpertsSpec | None:

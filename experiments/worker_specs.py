@@ -12,10 +12,10 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
-    EXACT_MATCH,
+    DEFAULT_REWARD,
     EngineConfig,
     GenerationConfig,
-    ImportPath,
+    RewardParts,
     RolloutConfig,
     SamplingConfig,
     SglangConfig,
@@ -124,19 +124,19 @@ class ModelRoleSpec(FrozenConfig):
 class RewardSpec(FrozenConfig):
     """Who judges answers, and how long it may take. Without any setting: the exact match."""
 
-    function: ImportPath = EXACT_MATCH
-    """A function (problem, answer text) -> float."""
+    parts: RewardParts = DEFAULT_REWARD
+    """Functions (problem, answer text) -> float, by name."""
     timeout_s: float = Field(default=15.0, gt=0.0)
-    """Deadline of one call."""
+    """Deadline of one call of a part that has none of its own."""
     retries: int = Field(default=2, ge=0)
     """Further tries of a call that failed."""
     processes: int | None = Field(default=None, ge=1)
-    """Calls at a time, each in a process of its own; None is as many as there are CPUs, but 4 to 16."""
+    """Calls of a part at a time, each in a process of its own; None is as many as there are CPUs, but 4 to 16."""
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "RewardSpec":
         return cls(
-            function=config.reward,
+            parts=config.reward,
             timeout_s=config.reward_timeout_s,
             retries=config.reward_retries,
             processes=config.reward_processes,

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from corral.experiments.errors import dotted, show_value
 from corral.experiments.experiment import Experiment
-from corral.experiments.loading.schema import alternatives, key_paths, purpose, submodel
+from corral.experiments.loading.schema import alternatives, entries, key_paths, purpose, submodel
 from corral.experiments.registry import EXPERIMENTS
 from corral.scheduling.allocation import ALLOCATION_GRAMMAR
 from corral.scheduling.scheduling import Scheduling, default_scheduling
@@ -70,7 +70,7 @@ def _models_below() -> dict[type[BaseModel], list[str]]:
     places: dict[type[BaseModel], list[str]] = {}
     for experiment_class in EXPERIMENTS.values():
         for path, field in key_paths(experiment_class):
-            model = submodel(field.annotation)
+            model = submodel(field.annotation) or entries(field.annotation)
             if model is not None and dotted(path) not in places.setdefault(model, []):
                 places[model].append(dotted(path))
     return places
@@ -105,6 +105,8 @@ def _table(model: type[BaseModel], names: list[str]) -> Iterator[str]:
 
 def _type(field: FieldInfo) -> str:
     names = [_type_name(member) for member in alternatives(field.annotation)]
+    if isinstance(field.default, str) and entries(field.annotation) is not None:
+        names.insert(0, "text")
     text = " or ".join(dict.fromkeys(names))
     bounds = [
         f"{sign} {getattr(rule, attribute)}"
@@ -125,6 +127,8 @@ def _type_name(member: Any) -> str:
     plain = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
     if member in plain:
         return plain[member]
+    if (model := entries(member)) is not None:
+        return f"mapping of names to [{_title(model)}](#{_title(model).lower()})"
     return {list: "list of text", tuple: "list of text", dict: "mapping of text to text"}[get_origin(member)]
 
 

@@ -52,7 +52,7 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "workers": [
         {"checkpoint", "data", "sandbox", "streams"},
-        {"agents", "episodes", "shared_prompts"},
+        {"agents", "episodes", "rewards", "shared_prompts"},
         {
             "backends",
             "delivery",

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.environment import EnvironmentConfig
 
-EXACT_MATCH = "corral.workers.rollout.rewards:exact_match"
+EXACT_MATCH = "corral.workers.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
 
 SINGLE_TURN = "corral.agents:single_turn"
@@ -28,6 +28,65 @@ def check_import_path_syntax(text: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(check_import_path_syntax)]
 """`package.module:name` of a function or class."""
+
+_PART_NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+class RewardPart(FrozenConfig):
+    """One of the rewards that an answer's is the weighted sum of."""
+
+    function: ImportPath
+    """A function (problem, answer text) -> float, or of a group, (problem, answers) or (problem, episodes) -> list of floats, async or not; or a class whose instances are called so. See docs/rewards.md."""  # noqa: E501
+    weight: float = 1.0
+    """What its number is multiplied by; 0.0 only measures it."""
+    settings: dict[str, Any] = {}
+    """Fields of the class, by name."""
+    timeout_s: float | None = Field(default=None, gt=0.0)
+    """Deadline of one call, counted from when it is called; None: `rollout.reward_timeout_s`."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Calls at a time, in each rollout worker. None: `rollout.reward_processes` of a plain function, and 256 of an async one."""  # noqa: E501
+
+    @model_validator(mode="after")
+    def _has_fields(self) -> Self:
+        if self.function == EXACT_MATCH and self.settings:
+            raise ValueError("exact_match has no settings; remove them")
+        return self
+
+
+def reward_parts(value: Any) -> Any:
+    """The parts by name; an import path is the mapping of one, under the name behind its colon.
+
+    Raises:
+        ValueError: if it is no import path, or no mapping of names that a metric can have.
+    """
+    if isinstance(value, str):
+        return {check_import_path_syntax(value).partition(":")[2]: RewardPart(function=value)}
+    if isinstance(value, Mapping):
+        if not value:
+            raise ValueError("must have a part; name a function, such as {right: {function: my_rewards:score}}")
+        for name in value:
+            if not _PART_NAME.fullmatch(str(name)):
+                raise ValueError(f"a part's name is letters, digits, underscores and dashes, got {name!r}; rename it")
+    return value
+
+
+def functions_of(parts: Mapping[str, RewardPart]) -> str:
+    """Their import paths, for people."""
+    return ", ".join(dict.fromkeys(part.function for part in parts.values()))
+
+
+def _as_written(parts: dict[str, RewardPart]) -> Any:
+    """The import path alone, where nothing else was said."""
+    first = next(iter(parts.values()))
+    if parts == reward_parts(first.function):
+        return first.function
+    return {name: part.model_dump() for name, part in parts.items()}
+
+
+DEFAULT_REWARD: Any = EXACT_MATCH
+"""Read as what users write is."""
+
+RewardParts = Annotated[dict[str, RewardPart], BeforeValidator(reward_parts), PlainSerializer(_as_written)]
 
 _PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 
@@ -70,14 +129,19 @@ class GenerationConfig(FrozenConfig):
 
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
-    reward: ImportPath = EXACT_MATCH
-    """A function (problem, answer text) -> float; or of a group, (problem, answers) or (problem, episodes) -> list of floats. Async or not."""  # noqa: E501
+    reward: RewardParts = DEFAULT_REWARD
+    """The import path of a function (problem, answer text) -> float; or several by name, {right: {function: ..., weight: 1.0}}, whose weighted sum it is. See docs/rewards.md."""  # noqa: E501
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
     """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
     reward_processes: int | None = Field(default=None, ge=1)
-    """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one."""  # noqa: E501
+    """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one. Each part of a reward has its own."""  # noqa: E501
+
+    @property
+    def compares(self) -> bool:
+        """Whether the reward needs the answer of each row."""
+        return any(part.function == EXACT_MATCH for part in self.reward.values())
 
 
 class EpisodeConfig(FrozenConfig):

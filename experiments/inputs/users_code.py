@@ -11,7 +11,7 @@ from pydantic import Field
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.rollout import EXACT_MATCH, SINGLE_TURN
+from corral.experiments.config.rollout import EXACT_MATCH, SINGLE_TURN, RewardPart
 from corral.experiments.worker_specs import Head
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
@@ -33,8 +33,8 @@ class Question(FrozenConfig):
     """Those of them that make an interface; None asks none of the paths which keys it reads and makes."""
     ppo: PPOConfig | None = None
     """What interfaces are made with."""
-    reward: str | None = None
-    """The function that is tried on `problem`; None tries none."""
+    rewards: dict[str, RewardPart] = {}
+    """The parts of the reward, by name, that are tried on `problem`."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
     problem: dict[str, Any] = {}
     """One row of the dataset, as it stands in the file."""

@@ -40,24 +40,39 @@ def submodel(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def entries(annotation: Any) -> type[BaseModel] | None:
+    """The configuration class of the values of a mapping, whose names are the user's."""
+    for member in alternatives(annotation):
+        if get_origin(member) is dict:
+            return submodel(get_args(member)[1])
+    return None
+
+
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The field at a key path, or None where the schema has none (unknown keys, items of lists and dicts)."""
-    current: type[BaseModel] | None = model
-    field: FieldInfo | None = None
-    for part in path:
-        field = current.model_fields.get(part) if current is not None and isinstance(part, str) else None
-        if field is None:
-            return None
-        current = submodel(field.annotation)
-    return field
+    """The field at a key path, or that whose name of the user's stands there; None where the schema has none (unknown
+    keys, items of lists and of mappings to anything else)."""
+    return _walk(model, path)[0]
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     """The configuration class whose keys stand below a key path."""
-    if not path:
-        return model
-    field = field_at(model, path)
-    return submodel(field.annotation) if field is not None else None
+    return _walk(model, path)[1]
+
+
+def _walk(model: type[BaseModel], path: KeyPath) -> tuple[FieldInfo | None, type[BaseModel] | None]:
+    current: type[BaseModel] | None = model
+    field: FieldInfo | None = None
+    for part in path:
+        if current is None and field is not None:
+            current = entries(field.annotation)
+            if current is None:
+                return None, None
+            continue
+        field = current.model_fields.get(part) if current is not None and isinstance(part, str) else None
+        if field is None:
+            return None, None
+        current = submodel(field.annotation)
+    return field, current
 
 
 def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
@@ -65,9 +80,10 @@ def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[Ke
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path, field
-        below = submodel(field.annotation)
-        if below is not None:
+        if (below := submodel(field.annotation)) is not None:
             yield from key_paths(below, path)
+        elif (below := entries(field.annotation)) is not None:
+            yield from key_paths(below, (*path, "NAME"))
 
 
 def accepts(field: FieldInfo | None, kind: Any) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from corral.experiments.checks.environment import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
-from corral.experiments.config.rollout import EXACT_MATCH, EngineConfig, RolloutConfig
+from corral.experiments.config.rollout import EngineConfig, RolloutConfig
 from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
@@ -125,9 +125,8 @@ def make_requests(
     Raises:
         ConfigError: if the problems are no good.
     """
-    spec = _model_worker(plan)
     server, rollout = _how_to_answer(plan, evaluation)
-    compares = spec.reward.function == EXACT_MATCH and not rollout.makes_episodes
+    compares = rollout.compares and not rollout.makes_episodes
     kind: RowKind = "answers" if compares else "prompts"
     Look(Dataset.open(evaluation.dataset, kind=kind)).check()
     digest = dataset_spec(evaluation.dataset, kind=kind).sha256
@@ -196,7 +195,7 @@ def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[Generat
         max_total_tokens=max(_CACHE_TOKENS, evaluation.dataset.max_prompt_tokens + evaluation.sampling.max_new_tokens),
     )
     rollout = RolloutConfig(
-        reward=reward.function,
+        reward=reward.parts,
         reward_timeout_s=reward.timeout_s,
         reward_retries=reward.retries,
         reward_processes=reward.processes,

@@ -112,9 +112,9 @@ def look_again(plan: RunPlan, directory: TrialDirectory) -> KeptCode:
 def _import_paths(plan: RunPlan) -> Iterator[str]:
     yield str(plan.config.get("experiment", ""))
     for worker in plan.all_of(RolloutWorkerSpec):
-        yield from (worker.rollout.reward, worker.rollout.agent)
+        yield from (*(part.function for part in worker.rollout.reward.values()), worker.rollout.agent)
     for rank in plan.all_of(ModelWorkerSpec):
-        yield rank.reward.function
+        yield from (part.function for part in rank.reward.parts.values())
         yield from (call.implementation for call in rank.calls)
         for role in rank.roles:
             yield from (role.ppo.loss, role.ppo.advantage) if role.ppo is not None else ()
@@ -129,7 +129,7 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
     return Question(
         roots=(users_root(),),
         import_paths=paths,
-        reward=reward.function if row is not None and reward.function in paths else None,
+        rewards={name: part for name, part in reward.parts.items() if row is not None and part.function in paths},
         reward_timeout_s=reward.timeout_s,
         problem=row.fields if row else {},
         answers=tuple(dict.fromkeys((*map(str, row.answers if row else ()), prompt, ""))),

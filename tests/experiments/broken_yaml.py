@@ -316,6 +316,27 @@ SCHEMA_CASES = (
         overrides=("rollout.reward=my_pkg.rewards.score",),
         words=("rollout.reward", "my_pkg.rewards.score", "package.module:name", "colon"),
     ),
+    BrokenCase(
+        name="unknown-key-of-a-reward's-part",
+        overrides=('rollout.reward={good: {function: "my_rewards:score", wieght: 2.0}}',),
+        words=("rollout.reward.good", "wieght", "did you mean 'weight'?"),
+    ),
+    BrokenCase(
+        name="wrong-weight-of-a-reward's-part",
+        overrides=("rollout.reward={good: {function: 'my_rewards:score', weight: much}}",),
+        words=("rollout.reward.good.weight", "must be a number", "much"),
+    ),
+    BrokenCase(name="no-part-of-a-reward", overrides=("rollout.reward={}",), words=("rollout.reward", "have a part")),
+    BrokenCase(
+        name="part-of-a-reward-that-no-metric-can-be-called",
+        overrides=("rollout.reward={a/b: {function: 'my_rewards:score'}}",),
+        words=("rollout.reward", "'a/b'", "letters, digits"),
+    ),
+    BrokenCase(
+        name="settings-of-the-exact-match",
+        overrides=("rollout.reward={x: {function: 'corral.workers.rewards:exact_match', settings: {a: 1}}}",),
+        words=("rollout.reward.x", "exact_match has no settings"),
+    ),
     BrokenCase(name="scalar-for-a-section", edit=("seed: 3", "cluster: here"), words=("cluster", "mapping"), line=3),
     BrokenCase(
         name="override-without-value", overrides=("actor.optimizer.lr",), words=("key.path=value", "actor.optimizer.lr")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from tests.integration.evidence import check_nothing_is_left
 from tests.integration.trial_helpers import Trial, read_lines, write_rows
@@ -20,11 +21,21 @@ def test_shares_and_order_outlive_the_trainer(start_trial: Callable[..., Trial],
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:8]), tmp_path / "rows.parquet")
     sources = f"{{many: {{path: {lines}, weight: 3}}, few: {{path: {tmp_path / 'rows.parquet'}, weight: 1}}}}"
+    parts = {
+        "share": {"function": "paced_rewards:digits", "weight": 0.5},
+        "short": {"function": "corral.workers.rewards:Length", "settings": {"longest": 1, "unit": "characters"}},
+        "right": {"function": "corral.workers.rewards:exact_match", "weight": 0.0},
+    }
     trial = start_trial(
         num_rows=24,
         num_passes=2,
         pause_s=0.1,
-        overrides={"dataset.path": "null", "dataset.sources": sources, "evaluation.every_steps": 1000},
+        overrides={
+            "dataset.path": "null",
+            "dataset.sources": sources,
+            "evaluation.every_steps": 1000,
+            "rollout.reward": json.dumps(parts),
+        },
     )
     trial.wait_for_steps(2)
     trial.kill("master_worker/0")
@@ -38,3 +49,9 @@ def test_shares_and_order_outlive_the_trainer(start_trial: Callable[..., Trial],
     assert Counter(uid.partition(":")[2].partition("/")[0] for uid in uids) == {"many": 36, "few": 12}
     named = {name for line in trial.metrics() for name in line if name.startswith("reward/source/")}
     assert named == {"reward/source/many", "reward/source/few"}
+    steps = [line for line in trial.metrics() if "rewards/mean" in line]
+    for line in steps:
+        share, short, right = (line[f"reward/part/{name}"] for name in parts)
+        assert line["rewards/mean"] == pytest.approx(0.5 * share + short, abs=1e-6) and 0.0 <= right <= 1.0
+        assert short <= 0.0 <= line["reward/seconds"] <= line["reward/seconds/max"]
+    assert len(steps) == 6 and any(line["reward/part/share"] for line in steps)

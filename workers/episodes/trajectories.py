@@ -9,6 +9,7 @@ Values that belong to a token stand at the position before it, where it was pred
 prompt of P tokens at P - 1. The reward of an episode stands on each of its sequences.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import Rows, nothing_known
 
 Array = npt.NDArray[Any]
+REWARD_SECONDS = "reward/seconds"
+"""Name of the statistic of an answer: from its end to its reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class JudgedEpisode:
     """What its agent has noted, by name."""
     ended: str = ""
     """Why it ended early: length, turns, time, or a word of its agent's; "" if it did not."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What parts of the reward have said of it, by name of the statistic."""
 
     @property
     def answers(self) -> list[PartialAnswer]:
@@ -62,11 +67,28 @@ class JudgedEpisode:
 
 
 def judged_answers(
-    prompt_ids: Sequence[int], answers: Sequence[PartialAnswer], rewards: Sequence[float]
+    prompt_ids: Sequence[int],
+    answers: Sequence[PartialAnswer],
+    rewards: Sequence[float],
+    *,
+    parts: Sequence[Mapping[str, float]] = (),
 ) -> list[JudgedEpisode]:
     """Episodes of one answer each, to the same prompt."""
-    judged = zip(answers, rewards, strict=True)
-    return [JudgedEpisode([Branch.of(prompt_ids, answer)], reward) for answer, reward in judged]
+    return [
+        JudgedEpisode([Branch.of(prompt_ids, answer)], reward, parts=said)
+        for answer, reward, said in zip(answers, rewards, parts or [{}] * len(answers), strict=True)
+    ]
+
+
+def reward_statistics(episodes: Iterable[JudgedEpisode]) -> dict[str, float]:
+    """Of a group: the means of what parts of the reward have said, and how long it has waited for them."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.parts.items():
+            values.setdefault(name, []).append(value)
+    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+    waits = values.get(REWARD_SECONDS)
+    return means | ({f"{REWARD_SECONDS}/max": max(waits)} if waits else {})
 
 
 def make_sample(

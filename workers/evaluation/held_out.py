@@ -70,7 +70,7 @@ class HeldOutProblems:
 
     async def _reward_of(self, row: DatasetRow, output: list[int]) -> list[float]:
         try:
-            return await self._judge.judge(row.fields, [output])
+            return [one.reward for one in await self._judge.judge(row.fields, [output])]
         except RewardFailedError as error:
             logger.warning("the answer to held-out problem %s is left out of the means: %s", row.row_id, error)
             return []

@@ -186,12 +186,15 @@ def _keys(keys: tuple[str, ...]) -> frozenset[str]:
 
 
 def mean_scalars(samples: Iterable[BufferedSample]) -> dict[str, float]:
-    """Of each statistic, over the samples that have it."""
+    """Of each statistic, over the samples that have it; the largest of one whose name ends in /max."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, value in sample.scalars.items():
             values[name].append(value)
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+    return {
+        name: max(numbers) if name.endswith("/max") else math.fsum(numbers) / len(numbers)
+        for name, numbers in sorted(values.items())
+    }
 
 
 class SampleHolders(Protocol):

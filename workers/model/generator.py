@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from corral.experiments.config.rollout import functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -28,7 +29,7 @@ from corral.workers.engine.requests import AbortFinish, GenerationRequest, Reque
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import judged_answers, make_sample, reward_statistics
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
@@ -62,9 +63,9 @@ class _Prompt:
         described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
         return Generated(described, None, cause)
 
-    def answered(self, sample: SequenceSample, *, version: str) -> Generated:
+    def answered(self, sample: SequenceSample, *, version: str, statistics: dict[str, float]) -> Generated:
         keys, lengths = tuple(sample.seqlens), sample.answer_lengths()
-        return Generated(SampleMetadata(self.uid, keys, lengths, (version,), self.order), sample)
+        return Generated(SampleMetadata(self.uid, keys, lengths, (version,), self.order, scalars=statistics), sample)
 
 
 class Generator:
@@ -133,7 +134,8 @@ class Generator:
         if is_first and failures and not self._has_judged and self._num_failed >= min(_MAX_FAILED, len(self._rows)):
             raise UserCodeError(
                 f"{self._num_failed} prompts in a row failed, the last one with {failures[-1]}; mend reward "
-                f"{self._reward.function}, in the trial's folder `code` if it is your own, and rl-submit --resume it"
+                f"{functions_of(self._reward.parts)}, in the trial's folder `code` if it is your own, and rl-submit "
+                "--resume it"
             )
 
     def _answers(
@@ -208,6 +210,8 @@ class Generator:
             rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
-        judged = judged_answers(prompt.token_ids, answers, rewards)
+        judged = judged_answers(
+            prompt.token_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
+        )
         sample = make_sample(prompt.uid, judged, experts=self._generation.experts)
-        return prompt.answered(sample, version=version)
+        return prompt.answered(sample, version=version, statistics=reward_statistics(judged))

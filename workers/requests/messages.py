@@ -207,7 +207,7 @@ class SampleMetadata(msgspec.Struct, frozen=True, gc=False):
     dropped_because: str = ""
     """Why it has no answers to train on; empty for a sample that has."""
     scalars: dict[str, float] = {}
-    """Statistics of its episodes, which a step's line has the means of; empty where each answer is a single turn."""
+    """Statistics of its rewards and episodes, which a step's line has the means of."""
 
 
 class SampleGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):

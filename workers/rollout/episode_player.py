@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.config.rollout import RolloutConfig, functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.chat import find_renderer
 from corral.experiments.prompts.row_prompts import PromptEncoder
@@ -30,6 +30,7 @@ from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.programs import AgentProgram, EnvironmentProgram, Program
 from corral.workers.rollout.turn_journal import EpisodeJournal, TurnJournal
 from corral.workers.user_code.agent_host import Done
+from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,10 @@ class Played:
     done: Done
     transcript: Episode
 
-    def judged(self, reward: float) -> JudgedEpisode:
+    def judged(self, judged: Judged) -> JudgedEpisode:
         """As the trainer gets it."""
-        return JudgedEpisode(self.session.log.branches, reward, self.transcript.notes, self.transcript.ended)
+        said = self.transcript
+        return JudgedEpisode(self.session.log.branches, judged.reward, said.notes, said.ended, judged.statistics)
 
 
 async def open_player(
@@ -169,9 +171,9 @@ class EpisodePlayer:
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:
             if self.judge.takes_groups:
-                raise AgentFailedError(f"reward {self.config.reward} judges groups, and no single answer")
+                raise AgentFailedError(f"reward {functions_of(self.config.reward)} judges groups, and no single answer")
             try:
-                return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0]
+                return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0].reward
             except RewardFailedError as error:
                 raise AgentFailedError(str(error)) from error
 

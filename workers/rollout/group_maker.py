@@ -19,19 +19,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.config.rollout import RolloutConfig, functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample
+from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample, reward_statistics
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +113,16 @@ class GroupMaker:
             )
         says_episodes = self.player is not None
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
-        statistics = dict(statistics_of(group)) if says_episodes else {}
+        statistics = reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
             statistics[f"reward/source/{row.source}"] = math.fsum(rewards) / len(rewards)
         return episodes, sample, statistics
 
     def _all_fail(self, what: str) -> RuntimeError:
+        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}"
         if self.has_judged:
-            return PromptsFailError(f"{what}; mend agent {self.config.agent} or reward {self.config.reward}")
-        return UserCodeError(
-            f"{what}; mend agent {self.config.agent} or reward {self.config.reward}, in the folder `code` of the trial "
-            "if it is your own, and rl-submit --resume it"
-        )
+            return PromptsFailError(what)
+        return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
 
     async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
@@ -156,7 +155,9 @@ class GroupMaker:
         seeds = group_seeds(self.trial_seed, order=order, group_size=num_answers)
         answers = await self.client.sample_group(uid, prompt_ids, seeds=seeds, enough=self.group_size)
         rewards = await self.judge.judge(row.fields, [answer.output_ids for answer in answers])
-        return judged_answers(prompt_ids, answers, rewards)
+        return judged_answers(
+            prompt_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
+        )
 
     async def _episodes(
         self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
@@ -165,17 +166,17 @@ class GroupMaker:
         as long as there are enough without it.
         """
 
-        async def episode(number: int) -> tuple[int, Played, float]:
+        async def episode(number: int) -> tuple[int, Played, Judged]:
             played = await self._episode(player, uid, row, prompt_ids, order=order, number=number)
             if self.judge.takes_groups:
-                return number, played, math.nan
+                return number, played, Judged(math.nan)
             if played.done.reward is not None:
-                return number, played, played.done.reward
+                return number, played, Judged(played.done.reward)
             return number, played, (await self.judge.judge_episodes(row.fields, [played.transcript]))[0]
 
         num_episodes = self.group_size + self.config.spare_answers
         tasks = [asyncio.create_task(episode(number)) for number in range(num_episodes)]
-        ended, num_failed = list[tuple[int, Played, float]](), 0
+        ended, num_failed = list[tuple[int, Played, Judged]](), 0
         try:
             for done in asyncio.as_completed(tasks):
                 try:

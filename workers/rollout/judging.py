@@ -1,24 +1,31 @@
-"""RewardJudge: calls the reward function with a deadline and retries; what fails is a failure, never a reward of zero.
+"""RewardJudge: calls the reward with a deadline and retries; what fails is a failure, never a reward of zero.
 
-answers, episodes ──text──► a process ──a finite number in time──► reward
+answers, episodes ──text──► a process of each part ──a finite number in time──► times its weight ──sum──► Judged
                                 └──raised, too late, not finite, died──► next try ... ──► RewardFailedError
+                                └──StopTrialError──► UserCodeError: the trial ends
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Collection, Sequence
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
+from corral.workers.episodes.trajectories import REWARD_SECONDS
+from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rewards.contract import Problem
 from corral.workers.rollout.reward_processes import RewardProcesses
-from corral.workers.rollout.rewards import Problem
 from corral.workers.sandbox.curtain import Curtain
 from corral.workers.user_code.reward_host import Call
+from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
@@ -47,57 +54,72 @@ class RewardJudge:
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._processes = RewardProcesses(reward.function, number=reward.processes, curtain=curtain)
+        self._processes = {
+            name: RewardProcesses(part, number=reward.processes, curtain=curtain) for name, part in reward.parts.items()
+        }
 
     @property
     def takes_groups(self) -> bool:
-        """Whether the reward judges the answers or episodes of a prompt together."""
-        return self._processes.start().takes != "answer"
+        """Whether a part judges the answers or episodes of a prompt together."""
+        return any(processes.start().takes != "answer" for processes in self._processes.values())
 
-    async def judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[float]:
+    async def judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[Judged]:
         """The rewards of a group of answers, as `judge_episodes` gives those of episodes of one answer each."""
         return await self.judge_episodes(problem, [Episode([self.text_of(output)]) for output in outputs])
 
-    async def judge_episodes(self, problem: Problem, episodes: Sequence[Episode]) -> list[float]:
-        """The rewards of a group of episodes, by their last answers, judged at the same time; or by one call if the
-        reward takes groups.
+    async def judge_episodes(self, problem: Problem, episodes: Sequence[Episode]) -> list[Judged]:
+        """The rewards of a group of episodes, by their last answers, with the numbers of each part and the seconds that
+        the group has waited for them. Everything is judged at the same time; or by one call, where a part takes groups.
 
         Raises:
             RewardFailedError: naming the last cause of the first one that failed.
+            UserCodeError: if a part ends the trial.
             CancelledError: if the worker leaves: nothing was judged, so nothing failed, and its prompt is not dropped.
         """
-        shown, takes = json.dumps(problem), self._processes.start().takes
+        since, shown = time.monotonic(), json.dumps(problem)
+        parts = [self._judge_part(name, shown, episodes) for name in self._processes]
+        judged = _first_error_raised(await asyncio.gather(*parts, return_exceptions=True))
+        seconds = {REWARD_SECONDS: time.monotonic() - since}
+        return [self._sum_of(each, seconds) for each in zip(*judged, strict=True)]
+
+    async def _judge_part(self, name: str, problem: str, episodes: Sequence[Episode]) -> list[Judged]:
+        takes = self._processes[name].start().takes
         if takes == "episodes":
             texts = [json.dumps(asdict(episode)) for episode in episodes]
         else:
             texts = [episode.turns[-1] if episode.turns else "" for episode in episodes]
+        timeout_s = self._reward.parts[name].timeout_s or self._reward.timeout_s
         groups = [[text] for text in texts] if takes == "answer" else [texts]
-        calls = [Call(shown, group, self._reward.timeout_s) for group in groups]
-        judged = await asyncio.gather(*map(self._try, calls), return_exceptions=True)
-        rewards: list[float] = []
-        for each in judged:
-            if isinstance(each, BaseException):
-                raise each
-            rewards += each
-        return rewards
+        calls = [self._try(name, Call(problem, group, timeout_s)) for group in groups]
+        judged = _first_error_raised(await asyncio.gather(*calls, return_exceptions=True))
+        return [one for group in judged for one in group]
 
-    async def _try(self, call: Call) -> list[float]:
+    def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
+        """Of one episode: what each part has said of it."""
+        parts, statistics = self._reward.parts, dict(seconds)
+        for name, one in zip(parts, judged, strict=True):
+            statistics[f"reward/part/{name}"] = one.reward
+            statistics |= {f"reward/part/{name}/{what}": value for what, value in one.statistics.items()}
+        weighted = [part.weight * one.reward for part, one in zip(parts.values(), judged, strict=True)]
+        try:
+            return Judged(checked_reward(math.fsum(weighted)), statistics)
+        except (OverflowError, ValueError) as error:
+            raise RewardFailedError(f"the weighted sum of {weighted}: {error}") from error
+
+    async def _try(self, name: str, call: Call) -> list[Judged]:
         """Of one call and, where it fails, those after it."""
         tries, cause = 1 + self._reward.retries, ""
         for _ in range(tries):
-            outcome = await self._processes.call(call)
+            outcome = await self._processes[name].call(call)
             if not outcome.cause:
                 return outcome.rewards
             cause = outcome.cause
+            if outcome.ends_trial:
+                raise UserCodeError(f"reward {name}: {cause}")
             logger.warning(
-                "reward %s failed on %.*s: %s\n%s",
-                self._reward.function,
-                _SHOWN_PROBLEM,
-                call.problem,
-                cause,
-                outcome.traceback,
+                "reward %s failed on %.*s: %s\n%s", name, _SHOWN_PROBLEM, call.problem, cause, outcome.traceback
             )
-        raise RewardFailedError(f"the reward function failed {tries} times, last: {cause}")
+        raise RewardFailedError(f"the reward function {name} failed {tries} times, last: {cause}")
 
     def text_of(self, output_ids: Sequence[int]) -> str:
         """An answer without the token that ended it."""
@@ -107,8 +129,18 @@ class RewardJudge:
 
     def start(self) -> None:
         """Not with the first answer."""
-        self._processes.start()
+        for processes in self._processes.values():
+            processes.start()
 
     def close(self) -> None:
         """Nothing is judged any more; what runs is ended."""
-        self._processes.close()
+        for processes in self._processes.values():
+            processes.close()
+
+
+def _first_error_raised(results: Sequence[T | BaseException]) -> list[T]:
+    """What all have returned; nothing else runs on when one has failed."""
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in results if not isinstance(each, BaseException)]

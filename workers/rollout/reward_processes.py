@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from corral.experiments.config.rollout import RewardPart
 from corral.workers.sandbox.curtain import Curtain
 from corral.workers.user_code.reward_host import Call, Form, Outcome, command
 
@@ -54,9 +55,9 @@ class _Process:
 class RewardProcesses:
     """At most `number` of them, None as many as there are CPUs, but 4 to 16; each is started when it is needed."""
 
-    def __init__(self, import_path: str, *, number: int | None, curtain: Curtain) -> None:
+    def __init__(self, part: RewardPart, *, number: int | None, curtain: Curtain) -> None:
         cpus = min(max(len(os.sched_getaffinity(0)), _DEFAULT_PROCESSES[0]), _DEFAULT_PROCESSES[-1])
-        self._import_path = import_path
+        self._part = part
         self._number = number or cpus
         self._curtain = curtain
         self._host: socket.socket | None = None
@@ -88,7 +89,8 @@ class RewardProcesses:
 
     def _start(self) -> Form:
         self._host, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        host = command(self._import_path, theirs.fileno(), sys.path, is_hidden=bool(self._curtain.hidden))
+        part, is_hidden = self._part, bool(self._curtain.hidden)
+        host = command(part.function, theirs.fileno(), sys.path, settings=part.settings, is_hidden=is_hidden)
         with theirs:
             self._process = subprocess.Popen(
                 self._curtain.around(host), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
@@ -122,7 +124,8 @@ class RewardProcesses:
 
     def _place(self) -> asyncio.Semaphore:
         if self._places is None or self._places_of is not asyncio.get_running_loop():  # an evaluation has several
-            self._places = asyncio.Semaphore(_MAX_AWAITED if self.start().is_async else self._number)
+            number = _MAX_AWAITED if self.start().is_async else self._number
+            self._places = asyncio.Semaphore(self._part.concurrency or number)
             self._places_of = asyncio.get_running_loop()
         return self._places
 
@@ -179,7 +182,7 @@ class RewardProcesses:
         try:
             socket.send_fds(self._host, [word], [each.fileno() for each in sockets])
         except OSError as error:
-            raise RewardHostError(f"the process that {self._import_path} is forked from is gone: {error}") from error
+            raise RewardHostError(f"the process that {self._part.function} is forked from is gone: {error}") from error
         return self._answer(kind)
 
     def _answer(self, kind: type[T]) -> T:
@@ -187,10 +190,10 @@ class RewardProcesses:
         try:
             answer = self._host.recv(1 << 16)
         except OSError as error:
-            raise RewardHostError(f"the process that imports {self._import_path} does not answer: {error}") from error
+            raise RewardHostError(f"the process that imports {self._part.function} does not answer: {error}") from error
         if not answer:
             ending = _ending(self._curtain.exit_code(self._process.wait(_HOST_TIMEOUT_S)))
-            raise RewardHostError(f"the process that imports {self._import_path} has ended, {ending}")
+            raise RewardHostError(f"the process that imports {self._part.function} has ended, {ending}")
         return msgspec.msgpack.decode(answer, type=kind)
 
 

@@ -25,7 +25,7 @@ from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.files import UsedFiles
-from corral.workers.user_code.loading import NoSuchNameError, load_callable
+from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
 from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, try_reward
 
 
@@ -50,16 +50,21 @@ class _Look:
         has_sandbox = not question.tries_sandbox or self._try_sandbox(loaded)
         if question.agent in loaded:
             self._try(question.agent, lambda: check_agent(loaded[str(question.agent)], question.agent_settings))
-        if question.reward in loaded and (has_sandbox or not asks_for_sandbox(loaded[str(question.reward)])):
-            with self._deadline("one call of it", question.reward_timeout_s, str(question.reward)):
-                self._try(
-                    question.reward,
-                    lambda: try_reward(loaded[str(question.reward)], question.problem, question.answers),
-                )
+        for name, part in question.rewards.items():
+            if part.function in loaded and (has_sandbox or not asks_for_sandbox(loaded[part.function])):
+                with self._deadline("one call of it", part.timeout_s or question.reward_timeout_s, part.function):
+                    self._try(part.function, partial(self._try_reward, name, loaded[part.function]))
         for call in question.calls if not self._problems else ():
             with self._deadline("one call with it", question.import_timeout_s, call.import_path):
                 self._try(call.import_path, partial(_algorithms().try_call, call))
         self._write()
+
+    def _try_reward(self, name: str, found: Any) -> None:
+        try:
+            reward = configured(found, self._question.rewards[name].settings, key="settings")
+        except ValueError as error:
+            raise UnfitError(str(error)) from error
+        try_reward(reward, self._question.problem, self._question.answers)
 
     def _try_sandbox(self, loaded: Mapping[str, Any]) -> bool:
         """Makes a sandbox where something runs in one; whether none is missing."""

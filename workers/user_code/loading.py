@@ -60,7 +60,8 @@ def load_callable(import_path: str) -> Callable[..., Any]:
     module = import_module(module_name)
     found = getattr(module, name, None)
     if not callable(found):
-        there = sorted(word for word, value in vars(module).items() if callable(value) and not word.startswith("_"))
+        known = vars(module)  # what is looked up when it is asked for is in dir() alone
+        there = [word for word in dir(module) if callable(known.get(word, print)) and not word.startswith("_")]
         raise NoSuchNameError(
             f"{import_path!r} names no function: {module.__file__ or module_name} has no callable {name!r}",
             hint=did_you_mean(name, there, f"it has {', '.join(there[:8]) or 'none'}"),

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -26,11 +26,12 @@ from typing import Any
 import msgspec
 
 from corral.experiments.trial.tether import die_with_parent
+from corral.workers.rewards.contract import StopTrialError
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, users_frame, users_traceback
-from corral.workers.user_code.loading import load_callable
-from corral.workers.user_code.trials import Takes, as_taken, checked_rewards, is_async, what_it_takes
+from corral.workers.user_code.loading import configured, load_callable
+from corral.workers.user_code.trials import Judged, Takes, as_taken, checked_rewards, is_async, what_it_takes
 
 _BLOCKED_AFTER_S = 0.5  # beyond its deadline: what awaits is cancelled at it, so what is left blocks its loop
 
@@ -57,13 +58,14 @@ class Call(msgspec.Struct):
 class Outcome(msgspec.Struct):
     """What came of a call."""
 
-    rewards: list[float] = []
+    rewards: list[Judged] = []
     """One for each answer; none if it failed."""
     cause: str = ""
     """Of a failure: one line, with file and line."""
     traceback: str = ""
     is_stuck: bool = False
     """Whether the process has to be ended."""
+    ends_trial: bool = False
 
 
 def receive_all(connection: socket.socket) -> bytes:
@@ -71,10 +73,11 @@ def receive_all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def main(import_path: str, descriptor: int, *, is_hidden: bool = False) -> None:
+def main(import_path: str, descriptor: int, *, settings: str = "{}", is_hidden: bool = False) -> None:
     """Serves forks until the worker is gone.
 
     Args:
+        settings: of a class, as JSON.
         is_hidden: whether it runs behind a curtain, where it can make no sandbox.
         descriptor: of this side of the SOCK_SEQPACKET pair that the worker asks through.
     """
@@ -84,7 +87,7 @@ def main(import_path: str, descriptor: int, *, is_hidden: bool = False) -> None:
         signal.signal(number, lambda *_: None)
     worker, children = socket.socket(fileno=descriptor), set[int]()
     try:
-        reward = load_callable(import_path)
+        reward = configured(load_callable(import_path), json.loads(settings), key="settings")
         form = Form(is_async(reward), what_it_takes(reward))
         form.needs_sandbox = asks_for_sandbox(reward)
         if form.needs_sandbox and not is_hidden and (reason := why_no_sandbox()):
@@ -220,7 +223,8 @@ def _late(call: Call, frame: FrameType | None) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome(cause=describe_error(error), traceback=users_traceback(error))
+    ends_trial = isinstance(error, StopTrialError)
+    return Outcome(cause=describe_error(error), traceback=users_traceback(error), ends_trial=ends_trial)
 
 
 def _reply(connection: socket.socket, outcome: Outcome) -> None:
@@ -231,8 +235,10 @@ def _reply(connection: socket.socket, outcome: Outcome) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def command(import_path: str, descriptor: int, path: Sequence[str], *, is_hidden: bool = False) -> list[str]:
+def command(
+    import_path: str, descriptor: int, path: Sequence[str], *, settings: Mapping[str, Any], is_hidden: bool = False
+) -> list[str]:
     """Starts a host that finds modules where the worker does."""
-    call = f"main(sys.argv[1], int(sys.argv[2]), is_hidden={is_hidden})"
-    code = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import main; {call}"
-    return [sys.executable, "-P", "-c", code, import_path, str(descriptor), *path]
+    call = f"main(sys.argv[1], int(sys.argv[2]), settings=sys.argv[3], is_hidden={is_hidden})"
+    code = f"import sys; sys.path[:] = sys.argv[4:]; from {__name__} import main; {call}"
+    return [sys.executable, "-P", "-c", code, import_path, str(descriptor), json.dumps(settings), *path]

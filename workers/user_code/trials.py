@@ -3,11 +3,12 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from corral.workers.agents.contract import Episode
@@ -16,6 +17,14 @@ from corral.workers.user_code.blame import describe_error, shown_path
 Takes = Literal["answer", "answers", "episodes"]
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What a reward says of an answer."""
+
+    reward: float
+    statistics: dict[str, float] = {}
+    """Other numbers, by name."""
 
 
 class UnfitError(ValueError):
@@ -51,12 +60,18 @@ def as_taken(takes: Takes, texts: Sequence[str]) -> str | list[str] | list[Episo
     return list(texts) if takes == "answers" else [Episode(**json.loads(text)) for text in texts]
 
 
-def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) -> list[float]:
-    """What a reward returned, as one number for each answer; TypeError or ValueError if it is not."""
-    rewards = [checked_reward(one) for one in ([value] if what_it_takes(reward) == "answer" else value)]
+def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) -> list[Judged]:
+    """What a reward returned, one for each answer: a number, or a pair of it and numbers by name; TypeError or
+    ValueError if it is not."""
+    values: Iterable[Any] = [value] if what_it_takes(reward) == "answer" else value
+    rewards = [_judged(*one) if isinstance(one, tuple) and len(one) == 2 else _judged(one) for one in values]
     if len(rewards) != num_answers:
         raise ValueError(f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}")
     return rewards
+
+
+def _judged(value: Any, statistics: Any = MappingProxyType({})) -> Judged:
+    return Judged(checked_reward(value), {str(name): checked_reward(number) for name, number in statistics.items()})
 
 
 def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: Sequence[str]) -> None:
@@ -64,6 +79,7 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
 
     Raises:
         UnfitError: if it can never be called, or judged none of them.
+        UntriedError: if it cannot reach, from here, whom it asks.
     """
     takes = what_it_takes(reward)
     is_of_groups = takes != "answer"
@@ -75,13 +91,15 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
             value = reward(problem, as_taken(takes, texts))
             if is_async(reward):
                 value = asyncio.run(_result(value))
+        except (ConnectionError, TimeoutError) as error:
+            raise UntriedError(describe_error(error)) from error
         except BaseException as error:
             causes.append(describe_error(error))
             continue
         try:
             checked_rewards(reward, value, len(group))
             return
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             rule = f"{error}" if is_of_groups else "a reward is a finite number"
             causes.append(f"{_where(reward)}: {_name(reward)} returned {value!r:.100}, and {rule}")
     tried = " and ".join(f"{answer!r:.40}" for answer in answers)

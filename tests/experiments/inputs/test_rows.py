@@ -14,7 +14,7 @@ from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
 from corral.workers.data.prompts import load_planned_rows, load_row_ids
-from corral.workers.rollout.rewards import exact_match
+from corral.workers.rewards.texts import exact_match
 from tests.experiments.broken_yaml import VALID_PPO, tokenizer_json, write_inputs
 
 LONG = {"id": "long", "prompt": "1+" * 8 + "1=", "answer": "9"}

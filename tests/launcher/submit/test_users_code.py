@@ -144,12 +144,35 @@ def test_settings_of_a_loss_of_ones_own_are_those_of_its_class(submit: Submit) -
         submit("ppo.loss=own:Score", "ppo.loss_settings.scal=0.5")
 
 
+REWARD = """\
+from corral.experiments.config.base import FrozenConfig
+
+
+class Near(FrozenConfig):
+    scale: float = 1.0
+
+    def __call__(self, problem, answer):
+        raise ConnectionRefusedError(f"nobody listens at {self.scale}")
+"""
+
+
+def test_parts_of_a_reward_have_the_settings_of_their_classes_and_one_that_reaches_nobody_is_a_warning(
+    submit: Submit,
+) -> None:
+    parts = "rollout.reward={{right: {{function: 'own:score'}}, near: {{function: 'own:Near', settings: {{{}}}}}}}"
+    submission = submit(parts.format("scale: 2.0"), own=f"{REWARD}\n\n{GOOD}")
+    (warning,) = [one for one in submission.warnings if "own:Near" in one]
+    assert "own:Near was not tried to the end: ConnectionRefusedError: nobody listens at 2.0" in warning
+    with pytest.raises(ConfigError, match="rollout.reward.near.function: settings: scal: Extra .*; Near has scale"):
+        submit(parts.format("scal: 2.0"))
+
+
 def test_a_module_that_is_not_there_is_said_with_where_it_is_looked_for(submit: Submit) -> None:
     with pytest.raises(ConfigError, match="rollout.reward: .*No module named 'nowhere_at_all'") as raised:
         submit("rollout.reward=nowhere_at_all.rewards:score")
     assert "run rl-submit in the folder that holds the module" in raised.value.problems[0].hint
     with pytest.raises(ConfigError, match="exact_mach") as raised:
-        submit("rollout.reward=corral.workers.rollout.rewards:exact_mach")
+        submit("rollout.reward=corral.workers.rewards:exact_mach")
     assert raised.value.problems[0].hint == "did you mean 'exact_match'?"
 
 
@@ -159,7 +182,7 @@ def test_a_reward_that_judges_one_of_several_texts_is_taken(submit: Submit) -> N
     )
 
 
-UNIT_TESTS = "rollout.reward=corral.workers.rollout.unit_tests:unit_tests"
+UNIT_TESTS = "rollout.reward=corral.workers.rewards:unit_tests"
 
 
 def test_a_reward_that_runs_programs_wants_rows_with_tests_and_a_sandbox(

@@ -4,7 +4,8 @@ import numpy as np
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import REWARD_SECONDS, judged_answers, make_sample, reward_statistics
+from corral.workers.master.sample_source import BufferedSample, mean_scalars
 
 
 def test_values_stand_at_the_position_before_their_token() -> None:
@@ -21,6 +22,19 @@ def test_values_stand_at_the_position_before_their_token() -> None:
     np.testing.assert_array_equal(sample.data["versions"], [-1, 3, 4, 4, -1, 4])
     np.testing.assert_array_equal(sample.data["rewards"], [1, 0])
     np.testing.assert_array_equal(sample.data["seq_no_eos_mask"], [False, True])
+
+
+def test_what_parts_of_a_reward_say_is_a_mean_of_the_group_and_then_of_the_step_but_for_the_longest_wait() -> None:
+    answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("1.3", 0, 1)], stopped=True)
+    said = [{REWARD_SECONDS: seconds, "reward/part/right": seconds / 2} for seconds in (1.0, 3.0)]
+    group = judged_answers([1, 2], [answer, answer], [1.0, 0.0], parts=said)
+    means = reward_statistics(group)
+    assert means == {"reward/seconds": 2.0, "reward/seconds/max": 3.0, "reward/part/right": 1.0}
+    assert reward_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
+    slower = {name: value + 4.0 for name, value in means.items()}
+    nothing = {"order": 0, "owner": 0, "num_tokens": (), "versions": frozenset(), "keys": frozenset()}
+    samples = [BufferedSample(uid="0:a", scalars=each, **nothing) for each in (means, slower, {})]
+    assert mean_scalars(samples) == {"reward/seconds": 4.0, "reward/seconds/max": 7.0, "reward/part/right": 3.0}
 
 
 def test_where_an_agent_may_make_several_sequences_each_answer_of_a_group_is_an_episode() -> None:

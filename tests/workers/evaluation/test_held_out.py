@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling
+from corral.experiments.config.rollout import reward_parts
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.data.arithmetic import make_problems, write_model
 from corral.workers.data.held_out import means
 from corral.workers.engine.engine import load_model
 from corral.workers.evaluation.held_out import HeldOutProblems
-from corral.workers.rollout.rewards import Problem
+from corral.workers.rewards.contract import Problem
 
 NEVER = threading.Event()
 
@@ -52,7 +53,7 @@ def load(model: Path) -> Any:
 
 
 def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
-    reward = RewardSpec(function=f"{__name__}:misbehaves", timeout_s=1.0, retries=0)
+    reward = RewardSpec(parts=reward_parts(f"{__name__}:misbehaves"), timeout_s=1.0, retries=0)
     sums = HeldOutProblems(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
     assert (sums["problems"], sums["unjudged"], sums["correct"], sums["reward"]) == (8.0, 6.0, 1.0, 1.5)
     found = means(sums)

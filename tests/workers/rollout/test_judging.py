@@ -17,7 +17,11 @@ import pytest
 from math_verify import parse, verify
 
 from corral.agents import Episode
+from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.rollout import reward_parts
 from corral.experiments.worker_specs import RewardSpec
+from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.sandbox.curtain import Curtain
 
@@ -29,6 +33,7 @@ ERRORS = {
     "interrupt": KeyboardInterrupt(),
 }
 CALLS = itertools.count()
+RUNNING: list[Any] = []
 
 
 class Characters:
@@ -70,6 +75,14 @@ async def awaits(problem: Mapping[str, Any], answer: str) -> float:
     return float(problem["value"])
 
 
+async def most_at_a_time(problem: Mapping[str, Any], answer: str) -> float:
+    RUNNING.append(problem)
+    number = len(RUNNING)
+    await asyncio.sleep(0.05)
+    RUNNING.pop()
+    return float(number)
+
+
 def compares(problem: Mapping[str, Any], answers: list[str]) -> list[float]:
     return [float(len(answer) - len(answers[0])) for answer in answers][: problem["number"]]
 
@@ -78,17 +91,32 @@ def weighs(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
     return [len(each.turns) + sum(each.notes.values()) + len(each.ended) + (each.reward or 0.0) for each in episodes]
 
 
-def verifies(problem: Mapping[str, Any], answer: str) -> float:
-    """With math-verify's own timeouts, which are signals: in a thread that is not the main one it raises."""
-    return float(verify(parse(problem["answer"]), parse(answer)))
+async def counts(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, int]]:
+    return len(answer), {"digits": sum(map(str.isdigit, answer))}
+
+
+class Scales(FrozenConfig):
+    factor: float
+
+    def __call__(self, problem: Mapping[str, Any], answer: str) -> float:
+        return self.factor * does(problem, answer)
+
+
+def gives_up(problem: Mapping[str, Any], answer: str) -> float:
+    raise StopTrialError("nothing is left to spend")
 
 
 @pytest.fixture
 def judges() -> Iterator[Any]:
     opened: list[RewardJudge] = []
 
-    def judge(name: str = "does", *, timeout_s: float = 60.0, retries: int = 0, processes: int = 4) -> RewardJudge:
-        spec = RewardSpec(function=f"{HERE}:{name}", timeout_s=timeout_s, retries=retries, processes=processes)
+    def judge(reward: Any = "does", *, timeout_s: float = 60.0, retries: int = 0, processes: int = 4) -> RewardJudge:
+        """
+        Args:
+            reward: a name of a function here, a whole import path, or parts.
+        """
+        named = f"{HERE}:{reward}" if isinstance(reward, str) and ":" not in reward else reward
+        spec = RewardSpec(parts=reward_parts(named), timeout_s=timeout_s, retries=retries, processes=processes)
         opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, curtain=Curtain()))
         return opened[-1]
 
@@ -98,7 +126,7 @@ def judges() -> Iterator[Any]:
 
 
 async def reward_of(judge: RewardJudge, problem: Mapping[str, Any], ids: list[int]) -> float:
-    return (await judge.judge(problem, [ids]))[0]
+    return (await judge.judge(problem, [ids]))[0].reward
 
 
 def judged(judge: RewardJudge, *problems: Mapping[str, Any]) -> list[Any]:
@@ -151,13 +179,13 @@ def test_math_verify_judges_a_thousand_answers_as_it_does_by_itself(judges: Any)
         for number in range(250)
         for form in forms
     ]
-    judge = judges("verifies", processes=4)
+    judge = judges("corral.workers.rewards:math", processes=4)
 
     async def judge_all() -> list[float]:
         return await asyncio.gather(*(reward_of(judge, problem, list(map(ord, text))) for problem, text in pairs))
 
     rewards = asyncio.run(judge_all())
-    assert rewards == [verifies(*pair) for pair in pairs]
+    assert rewards == [float(verify(parse(problem["answer"]), parse(text))) for problem, text in pairs]
     assert 250 <= sum(rewards) < 1000
 
 
@@ -189,21 +217,64 @@ def test_async_rewards_are_awaited_at_the_same_time_and_one_that_blocks_fails_al
 def test_a_reward_of_episodes_gets_all_that_was_said_noted_and_given(judges: Any) -> None:
     episodes = [Episode(["1", "2"], {"calls": 3.0}, "turns", 0.5), Episode(["4"])]
     rewards = asyncio.run(judges("weighs").judge_episodes({}, episodes))
-    assert rewards == [2 + 3.0 + 5 + 0.5, 1.0]
-    assert asyncio.run(judges("does").judge_episodes({"do": "nothing"}, [Episode(["41", "42"])])) == [1.0], "the last"
+    assert [one.reward for one in rewards] == [2 + 3.0 + 5 + 0.5, 1.0]
+    (of_last,) = asyncio.run(judges("does").judge_episodes({"do": "nothing"}, [Episode(["41", "42"])]))
+    assert of_last.reward == 1.0
 
 
 def test_a_reward_of_groups_gets_all_answers_and_returns_as_many_numbers(judges: Any) -> None:
     answers = [[52] * (1 + number) for number in range(3)]
-    assert asyncio.run(judges("compares").judge({"number": 3}, answers)) == [0.0, 1.0, 2.0]
+    rewards = asyncio.run(judges("compares").judge({"number": 3}, answers))
+    assert [one.reward for one in rewards] == [0.0, 1.0, 2.0]
     with pytest.raises(RewardFailedError, match="one number for each answer, got 2 for 3"):
         asyncio.run(judges("compares").judge({"number": 2}, answers))
+
+
+PARTS = {
+    "right": {"function": f"{HERE}:Scales", "settings": {"factor": 3.0}, "weight": 2.0},
+    "long": {"function": f"{HERE}:counts", "weight": -0.5},
+    "beside": {"function": f"{HERE}:compares", "weight": 0.0},
+}
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts_and_tells_each(judges: Any) -> None:
+    judge = judges(PARTS)
+    assert judge.takes_groups
+    first, second = asyncio.run(judge.judge({"do": "", "value": 5.0, "number": 9}, [[52, 50], [52, 120, 121]]))
+    assert [first.reward, second.reward] == [2 * 3 * 5.0 - 0.5 * 2, 2 * 3 * 5.0 - 0.5 * 3]
+    assert first.statistics.pop("reward/seconds") > 0.0
+    assert first.statistics == {
+        "reward/part/right": 15.0,
+        "reward/part/long": 2.0,
+        "reward/part/long/digits": 2.0,
+        "reward/part/beside": 0.0,
+    }
+    assert second.statistics["reward/part/beside"] == 1.0
+
+
+def test_a_part_that_fails_fails_the_reward_and_is_named(judges: Any) -> None:
+    (failure,) = judged(judges(PARTS), {"do": "raise", "error": "value", "number": 9})
+    assert isinstance(failure, RewardFailedError) and "reward function right failed 1 times" in str(failure)
+
+
+def test_a_part_has_a_deadline_and_a_concurrency_of_its_own(judges: Any) -> None:
+    most = {"function": f"{HERE}:most_at_a_time", "concurrency": 3}
+    judge = judges({"most": most, "slow": {"function": f"{HERE}:does", "timeout_s": 0.5}})
+    (failure,) = judged(judge, {"do": "hang"})
+    assert "reward function slow failed 1 times, last: no result within 0.5 s" in str(failure)
+    assert max(judged(judges({"most": most}), *[{"do": ""}] * 16)) == 3.0
+
+
+def test_a_reward_that_ends_the_trial_is_not_tried_again(judges: Any) -> None:
+    (failure,) = judged(judges("gives_up", retries=5), {"do": ""})
+    assert isinstance(failure, UserCodeError)
+    assert "reward gives_up: StopTrialError: nothing is left to spend" in str(failure)
 
 
 def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judges: Any) -> None:
     judge = judges()
     judge.start()
-    host = psutil.Process(judge._processes._process.pid)
+    host = psutil.Process(judge._processes["does"]._process.pid)
 
     async def leave() -> None:
         call = asyncio.create_task(reward_of(judge, {"do": "hang"}, ANSWER))

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
-from corral.workers.rollout.rewards import Problem
+from corral.workers.rewards.contract import Problem
 from corral.workers.sandbox.base import Limits, Sandbox, needs_sandbox
 from corral.workers.sandbox.bubblewrap import Bubblewrap
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.experiments.config.rollout import reward_parts
 from corral.experiments.worker_specs import RewardSpec
+from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tests
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
-from corral.workers.rollout.unit_tests import all_unit_tests, program_of, unit_tests
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
 from corral.workers.sandbox.curtain import draw_curtain
 
@@ -95,12 +96,12 @@ def judge(tmp_path: Path) -> Callable[[str], float]:
 
     def judge(answer: str) -> float:
         spec = RewardSpec(
-            function="corral.workers.rollout.unit_tests:unit_tests", timeout_s=60.0, retries=0, processes=1
+            parts=reward_parts("corral.workers.rewards:unit_tests"), timeout_s=60.0, retries=0, processes=1
         )
         (tmp_path / "secrets").mkdir(exist_ok=True)
         judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=draw_curtain([tmp_path / "secrets"]))
         try:
-            return asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer))]))[0]
+            return asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer))]))[0].reward
         finally:
             judge.close()
 
@@ -123,9 +124,9 @@ def test_without_sandboxes_a_worker_says_so_before_it_judges_and_a_reward_fails_
 
 
 def test_the_reward_in_the_documents_works_as_it_stands_there() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    exec(text.partition("```python\n# printed.py\n")[2].partition("```")[0], names)
     assert asks_for_sandbox(names["prints_the_answer"])
     assert names["prints_the_answer"]({"answer": "42"}, "print(6 * 7)") == 1.0
     assert names["prints_the_answer"]({"answer": "42"}, "print(6 * 8)") == 0.0

@@ -1,0 +1,263 @@
+"""The judge beside a real HTTP server on this machine: well, down, slow, busy, and one that answers rubbish."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from corral.experiments.config.rollout import reward_parts
+from corral.experiments.worker_specs import RewardSpec
+from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rewards import judge as judge_module
+from corral.workers.rewards.contract import StopTrialError
+from corral.workers.rewards.judge import BudgetSpentError, EndpointDownError, Judge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.sandbox.curtain import Curtain
+from tests.workers.rollout.rollout_rig import RolloutRig
+
+PROMPT = "Question: {problem[question]}\nAnswer: {answer}\nEnd with 'Score: N', N from 0 to 10."
+ROW = {"question": "What is 6 times 7?"}
+KEY = "sk-a-very-secret-key"
+
+
+class Endpoint:
+    """Answers a chat completion as `answers` says, call by call; the last goes on."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any, dict[str, str]]] = [(200, "Score: 7", {})]
+        self.delay_s = 0.0
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.most_at_a_time = self._running = 0
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                endpoint._running += 1
+                endpoint.most_at_a_time = max(endpoint.most_at_a_time, endpoint._running)
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                number = min(len(endpoint.asked), len(endpoint.answers) - 1)
+                endpoint.asked.append({"path": self.path, **body})
+                endpoint.keys.append(self.headers.get("Authorization"))
+                status, said, headers = endpoint.answers[number]
+                time.sleep(endpoint.delay_s)
+                completion = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 50}}
+                reply = (json.dumps(completion) if status == 200 and isinstance(said, str) else str(said)).encode()
+                endpoint._running -= 1
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(reply))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                try:
+                    self.wfile.write(reply)
+                except BrokenPipeError:
+                    pass  # nobody waits for it any more
+
+            def log_message(self, *_: object) -> None:
+                """Nothing: the test says what was asked."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    opened = Endpoint()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def make_judge(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judge]:
+    monkeypatch.setattr(judge_module, "_LONGEST_PAUSE_S", 0.01)
+    return lambda **settings: Judge(**{"url": endpoint.url, "model": "m", "prompt": PROMPT, **settings})
+
+
+def asked(judge: Judge, *answers: str) -> list[Any]:
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(judge(ROW, answer) for answer in answers), return_exceptions=True)
+
+    return asyncio.run(ask())
+
+
+def test_the_judge_is_asked_once_for_what_is_equal_and_its_number_is_the_reward(
+    endpoint: Endpoint, make_judge: Callable[..., Judge]
+) -> None:
+    endpoint.answers = [(200, "A score: 3 would be harsh. **Score: -1.5**", {})]
+    judge = make_judge(lowest=-2.0, sampling={"temperature": 0.0, "seed": 3})
+    assert asked(judge, "42", "42") == [-1.5, -1.5] and asked(judge, "42") == [-1.5]
+    (request,) = endpoint.asked
+    assert request["path"] == "/v1/chat/completions"
+    assert (request["model"], request["temperature"], request["seed"]) == ("m", 0.0, 3)
+    assert request["messages"] == [{"role": "user", "content": PROMPT.format(problem=ROW, answer="42")}]
+    asked(judge, "43")
+    assert len(endpoint.asked) == 2
+
+
+def test_verdicts_beyond_the_limit_are_forgotten_the_least_recently_used_first(
+    endpoint: Endpoint, make_judge: Callable[..., Judge]
+) -> None:
+    judge = make_judge(known_verdicts=2)
+    for answer in ("a", "b", "a", "c", "a", "b"):
+        asked(judge, answer)
+    assert [request["messages"][0]["content"].split("Answer: ")[1][0] for request in endpoint.asked] == list("abcb")
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_one_that_is_busy_is_asked_again(status: int, endpoint: Endpoint, make_judge: Callable[..., Judge]) -> None:
+    busy = (status, "later", {"Retry-After": "7"})
+    endpoint.answers = [busy, busy, (200, "Score: 9", {})]
+    assert asked(make_judge(), "42") == [9.0] and len(endpoint.asked) == 3
+    endpoint.answers, endpoint.asked = [busy], []
+    (failure,) = asked(make_judge(tries=2), "42")
+    assert isinstance(failure, EndpointDownError) and f"failed 2 times, last: _BusyError: status {status}" in str(
+        failure
+    )
+    assert len(endpoint.asked) == 2
+
+
+def test_one_that_is_down_or_slow_is_named(endpoint: Endpoint, make_judge: Callable[..., Judge]) -> None:
+    endpoint.delay_s = 1.0
+    (late,) = asked(make_judge(tries=1, request_timeout_s=0.1), "42")
+    assert isinstance(late, EndpointDownError) and endpoint.url in str(late) and "Timeout" in str(late)
+    endpoint.close()
+    (down,) = asked(make_judge(tries=3), "42")
+    assert isinstance(down, EndpointDownError) and f"{endpoint.url} failed 3 times" in str(down)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ((200, "I would rather not say.", {}), "the judge gave no verdict"),
+        ((200, "Score: 11", {}), "verdict 11.0 is not between 0 and 10"),
+        ((200, b"<html>", {}), "what is no chat completion"),
+        ((200, {"choices": []}, {}), "what is no chat completion"),
+        ((401, f"wrong key {KEY}", {}), r"refuses the request, status 401: wrong key \*\*\*"),
+    ],
+)
+def test_rubbish_is_a_failure_at_once_and_is_not_remembered(
+    answer: Any, cause: str, endpoint: Endpoint, make_judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    endpoint.answers = [answer, (200, "Score: 5", {})]
+    judge = make_judge(key_variable="JUDGE_KEY")
+    (failure,) = asked(judge, "42")
+    with pytest.raises(ValueError, match=cause):
+        raise failure
+    assert KEY not in str(failure)
+    assert asked(judge, "42") == [5.0]
+
+
+def test_a_budget_of_calls_or_tokens_ends_the_trial_or_drops(
+    endpoint: Endpoint, make_judge: Callable[..., Judge]
+) -> None:
+    judge = make_judge(max_calls=2)
+    assert asked(judge, "a") == asked(judge, "b") == [7.0]
+    (over,) = asked(judge, "c")
+    assert isinstance(over, StopTrialError) and "the judge's max_calls is 2, and so many were spent" in str(over)
+    assert asked(judge, "a") == [7.0], "what is known costs nothing"
+    judge = make_judge(max_tokens=100, when_spent="drop")
+    assert [asked(judge, answer)[0] for answer in "ab"] == [7.0, 7.0]
+    (over,) = asked(judge, "c")
+    assert isinstance(over, BudgetSpentError) and "the judge's max_tokens is 100" in str(over)
+    assert len(endpoint.asked) == 4
+
+
+def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
+    endpoint: Endpoint, make_judge: Callable[..., Judge], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    for judge in (make_judge(key_file=path), make_judge(key_variable="JUDGE_KEY")):
+        assert asked(judge, "42") == [7.0]
+    assert endpoint.keys == [f"Bearer {KEY}"] * 2
+    path.chmod(0o640)
+    (open_to_others,) = asked(make_judge(key_file=path), "42")
+    assert "others can read the judge's key" in str(open_to_others)
+    monkeypatch.delenv("JUDGE_KEY")
+    (missing,) = asked(make_judge(key_variable="JUDGE_KEY"), "42")
+    assert "the environment variable JUDGE_KEY with the judge's key is not set" in str(missing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"url": "judge:8000"}, "url"),
+        ({"url": "https://me:secret@judge/v1"}, "url"),
+        ({"verdict": r"\d+"}, "has no group"),
+        ({"prompt": "How good is it?"}, "has no {answer}"),
+        ({"key_variable": "A", "key_file": "b"}, "both say where the key is"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    settings: dict[str, Any], rule: str, make_judge: Callable[..., Judge]
+) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        make_judge(**settings)
+
+
+def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_ends_the_trial(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the processes of a rollout worker: the key gets there, calls run at a time, and failures say why."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    endpoint.delay_s = 0.2
+    settings = {"url": endpoint.url, "model": "m", "prompt": PROMPT, "key_variable": "JUDGE_KEY", "max_calls": 10}
+    part = {"function": "corral.workers.rewards:Judge", "settings": {**settings, "tries": 1}, "concurrency": 4}
+    spec = RewardSpec(parts=reward_parts({"good": part}), timeout_s=60.0, retries=1)
+    judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=Curtain())
+
+    async def judged(*answers: str) -> list[Any]:
+        return await judge.judge(ROW, [list(map(ord, answer)) for answer in answers])
+
+    try:
+        assert [one.reward for one in asyncio.run(judged(*"abcdefgh"))] == [7.0] * 8
+        assert endpoint.most_at_a_time == 4 and set(endpoint.keys) == {f"Bearer {KEY}"}
+        endpoint.close()
+        with pytest.raises(RewardFailedError, match="good failed 2 times, last: EndpointDownError: "):
+            asyncio.run(judged("i"))
+        with pytest.raises(UserCodeError, match="reward good: StopTrialError: the judge's max_calls is 10"):
+            asyncio.run(judged("j"))
+    finally:
+        judge.close()
+    assert os.environ["JUDGE_KEY"] not in json.dumps(spec.model_dump(mode="json"))
+
+
+def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no_zero(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.answers = [(200, "Score: 7", {}), (503, "loading", {})]
+    settings = {"url": endpoint.url, "model": "m", "prompt": "{problem[prompt]}{answer}", "tries": 1}
+    good = {"function": "corral.workers.rewards:Judge", "settings": settings, "weight": 0.5}
+    rollout = {"reward": {"good": good}, "reward_retries": 1, "max_concurrent_rollouts": 1}
+    with RolloutRig(tmp_path, ["1+2=", "2+2=", "1+1="], rollout=rollout) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+    answered, *dropped = (rig.outcomes()[row] for row in "012")
+    assert answered == "finished" and list(rig.tensors[0]["rewards"]) == [3.5, 3.5]
+    assert rig.received[0].scalars["reward/part/good"] == 7.0
+    cause = f"EndpointDownError: {endpoint.url} failed 1 times, last: _BusyError: status 503"
+    assert dropped == [f"reward_error: the reward function good failed 2 times, last: {cause}"] * 2
+    assert len(endpoint.asked) == 1 + 2 * 2, "equal answers of a group are one call"
+
+
+class Characters:
+    """A tokenizer of code points."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))

@@ -1,0 +1,117 @@
+"""Rewards of texts, beside cases that were judged by hand."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from corral.workers import rewards
+from corral.workers.rewards.texts import Format, Length, Repetition, exact_match, multiple_choice
+
+
+def test_every_reward_that_ships_is_found_by_its_name() -> None:
+    assert {name: callable(getattr(rewards, name)) for name in dir(rewards)} == dict.fromkeys(dir(rewards), True)
+    with pytest.raises(AttributeError, match="has no 'maths'"):
+        _ = rewards.maths
+
+
+def test_an_exact_match_is_one_but_for_white_space_around() -> None:
+    assert [exact_match({"answer": 42}, text) for text in (" 42\n", "42.0", "4 2")] == [1.0, 0.0, 0.0]
+
+
+CHOOSE_B = (
+    "B",
+    "(B)",
+    "b is wrong, so\nB.",
+    "**B**",
+    "B) because it is larger",
+    "The answer is B.",
+    "The answer is (B)",
+    "the answer is: **B**",
+    "Answer: B",
+    "ANSWER: (B)",
+    "I choose option B.",
+    r"Thus \boxed{B}",
+    r"\boxed{\text{B}}",
+    r"\boxed{(B)}",
+    "<think>The answer is A? No.</think> <answer>B</answer>",
+    "At first the answer is A, but no: the answer is B",
+)
+CHOOSE_ANOTHER = (
+    "",
+    "C",
+    "The answer is C",
+    "Because of B, the answer is C",
+    "The answer is Bern",
+    "A, B or C",
+    "Vitamin B",
+    "The answer is B. Wait: the answer is D.",
+)
+
+
+@pytest.mark.parametrize("row", ["B", "(B)", " B. "])
+def test_a_choice_is_found_in_its_usual_spellings(row: str) -> None:
+    assert {text: multiple_choice({"answer": row}, text) for text in CHOOSE_B} == dict.fromkeys(CHOOSE_B, 1.0)
+    others = dict.fromkeys(CHOOSE_ANOTHER, 0.0)
+    assert {text: multiple_choice({"answer": row}, text) for text in CHOOSE_ANOTHER} == others
+
+
+def test_a_row_without_a_letter_is_a_failure_and_no_zero() -> None:
+    with pytest.raises(ValueError, match="a capital letter, got '42'"):
+        multiple_choice({"answer": "42"}, "B")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>2 + 2\nis 4</think>\n<answer>4</answer>", 1.0),
+        (" <think></think><answer></answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer> Done.", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<answer>4</answer><think>a</think>", 0.0),
+    ],
+)
+def test_the_form_is_thought_and_answer_each_once(text: str, reward: float) -> None:
+    assert Format()({}, text) == reward
+
+
+def test_a_form_of_ones_own_has_to_match_all_of_the_answer() -> None:
+    form = Format(pattern=r"#### \d+")
+    assert [form({}, text) for text in ("#### 12", "so #### 12", "#### 12 apples")] == [1.0, 0.0, 0.0]
+    with pytest.raises(ValidationError, match="must be a regular expression: missing"):
+        Format(pattern="(")
+
+
+def test_a_length_costs_nothing_inside_and_evenly_more_outside() -> None:
+    soft = Length(shortest=2, longest=4, margin=2)
+    assert [soft({}, "a " * count) for count in range(8)] == [-1.0, -0.5, 0.0, 0.0, 0.0, -0.5, -1.0, -1.0]
+    assert Length(shortest=3, longest=3, margin=3, unit="characters")({}, "abcd") == pytest.approx(-1 / 3)
+    assert Length()({}, "a " * 10_000) == 0.0
+    with pytest.raises(ValidationError, match="longest 1 is less than shortest 2"):
+        Length(shortest=2, longest=1)
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 4))
+def test_repetition_is_minus_the_share_of_n_grams_that_were_there_before(words: list[str], size: int) -> None:
+    grams = [tuple(words[start : start + size]) for start in range(max(0, len(words) - size + 1))]
+    repeated = sum(gram in grams[:place] for place, gram in enumerate(grams))
+    expected = -repeated / len(grams) if grams else 0.0
+    assert Repetition(size=size)({}, "  ".join(words).upper()) == pytest.approx(expected)
+
+
+@given(st.text(), st.integers(0, 50), st.integers(0, 50), st.integers(1, 50))
+def test_penalties_lie_between_minus_one_and_zero(text: str, shortest: int, more: int, margin: int) -> None:
+    length = Length(shortest=shortest, longest=shortest + more, margin=margin)
+    assert -1.0 <= length({}, text) <= 0.0 and -1.0 < Repetition()({}, text) <= 0.0
+
+
+@given(st.text(alphabet=st.sampled_from("AB()*:. \n\\{}boxedanswri<>"), max_size=60))
+def test_no_text_chooses_two_letters_or_breaks_the_reward(text: str) -> None:
+    chosen = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if multiple_choice({"answer": letter}, text)]
+    assert len(chosen) <= 1
+    assert all(re.search(letter, text) for letter in chosen)

@@ -1,0 +1,229 @@
+"""Judge: a language model says what an answer is worth, by any endpoint of OpenAI's API.
+
+    answer ──prompt──► known? ──► verdict ◄──regular expression── reply
+                         └── no ──► budget left? ──► POST {url}/chat/completions
+                                       │                 └── down, busy, late: again, then EndpointDownError
+                                       └── no: the trial ends, or the reward fails
+
+What fails is a failure of the reward, which is called again and then counted; nothing is guessed. All calls of a
+rollout worker are in one process, which knows what was said and what was spent since it started.
+"""
+
+import asyncio
+import os
+import random
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import aiohttp
+import msgspec
+from pydantic import Field, PrivateAttr, model_validator
+
+from corral.experiments.config.base import FrozenConfig
+from corral.workers.rewards.contract import Problem, StopTrialError
+from corral.workers.rewards.texts import Pattern
+
+_CONNECT_TIMEOUT_S = 10.0
+_LONGEST_PAUSE_S = 30.0
+_SHOWN = 200  # characters of a reply, where a failure is told
+_BUSY = frozenset({408, 429, *range(500, 600)})  # by which an endpoint asks to come back
+
+
+class EndpointDownError(ConnectionError):
+    """The endpoint did not answer on any try, or was busy."""
+
+
+class BudgetSpentError(RuntimeError):
+    """The judge may ask no more."""
+
+
+class _BusyError(Exception):
+    def __init__(self, status: int, pause_s: float) -> None:
+        super().__init__(f"status {status}")
+        self.pause_s = pause_s
+
+
+@dataclass(slots=True)
+class _Known:
+    """What one process knows."""
+
+    verdicts: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    """By digest of the prompt, the least recently used first."""
+    asked: dict[bytes, "asyncio.Task[float]"] = field(default_factory=dict)
+    """Under way: the answers of a group are often equal."""
+    num_calls: int = 0
+    num_tokens: int = 0
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    """What is read of a chat completion."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+
+
+class Judge(FrozenConfig):
+    """The number that a language model gives an answer; async."""
+
+    url: str = Field(pattern=r"^https?://[^/@\s]+(/|$)")
+    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password."""
+    model: str
+    """As the endpoint calls it."""
+    prompt: str
+    """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
+    verdict: Pattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
+    """Where the number is in what it says: the first group of the last match."""
+    lowest: float = 0.0
+    """A number below is none."""
+    highest: float = 10.0
+    """Nor is one above."""
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
+    """Further fields of the request."""
+    key_variable: str = ""
+    """Name of the environment variable with the endpoint's key; "": none."""
+    key_file: Path | None = None
+    """The file with the key, readable by its owner alone; None: none."""
+    tries: int = Field(default=4, ge=1)
+    """Of a call: where the endpoint is down or busy it is asked again, after 1 s, 2 s, 4 s, or when it says."""
+    request_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Deadline of one try."""
+    max_calls: int | None = Field(default=None, ge=0)
+    """Most requests of a rollout worker since it started; None: no limit."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens, by what the endpoint says that it has used; nothing is asked once they are reached."""
+    when_spent: Literal["stop", "drop"] = "stop"
+    """`stop`: the trial ends, and says so. `drop`: prompts are dropped and counted, but for verdicts that are known."""
+    known_verdicts: int = Field(default=10_000, ge=0)
+    """Verdicts that a worker remembers."""
+
+    _known: _Known = PrivateAttr(default_factory=_Known)
+
+    @model_validator(mode="after")
+    def _has_one_key_and_a_group(self) -> Self:
+        if self.key_variable and self.key_file is not None:
+            raise ValueError("key_variable and key_file both say where the key is; remove one")
+        if re.compile(self.verdict).groups < 1:
+            raise ValueError(f"verdict {self.verdict!r} has no group; put parentheses around the number")
+        if "{answer" not in self.prompt:
+            raise ValueError("prompt has no {answer}; the judge would not see it")
+        return self
+
+    async def __call__(self, problem: Problem, answer: str) -> float:
+        """Between `lowest` and `highest`.
+
+        Raises:
+            EndpointDownError, BudgetSpentError, StopTrialError: as above.
+            ValueError: if the reply has no verdict, or the endpoint refuses the request.
+            KeyError: if the row has no field that the prompt names.
+        """
+        prompt = self.prompt.format(problem=problem, answer=answer)
+        digest, known = blake2b(prompt.encode(errors="replace")).digest(), self._known
+        if digest in known.verdicts:
+            known.verdicts.move_to_end(digest)
+            return known.verdicts[digest]
+        if (asked := known.asked.get(digest)) is None:
+            asked = known.asked[digest] = asyncio.create_task(self._ask(prompt))
+            asked.add_done_callback(lambda task: self._remember(digest, task))
+        # A caller whose time is up leaves the answer to its next try.
+        return await asyncio.shield(asked)
+
+    def _remember(self, digest: bytes, task: "asyncio.Task[float]") -> None:
+        del self._known.asked[digest]
+        if not task.cancelled() and task.exception() is None:
+            self._known.verdicts[digest] = task.result()
+            while len(self._known.verdicts) > self.known_verdicts:
+                self._known.verdicts.popitem(last=False)
+
+    async def _ask(self, prompt: str) -> float:
+        cause: Exception | None = None
+        for number in range(self.tries):
+            pause_s = 2.0 ** (number - 1) * random.uniform(1.0, 1.5)  # not all at the same moment
+            if cause is not None:
+                await asyncio.sleep(min(max(pause_s, getattr(cause, "pause_s", 0.0)), _LONGEST_PAUSE_S))
+            try:
+                return self._verdict_of(await self._post(prompt))
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, _BusyError) as error:
+                cause = error
+        raise EndpointDownError(f"{self.url} failed {self.tries} times, last: {type(cause).__name__}: {cause}")
+
+    async def _post(self, prompt: str) -> str:
+        """What the model says."""
+        self._count()
+        key = self._key()
+        timeout = aiohttp.ClientTimeout(total=self.request_timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = {**self.sampling, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        # A connection each: next to what a language model takes it is nothing, and none is left over.
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
+            async with session.post(f"{self.url.rstrip('/')}/chat/completions", json=body) as response:
+                if response.status in _BUSY:
+                    asks_for = response.headers.get("Retry-After", "")
+                    raise _BusyError(response.status, float(asks_for) if asks_for.isdecimal() else 0.0)
+                text = await response.text(errors="replace")
+        shown = (text.replace(key, "***") if key else text)[:_SHOWN]
+        if response.status != 200:
+            raise ValueError(f"{self.url} refuses the request, status {response.status}: {shown}")
+        try:
+            reply = msgspec.json.decode(text, type=_Completion)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self.url} answers what is no chat completion: {shown}") from error
+        self._known.num_tokens += reply.usage.total_tokens
+        return reply.choices[0].message.content or ""
+
+    def _verdict_of(self, said: str) -> float:
+        found = [match[1] for match in re.finditer(self.verdict, said)]
+        if not found:
+            raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-_SHOWN:]!r}")
+        number = float(found[-1])
+        if not self.lowest <= number <= self.highest:
+            raise ValueError(f"the judge's verdict {number} is not between {self.lowest:g} and {self.highest:g}")
+        return number
+
+    def _count(self) -> None:
+        known = self._known
+        over = [
+            f"{name} is {limit}, and so many were spent"
+            for name, limit, spent in (
+                ("max_calls", self.max_calls, known.num_calls),
+                ("max_tokens", self.max_tokens, known.num_tokens),
+            )
+            if limit is not None and spent >= limit
+        ]
+        if over:
+            error = StopTrialError if self.when_spent == "stop" else BudgetSpentError
+            raise error(f"the judge's {over[0]}; rl-submit --resume goes on with as much again")
+        known.num_calls += 1
+
+    def _key(self) -> str:
+        """
+        Raises:
+            ValueError: naming the variable or the file, if it is not there, empty, or others can read it.
+        """
+        if self.key_variable:
+            if key := os.environ.get(self.key_variable, "").strip():
+                return key
+            raise ValueError(f"the environment variable {self.key_variable} with the judge's key is not set; export it")
+        if self.key_file is None:
+            return ""
+        path = self.key_file.expanduser()
+        if path.stat().st_mode & 0o077:
+            raise ValueError(f"others can read the judge's key in {path}; chmod 600 {path}")
+        if key := path.read_text().strip():
+            return key
+        raise ValueError(f"the file {path} with the judge's key is empty")
