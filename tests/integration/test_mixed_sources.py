@@ -94,8 +94,9 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(start_trial: Callab
     counts = f"{len(trained)} prompts trained, {48 - len(trained)} dropped"
     assert audited(trial) == f"{counts}, in the order of the seed: skipped 0, repeated 0\n"
     assert Counter(split_uid(uid)[1].partition("/")[0] for uid in planned) == {"many": 36, "few": 12}
-    named = {name for line in trial.metrics() for name in line if name.startswith("reward/source/")}
-    assert named == {"reward/source/many", "reward/source/few"}
+    named = {name for line in trial.metrics() for name in line if "/source/" in name}
+    kinds = ("reward", "response_length", "no_eos_fraction")
+    assert named == {f"{kind}/source/{name}" for kind in kinds for name in ("many", "few")}
 
 
 @pytest.mark.slow

@@ -125,7 +125,12 @@ class GroupMaker:
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
         statistics = told | (statistics_of(group) if says_episodes else {})
         if row.source:
-            statistics[f"reward/source/{row.source}"] = mean
+            tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
+            statistics |= {
+                f"reward/source/{row.source}": mean,
+                f"response_length/source/{row.source}": tokens / len(episodes),
+                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
+            }
         return episodes, sample, statistics
 
     def _all_fail(self, what: str) -> RuntimeError:

@@ -235,8 +235,10 @@ class RolloutWorker(Worker):
         try:
             episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
         except (PromptFailedError, RowError) as error:
-            judged = isinstance(error, PromptFailedError)
-            reason, told = (str(error), dict(error.statistics)) if judged else (f"{BAD_ROW}: {error}", {})
+            if isinstance(error, PromptFailedError):
+                reason, told = str(error), dict(error.statistics)
+            else:
+                reason, told = f"{BAD_ROW}: {error}", {}
             header = header_of(num_answers=0, status="dropped", reason=reason[:_MAX_REASON_LENGTH], scalars=told)
             await self._finish(uid, header, {})
             return
