@@ -79,6 +79,9 @@ class TrialKeys:
     def committed(self) -> str:
         return f"{self.trainer_root()}/committed"
 
+    def prompts(self) -> str:
+        return f"{self.trainer_root()}/prompts"
+
     def gang_rendezvous(self, incarnation: int | str) -> str:
         return check_name(f"rendezvous/{incarnation}")
 

@@ -107,6 +107,24 @@ def check_batch(
         )
 
 
+def check_sampler(
+    dataset: DatasetConfig, evaluation: EvaluationConfig | None, *, has_rollout_workers: bool
+) -> Iterator[ConfigProblem]:
+    """A sampler where nothing comes from rewards of rollout workers."""
+    if dataset.sampler is not None and not has_rollout_workers:
+        yield ConfigProblem(
+            "dataset.sampler goes by the rewards of rollout workers, and this experiment has none",
+            "remove it, or use experiment: async_ppo",
+            path=("dataset", "sampler"),
+        )
+    if evaluation is not None and evaluation.dataset.sampler is not None:
+        yield ConfigProblem(
+            "held-out rows are all looked at each time, and none is drawn",
+            "remove evaluation.dataset.sampler",
+            path=("evaluation", "dataset", "sampler"),
+        )
+
+
 def check_model(config: ModelConfig, path: KeyPath) -> Iterator[ConfigProblem]:
     """What is wrong with a model on disk, and with its adapters."""
     yield from (replace(problem, path=(*path, "path")) for problem in inspect_model(config.path))

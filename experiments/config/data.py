@@ -120,6 +120,12 @@ class DatasetConfig(SourceConfig):
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 
+    sampler: ImportPath | None = None
+    """A function that says how often a row is drawn, by the mean rewards of its last groups: list of numbers -> weight,
+    compared with 1.0 of a row that was never drawn. corral.workers.data.prompt_weights:middling draws most often what
+    succeeds every second time, and corral.workers.data.prompt_weights:unsolved retires what is solved. None takes all
+    rows pass by pass."""
+
     @field_validator("sources")
     @classmethod
     def _names_are_of_sources(cls, value: dict[str, MixedSourceConfig]) -> dict[str, MixedSourceConfig]:
@@ -138,6 +144,8 @@ class DatasetConfig(SourceConfig):
         own = {name for name in _ORIGIN if getattr(self, name) != type(self).model_fields[name].default}
         if self.sources and own:
             raise ValueError(f"{', '.join(sorted(own))} and sources both say what the rows are; keep one of them")
+        if self.sampler is not None and any(one.order is not None for one in self.all_sources.values()):
+            raise ValueError("order and sampler both say which row comes next; keep one of them")
         return self
 
     @property

@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,7 +45,7 @@ class RowFile(Protocol):
         """
 
     def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Some fields of every row, None where it has none, and of lines without anything ().
+        """Some fields of every row, each named once, None where it has none, and of lines without anything ().
 
         Raises:
             ValueError: as `read`.
@@ -149,9 +149,11 @@ class RowFiles(Sequence[Any]):
         return self._files[at].read(number - self._starts[at])
 
     def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Some fields of every row, as that of `RowFile`."""
-        for file in self._files:
-            yield from file.columns(names)
+        """Some fields of every row, as that of `RowFile`; a name may come more than once."""
+        unique = list(dict.fromkeys(names))
+        places = [unique.index(name) for name in names]
+        for values in chain.from_iterable(file.columns(unique) for file in self._files):
+            yield values if len(unique) == len(places) or not values else tuple(values[at] for at in places)
 
     def place(self, number: int) -> str:
         """Where a row stands: train.jsonl:41."""

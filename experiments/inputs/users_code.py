@@ -44,6 +44,8 @@ class Question(FrozenConfig):
     """The function that has to be a coroutine function of an agent's form; None looks at none."""
     agent_settings: dict[str, Any] = {}
     """What it is called with besides."""
+    sampler: str | None = None
+    """The function that is tried on a few histories of rows; None tries none."""
     tries_sandbox: bool = False
     """Whether a sandbox is made here where a reward or an agent needs one."""
     calls: "tuple[CallQuestion, ...]" = ()

@@ -112,7 +112,8 @@ def look_again(plan: RunPlan, directory: TrialDirectory) -> KeptCode:
 def _import_paths(plan: RunPlan) -> Iterator[str]:
     yield str(plan.config.get("experiment", ""))
     for worker in plan.all_of(RolloutWorkerSpec):
-        yield from (*(part.function for part in worker.rollout.reward.values()), worker.rollout.agent)
+        yield from (part.function for part in worker.rollout.reward.values())
+        yield from (worker.rollout.agent, worker.dataset.config.sampler or "")
     for rank in plan.all_of(ModelWorkerSpec):
         yield from (part.function for part in rank.reward.parts.values())
         yield from (call.implementation for call in rank.calls)
@@ -135,6 +136,7 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
         answers=tuple(dict.fromkeys((*map(str, row.answers if row else ()), prompt, ""))),
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
         agent_settings=rollout.agent_settings if rollout is not None else {},
+        sampler=dataset.config.sampler if dataset is not None else None,
         tries_sandbox=True,
         calls=tuple(_call_questions(plan)),
     )

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,29 @@ _POLL_INTERVAL_S = 0.05
 
 def digits(problem: Mapping[str, Any], answer: str) -> float:
     """The share of digits in the answer, at the pace of the test."""
+    _keep_pace()
+    return sum(character.isdigit() for character in answer) / max(len(answer), 1)
+
+
+def by_row(problem: Mapping[str, Any], answers: Sequence[str]) -> list[float]:
+    """What follows from the row alone, at the pace of the test: of one row in three all answers are as good."""
+    _keep_pace()
+    return rewards_by_row(str(problem["id"]), len(answers))
+
+
+def rewards_by_row(row_id: str, num_answers: int) -> list[float]:
+    """What `by_row` gives."""
+    kind = sum(map(ord, row_id)) % 3
+    return [1.0 if kind == 0 else float(number <= kind) / kind for number in range(num_answers)]
+
+
+def _keep_pace() -> None:
     # A worker that leaves waits for its threads.
     while (pace := _read_pace()) is not None and threading.main_thread().is_alive():
         if pace["until_step"] is None or _last_step() < pace["until_step"] or _is_asked_to_stop():
             time.sleep(pace["pause_s"])
             break
         time.sleep(_POLL_INTERVAL_S)
-    return sum(character.isdigit() for character in answer) / max(len(answer), 1)
 
 
 def _read_pace() -> dict[str, Any] | None:

@@ -1,57 +1,160 @@
-"""Two sources in their shares, over kill -9 of the trainer: in the order of the seed, no prompt twice, none lost."""
+"""Which prompt comes next, over kill -9 of trainer and manager: what would have come, no prompt twice, none lost.
 
+Two sources in their shares, some rows filtered out, groups of equal rewards dropped; and then by a curriculum, whose
+order is known from the start, or by a sampler of the user's own, whose order follows from rewards.
+"""
+
+import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from corral.experiments.plan import RunPlan
+from corral.experiments.worker_specs import GserverManagerSpec
+from corral.workers.checkpoint.ledger import Ledger, numbers_of
+from corral.workers.data.prompts import PlannedPrompts, split_uid
+from corral.workers.master.drawn_prompts import DrawnPrompts
 from tests.integration.evidence import check_nothing_is_left
-from tests.integration.trial_helpers import Trial, read_lines, write_rows
+from tests.integration.paced_rewards import rewards_by_row
+from tests.integration.trial_helpers import ROOT, Trial, read_lines, write_rows
+
+BATCH, GROUP, PASSES, SEED = 8, 4, 2, 1
+PARTS = {
+    "most": {"function": "paced_rewards:by_row", "weight": 0.75},
+    "rest": {"function": "paced_rewards:by_row", "weight": 0.25},
+    "short": {
+        "function": "corral.workers.rewards:Length",
+        "weight": 0.0,
+        "settings": {"longest": 1, "unit": "characters"},
+    },
+}
+"""Which are `by_row` together, as these are numbers that floats have."""
+USERS_FILE = re.search(r"```python\n(# my_prompts\.py\n.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
 
 
-def test_shares_and_order_outlive_the_trainer(start_trial: Callable[..., Trial], tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    write_rows(lines, 16)
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:8]), tmp_path / "rows.parquet")
-    sources = f"{{many: {{path: {lines}, weight: 3}}, few: {{path: {tmp_path / 'rows.parquet'}, weight: 1}}}}"
-    parts = {
-        "share": {"function": "paced_rewards:digits", "weight": 0.5},
-        "short": {"function": "corral.workers.rewards:Length", "settings": {"longest": 1, "unit": "characters"}},
-        "right": {"function": "corral.workers.rewards:exact_match", "weight": 0.0},
-    }
-    trial = start_trial(
+def begin(start_trial: Callable[..., Trial], folder: Path, *, order: str = "", sampler: str = "null") -> Trial:
+    """A trial of 24 of 28 rows, in order and one step after the other."""
+    write_rows(folder / "lines.jsonl", 28)
+    rows = [
+        json.loads(line) | {"level": n % 5} for n, line in enumerate((folder / "lines.jsonl").read_text().splitlines())
+    ]
+    (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[20:]), folder / "rows.parquet")
+    taken = f"where: level != 4 or len(prompt) > 99{order}"
+    sources = (
+        f"{{many: {{path: {folder / 'lines.jsonl'}, weight: 3, {taken}}}, "
+        f"few: {{path: {folder / 'rows.parquet'}, weight: 1}}}}"
+    )
+    return start_trial(
         num_rows=24,
-        num_passes=2,
+        num_passes=PASSES,
         pause_s=0.1,
         overrides={
             "dataset.path": "null",
             "dataset.sources": sources,
+            "dataset.sampler": sampler,
             "evaluation.every_steps": 1000,
-            "rollout.reward": json.dumps(parts),
+            "rollout.reward": json.dumps(PARTS),
+            "rollout.drop_uniform_groups": "true",
+            "rollout.max_head_offpolicyness": 0,
+            "rollout.reorder_window": 1,
         },
     )
-    trial.wait_for_steps(2)
+
+
+def outlive(trial: Trial, *, after_steps: int) -> list[str]:
+    """Over the deaths of the trainer and the manager to its end; the uids that were trained, in their order."""
+    trial.wait_for_steps(after_steps)
     trial.kill("master_worker/0")
+    trial.wait_for_steps(1)
+    trial.kill("gserver_manager/0")
     trial.full_speed()
     trial.wait_for_end()
     check_nothing_is_left(trial)
+    return [line["uid"] for line in read_lines(trial.directory.trajectories_path)]
+
+
+def audited(trial: Trial) -> str:
     command = [sys.executable, "-m", "corral.workers.master.audit", str(trial.directory.path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("48 prompts trained, 0 dropped") and said.endswith("skipped 0, repeated 0\n"), said
-    uids = [line["uid"] for line in read_lines(trial.directory.trajectories_path)]
-    assert Counter(uid.partition(":")[2].partition("/")[0] for uid in uids) == {"many": 36, "few": 12}
-    named = {name for line in trial.metrics() for name in line if name.startswith("reward/source/")}
-    assert named == {"reward/source/many", "reward/source/few"}
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def prompts_of(trial: Trial) -> tuple[PlannedPrompts, dict[str, list[float]]]:
+    """The prompts, and the rewards of each row's answers, whoever gives them."""
+    plan = RunPlan.from_json(trial.directory.plan_path.read_bytes())
+    prompts = PlannedPrompts.load(plan.all_of(GserverManagerSpec)[0].dataset)
+    return prompts, {row: rewards_by_row(row.partition("/")[2], GROUP) for row in prompts.row_ids}
+
+
+def test_shares_and_a_curriculum_outlive_trainer_and_manager(start_trial: Callable[..., Trial], tmp_path: Path) -> None:
+    trial = begin(start_trial, tmp_path, order=", order: level")
+    trained = outlive(trial, after_steps=2)
+    prompts, rewards = prompts_of(trial)
+    planned = list(prompts.uids(seed=SEED, num_epochs=PASSES))
+    assert trained == [uid for uid in planned if len(set(rewards[split_uid(uid)[1]])) > 1]
+    counts = f"{len(trained)} prompts trained, {48 - len(trained)} dropped"
+    assert audited(trial) == f"{counts}, in the order of the seed: skipped 0, repeated 0\n"
+    assert Counter(split_uid(uid)[1].partition("/")[0] for uid in planned) == {"many": 36, "few": 12}
     steps = [line for line in trial.metrics() if "rewards/mean" in line]
     for line in steps:
-        share, short, right = (line[f"reward/part/{name}"] for name in parts)
-        assert line["rewards/mean"] == pytest.approx(0.5 * share + short, abs=1e-6) and 0.0 <= right <= 1.0
+        most, rest, short = (line[f"reward/part/{name}"] for name in PARTS)
+        assert line["rewards/mean"] == pytest.approx(0.75 * most + 0.25 * rest, abs=1e-6)
         assert short <= 0.0 <= line["reward/seconds"] <= line["reward/seconds/max"]
-    assert len(steps) == 6 and any(line["reward/part/share"] for line in steps)
+    assert steps and any(line["reward/part/short"] < 0.0 for line in steps)
+    named = {name for line in trial.metrics() for name in line if "/source/" in name}
+    kinds = ("reward", "response_length", "no_eos_fraction")
+    assert named == {f"{kind}/source/{name}" for kind in kinds for name in ("many", "few")}
+
+
+@pytest.mark.slow
+def test_a_sampler_draws_over_kills_what_it_would_have_drawn(
+    start_trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert USERS_FILE is not None
+    (tmp_path / "my_prompts.py").write_text(USERS_FILE[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    trial = begin(start_trial, tmp_path, sampler="my_prompts:weigh")
+    trained = outlive(trial, after_steps=2)
+    prompts, rewards = prompts_of(trial)
+    assert trained == drawn_without_interruption(prompts, rewards)
+    assert (
+        audited(trial)
+        == f"{len(trained)} prompts trained, {48 - len(trained)} dropped, as drawn: skipped 0, repeated 0\n"
+    )
+
+
+def drawn_without_interruption(prompts: PlannedPrompts, rewards: dict[str, list[float]]) -> list[str]:
+    """What a trainer trains that is never interrupted, by the sampler in this process."""
+    import my_prompts
+
+    async def weigh(histories: Sequence[Sequence[float]]) -> list[float]:
+        return [my_prompts.weigh(list(history)) for history in histories]
+
+    ledger, trained, total = Ledger(numbers_of(prompts.row_ids)), list[str](), PASSES * len(prompts.row_ids)
+    sources: dict[str, Any] = {name: one.weight for name, one in prompts.config.sources.items()}
+    drawn = DrawnPrompts(prompts.row_ids, ledger, seed=SEED, batch_size=BATCH, eta=0, total=total, sources=sources)
+    while ledger.consumed_count < total:
+        batch: list[str] = []
+        while len(batch) < min(BATCH, total - ledger.consumed_count):
+            uid = next(uid for uid in drawn.open_uids() if uid not in batch)
+            given = rewards[split_uid(uid)[1]]
+            if len(set(given)) > 1:
+                batch.append(uid)
+            else:
+                ledger.drop(uid, "filtered")
+                drawn.drop(uid, sum(given) / len(given))
+        ledger.train(1, batch)
+        trained += batch
+        means = {uid: sum(rewards[split_uid(uid)[1]]) / GROUP for uid in batch}
+        asyncio.run(drawn.train(means, weigh))
+    return trained

@@ -12,6 +12,7 @@
 What a checkpoint holds is all that a commit stands for:
 
     manifest.json ledger.msgpack
+    prompts.msgpack       with a sampler: which prompts come next, and what those before have brought
     weights/              of the role that is published: second names of the files that generation servers read
     weights_of/critic/    of every other role that is trained, in the same format
     state/actor/ state/critic/    what training resumes from, of every role that is trained
@@ -33,7 +34,7 @@ from typing import Any, Final
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import Commit, LogState
-from corral.workers.checkpoint.durable_file import FileEntry, no_progress
+from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable
 from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
@@ -69,6 +70,9 @@ def state_folder(role: str) -> str:
 def weights_folder(role: str) -> str:
     """Folder of the weights of a role that is trained and not published."""
     return f"weights_of/{role}"
+
+
+PROMPTS_NAME: Final = "prompts.msgpack"
 
 
 class NoValidCheckpointError(Exception):
@@ -151,6 +155,10 @@ class CheckpointWriter:
     def add_ledger(self, states: Mapping[int, bytes]) -> None:
         """Writes what `Ledger.states` says."""
         self._files[LEDGER_NAME] = write_ledger(self.path / LEDGER_NAME, states)
+
+    def add_prompts(self, content: bytes) -> None:
+        """Writes what the prompts that come next follow from, where they follow from what was trained."""
+        self._files[PROMPTS_NAME] = write_durable(self.path / PROMPTS_NAME, [content])
 
     def write_manifest(self, extra: Mapping[str, Any]) -> str:
         """Seals the checkpoint; returns the digest that the commit entry names."""

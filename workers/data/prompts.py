@@ -22,6 +22,9 @@ from corral.experiments.config.data import DatasetConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.worker_specs import DatasetSpec
 
+GROUP_REWARD = "reward/group"
+"""Statistic of a group: the mean of its rewards, also where it is dropped since all of them are equal."""
+
 BAD_ROW = "bad_row"
 """Why a row is dropped that is broken or too long."""
 
@@ -108,9 +111,19 @@ def uids_of_passes(
     for row_id in row_ids:
         ids_by_source[row_id.partition("/")[0] if weights else ""].append(row_id)
     endless = [_endless(ids, values.get(name, ()), seed=seed, shuffle=shuffle) for name, ids in ids_by_source.items()]
-    shares = [Fraction(weight or len(ids_by_source[name])) for name, weight in weights.items()] or [Fraction(1)]
-    turns = turns_of([int(share * lcm(*(one.denominator for one in shares))) for share in shares])
+    turns = turns_of_sources(weights, {name: len(ids) for name, ids in ids_by_source.items()})
     yield from (next(endless[turn]) for turn in islice(turns, num_epochs * len(row_ids)))
+
+
+def turns_of_sources(weights: Mapping[str, float | None], sizes: Mapping[str, int]) -> Iterator[int]:
+    """Which source each prompt is of, for ever, by its place among them; always 0 where there is one without a name.
+
+    Args:
+        weights: as those of `uids_of_passes`.
+        sizes: rows of each.
+    """
+    shares = [Fraction(weight or sizes[name]) for name, weight in weights.items()] or [Fraction(1)]
+    return turns_of([int(share * lcm(*(one.denominator for one in shares))) for share in shares])
 
 
 def turns_of(shares: Sequence[int]) -> Iterator[int]:

@@ -101,16 +101,19 @@ class Admission:
         *,
         passes: Callable[[], Iterable[str]],
         is_committed: Callable[[str], bool],
+        is_issued: Callable[[str], bool] = lambda _: True,
         trainer: str,
     ) -> None:
         """
         Args:
             passes: gives all uids of all passes, in order, each time that it is called.
             is_committed: whether a commit covers a uid, as trained or dropped.
+            is_issued: whether a uid is among those of `passes` still; see `prompts_have_changed`.
             trainer: the worker whose versions open the gate.
         """
         self._gate = gate
         self._is_committed = is_committed
+        self._is_issued = is_issued
         self._trainer = trainer
         self._holders: dict[str, _Holder] = {}
         self._spooled: dict[str, str] = {}
@@ -132,7 +135,13 @@ class Admission:
         """The oldest version by which a prompt that was dealt may be begun."""
         return self._gate.least_version(order)
 
+    def prompts_have_changed(self) -> None:
+        """`passes` gives others than before."""
+        self._prompts.start_over()
+
     def _is_settled(self, uid: str) -> bool:
+        if not self._is_issued(uid):
+            return True
         return self._gate.order_of(uid) is not None or uid in self._spooled or self._is_committed(uid)
 
     # Why a prompt is or is not dealt

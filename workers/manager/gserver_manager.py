@@ -80,6 +80,9 @@ class GserverManager(Worker):
         rollout = self._spec.rollout
         prompts = self._load_prompts()
         self._committed = CommittedLedger(context.trial, prompts.row_ids)
+        self._drawn: dict[str, None] | None = None if self._spec.dataset.config.sampler is None else {}
+        """The prompts that the trainer has drawn, in order; None where their order is known from the start."""
+        in_order = partial(prompts.uids, seed=context.plan.seed, num_epochs=self._spec.total_train_epochs)
         self._admission = Admission(
             StalenessGate(
                 batch_size=self._spec.train_batch_size,
@@ -87,8 +90,9 @@ class GserverManager(Worker):
                 max_concurrent=rollout.max_concurrent_rollouts or self._spec.train_batch_size,
                 overtaking=rollout.overtaking,
             ),
-            passes=partial(prompts.uids, seed=context.plan.seed, num_epochs=self._spec.total_train_epochs),
+            passes=lambda: in_order() if self._drawn is None else list(self._drawn),
             is_committed=lambda uid: self._committed.ledger.consumed(uid),
+            is_issued=lambda uid: self._drawn is None or uid in self._drawn,
             trainer=MASTER,
         )
         self._table = ServerTable(policy=rollout.schedule_policy)
@@ -339,6 +343,7 @@ class GserverManager(Worker):
 
     async def _look_at_trainer(self) -> None:
         self._take_in_commits()
+        await self._look_at_prompts()
         try:
             record = await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version())
         except NameNotFoundError:
@@ -364,6 +369,19 @@ class GserverManager(Worker):
             self._serves.set()
         self._let_in()
         self._news.set()
+
+    async def _look_at_prompts(self) -> None:
+        """Where a sampler decides which prompts come next."""
+        if self._drawn is None:
+            return
+        try:
+            record = await asyncio.to_thread(self.context.names.get, self.context.keys.prompts())
+        except NameNotFoundError:
+            return
+        drawn = dict.fromkeys(msgspec.json.decode(record, type=list[str]))
+        if list(drawn) != list(self._drawn):
+            self._drawn = drawn
+            self._admission.prompts_have_changed()
 
     async def _look_at_records(self) -> None:
         root = self.context.keys.generation_servers_root()

@@ -8,18 +8,21 @@ the data, seed, shares ──► prompts in the order in which they are issued �
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GserverManagerSpec, ModelWorkerSpec
-from corral.workers.checkpoint.checkpoint import committed_ledger
-from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, numbers_of, read_delta
+from corral.workers.checkpoint.checkpoint import PROMPTS_NAME, committed_ledger
+from corral.workers.checkpoint.ledger import OPEN, Ledger, LedgerDelta, numbers_of, read_delta
 from corral.workers.data.prompts import PlannedPrompts
+from corral.workers.master.drawn_prompts import PromptsState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,14 @@ class Audit:
     order, still under way."""
     repeated: tuple[str, ...]
     """Prompts that were consumed more than once."""
-    is_in_order: bool
-    """Whether the last commits trained them in the order in which they are issued, dropped ones left out."""
+    is_in_order: bool | None
+    """Whether the last commits trained them in the order in which they are issued, dropped ones left out; None where
+    a sampler has drawn them."""
 
     def render(self) -> str:
         """One line, for people."""
         order = "in the order of the seed" if self.is_in_order else "not in the order of the seed, as answers came"
+        order = "as drawn" if self.is_in_order is None else order
         said = f"{self.trained} prompts trained, {self.dropped} dropped, {order}: "
         return said + f"skipped {len(self.skipped)}, repeated {len(self.repeated)}"
 
@@ -66,6 +71,20 @@ def audit(ledger: Ledger, deltas: Iterable[LedgerDelta], issued: Iterable[str]) 
     )
 
 
+def skipped_draws(ledger: Ledger, row_ids: Sequence[str], drawn: Collection[str]) -> Iterator[str]:
+    """Draws of a row that nobody has, though a later one of it was consumed.
+
+    Args:
+        drawn: those that no step has passed yet.
+    """
+    later = bytearray(len(row_ids))
+    for dataset_epoch, states in sorted(ledger.states().items(), reverse=True):
+        for at, state in enumerate(states):
+            if state == OPEN and later[at] and (uid := f"{dataset_epoch}:{row_ids[at]}") not in drawn:
+                yield uid
+            later[at] |= state
+
+
 def audit_trial(path: Path) -> Audit:
     """The audit of a trial's directory, running or not.
 
@@ -83,7 +102,12 @@ def audit_trial(path: Path) -> Audit:
     if not lineage:
         return audit(Ledger(rows), (), issued)
     ledger = committed_ledger(directory, lineage[-1].commit, rows)
-    return audit(ledger, (read_delta(directory, logged.commit) for logged in lineage), issued)
+    found = audit(ledger, (read_delta(directory, logged.commit) for logged in lineage), issued)
+    if datasets[0].config.sampler is None:
+        return found
+    content = (directory.inside(lineage[-1].commit.directory) / PROMPTS_NAME).read_bytes()
+    drawn = msgspec.msgpack.decode(content, type=PromptsState).ahead
+    return replace(found, skipped=tuple(skipped_draws(ledger, prompts.row_ids, drawn)), is_in_order=None)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class CommitMoment:
     """Of the ledger: all that is consumed."""
     delta: LedgerDelta
     """What of it was not committed before."""
+    prompts: bytes
+    """Of the prompts that follow from what was trained; nothing where none do."""
     extra: Mapping[str, Any]
     """Of the manifest."""
     published: SealedDirectory | None
@@ -78,15 +80,18 @@ class Commits(AsyncClosing):
         weights: PublishedVersions,
         ledger: Ledger,
         *,
+        prompts: Callable[[], bytes] = bytes,
         say_head: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
+            prompts: gives what the checkpoint has to hold of the prompts that come next, beside the ledger.
             say_head: tells those who read the log that it has another head, so that they need not look for it.
         """
         self._epoch = epoch
         self._gang = gang
         self._weights = weights
+        self._prompts = prompts
         self._say_head = say_head
         self._remover = Remover()
         self.ledger = ledger
@@ -186,6 +191,7 @@ class Commits(AsyncClosing):
             checkpoint=checkpoint,
             states=self.ledger.states(),
             delta=self.ledger.delta_for(epoch=checkpoint.epoch, step=checkpoint.step),
+            prompts=self._prompts(),
             extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
             published=published,
         )
@@ -232,6 +238,8 @@ class Commits(AsyncClosing):
     def _append(self, moment: CommitMoment) -> None:
         checkpoint, delta = moment.checkpoint, moment.delta
         checkpoint.add_ledger(moment.states)
+        if moment.prompts:
+            checkpoint.add_prompts(moment.prompts)
         digest = checkpoint.write_manifest(moment.extra)
         ledger_file, ledger_digest = write_delta(self._epoch.trial, delta)
         self._epoch.writer.commit(

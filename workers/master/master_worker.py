@@ -96,7 +96,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property, partial
 
 from corral.experiments.trial.attempts import may_resume
@@ -133,6 +133,7 @@ from corral.workers.lifecycle.worker import (
 from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import CommitFailedError, Commits
+from corral.workers.master.dealt_prompts import DealtPrompts, open_dealt
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.held_out import HeldOut
@@ -219,12 +220,15 @@ class MasterWorker(Worker):
         ledger = await asyncio.to_thread(self._ledger_of, recovery)
         start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
         logger.info("epoch %d goes on from %s", writer.epoch, start)
-        async with Disk() as disk:
+        async with Disk() as disk, AsyncExitStack() as stack:
             epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
             weights = PublishedVersions(epoch, gang, publish=self._publish)
             say_head = partial(self._say, self.context.keys.committed())
             say_head(str(writer.state.head))
-            commits = Commits(epoch, gang, weights, ledger, say_head=say_head)
+            say_prompts = partial(self._say, self.context.keys.prompts())
+            dealt = await stack.enter_async_context(open_dealt(epoch, ledger, self._prompts, say=say_prompts))
+            prompts = bytes if dealt is None else dealt.content
+            commits = Commits(epoch, gang, weights, ledger, prompts=prompts, say_head=say_head)
             buffer = SequenceBuffer(is_consumed=ledger.consumed)
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             on_servers, best, evaluation = None, None, self._trainer.evaluation
@@ -234,7 +238,7 @@ class MasterWorker(Worker):
                 on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set, best=best)
             return await TrainerEpoch(
                 epoch=epoch,
-                source=self._source(epoch, buffer, gang, ledger),
+                source=self._source(epoch, buffer, gang, ledger, dealt),
                 gang=gang,
                 calls=calls,
                 held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
@@ -265,7 +269,9 @@ class MasterWorker(Worker):
             self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
         return recovery
 
-    def _source(self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger) -> SampleSource:
+    def _source(
+        self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger, dealt: DealtPrompts | None
+    ) -> SampleSource:
         spec = self._spec
         if spec.source != "trajectories":
             next_order = ledger.consumed_count if spec.source == "prompts" else None
@@ -279,7 +285,8 @@ class MasterWorker(Worker):
             )
         size, window = self._manager.rollout.reorder_window, None
         if size is not None:
-            window = ReorderWindow(size, self._row_uids(), is_settled=ledger.consumed)
+            uids = self._row_uids() if dealt is None else dealt.drawn.drawn_uids()
+            window = ReorderWindow(size, uids, is_settled=ledger.consumed)
         return TrajectorySource(
             buffer,
             gang,
@@ -291,6 +298,7 @@ class MasterWorker(Worker):
             producers=self.context.workers("rollout_worker"),
             on_drop=ledger.drop,
             is_dropped=ledger.dropped,
+            dealt=dealt,
         )
 
     def _held_out_rows(self) -> list[str]:

@@ -36,6 +36,8 @@ import msgspec
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
+from corral.workers.data.prompts import GROUP_REWARD
+from corral.workers.master.dealt_prompts import DealtPrompts
 from corral.workers.requests.messages import MetadataReply, Rejection
 
 logger = logging.getLogger(__name__)
@@ -222,6 +224,9 @@ class SampleSource(Protocol):
     async def give_back(self, batch: Sequence[str]) -> None:
         """This batch was not trained on: its samples come again later."""
 
+    async def note_trained(self, batch: Sequence[str]) -> None:
+        """This batch was trained on, and the ledger has it."""
+
     def waiting_for(self) -> str:
         """What is missing, for rl-status."""
 
@@ -281,6 +286,9 @@ class DatasetSource:
         self.holders.clear(self.buffer.release(batch))
         self._given_back.extend(batch)
 
+    async def note_trained(self, batch: Sequence[str]) -> None:
+        """The order of rows does not follow from it."""
+
     def waiting_for(self) -> str:
         return "rows of the dataset"
 
@@ -309,6 +317,8 @@ class TrajectorySource:
     on_drop: Callable[[str, str], None]
     is_dropped: Callable[[str], bool]
     """Whether a uid is in the ledger as one that is not trained on."""
+    dealt: DealtPrompts | None = None
+    """What decides which prompts there are, where that follows from what was trained."""
     _ready: ReadySamples = field(init=False)
     _missing: int = field(init=False)
     _behind: str = field(default="", init=False)
@@ -329,6 +339,10 @@ class TrajectorySource:
     async def give_back(self, batch: Sequence[str]) -> None:
         await self._give_up(batch)  # answered anew: the same tokens would give the same loss
 
+    async def note_trained(self, batch: Sequence[str]) -> None:
+        if self.dealt is not None:
+            await self.dealt.note_trained({one.uid: one.scalars.get(GROUP_REWARD) for one in self.buffer.find(batch)})
+
     def waiting_for(self) -> str:
         before = f", first of all prompt {self._behind}" if self._behind else ""
         return f"{self._missing} more of {self.batch_size} trajectories{before}"
@@ -343,10 +357,14 @@ class TrajectorySource:
         for sample in samples:
             if not self.buffer.put(sample):
                 copies.append(sample)
+            elif self.dealt is not None and sample.uid not in self.dealt.drawn:
+                orphans.append(sample.uid)
             elif sample.dropped_because:
                 self.buffer.filtered += sample.dropped_because.startswith(DROPPED_AS_FILTERED)
                 dropped.append(sample.uid)
                 self.on_drop(sample.uid, sample.dropped_because)
+                if self.dealt is not None:
+                    self.dealt.note_dropped(sample.uid, sample.scalars.get(GROUP_REWARD))
             else:
                 alike[sample.versions, sample.keys].append(sample)
         for (versions, keys), group in alike.items():  # few: what they have in common is looked at once

@@ -199,6 +199,7 @@ class TrainerEpoch:
             return
         self._step += 1
         self._ledger.train(self._step, batch)
+        await self.source.note_trained(batch)
         spent = self._take_waits()
         spent["time/train_s"] = time.monotonic() - started - spent["time/publish_s"]
         spent["data/transfer_bytes"] = float(self.calls.end_step())

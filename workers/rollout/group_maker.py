@@ -18,12 +18,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 
 from corral.experiments.config.rollout import RolloutConfig, functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.workers.data.answer_seed import answer_seed, group_seeds
+from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample, reward_statistics
 from corral.workers.episodes.turn_request import RequestRefusedError
@@ -46,6 +48,11 @@ class PromptTooLongError(ValueError):
 
 class PromptFailedError(RuntimeError):
     """A prompt is given up, or nothing is learned from it; its text begins with why, as the ledger has it."""
+
+    def __init__(self, message: str, *, statistics: Mapping[str, float] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.statistics = statistics
+        """Of its answers, if they were judged."""
 
 
 class PromptsFailError(RuntimeError):
@@ -79,6 +86,8 @@ class GroupMaker:
     """Of the worker's share; if all of them fail, nothing is left to try."""
     has_judged: bool = False
     """Whether a prompt of the trial was ever judged."""
+    says_reward: bool = False
+    """Whether the next prompts follow from the rewards of these."""
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
@@ -107,15 +116,22 @@ class GroupMaker:
         self.has_judged = True
         episodes = group.episodes
         rewards = [episode.total for episode in episodes]
+        mean = math.fsum(rewards) / len(rewards)
+        told = {GROUP_REWARD: mean} if self.says_reward else {}
         if self.config.drop_uniform_groups and len(set(rewards)) == 1:
             raise PromptFailedError(
-                f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}"
+                f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
         says_episodes = self.player is not None
         sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
-        statistics = reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
+        statistics = told | reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
-            statistics[f"reward/source/{row.source}"] = math.fsum(rewards) / len(rewards)
+            tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
+            statistics |= {
+                f"reward/source/{row.source}": mean,
+                f"response_length/source/{row.source}": tokens / len(episodes),
+                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
+            }
         return episodes, sample, statistics
 
     def _all_fail(self, what: str) -> RuntimeError:

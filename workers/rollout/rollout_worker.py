@@ -170,6 +170,7 @@ class RolloutWorker(Worker):
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
+            says_reward=spec.dataset.config.sampler is not None,
         )
         if spec.held_out is not None:
             self._held_out = HeldOutProblems(spec.held_out.config, self._held_out_rows, self._groups)
@@ -234,8 +235,11 @@ class RolloutWorker(Worker):
         try:
             episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
         except (PromptFailedError, RowError) as error:
-            reason = str(error) if isinstance(error, PromptFailedError) else f"{BAD_ROW}: {error}"
-            header = header_of(num_answers=0, status="dropped", reason=reason[:_MAX_REASON_LENGTH])
+            if isinstance(error, PromptFailedError):
+                reason, told = str(error), dict(error.statistics)
+            else:
+                reason, told = f"{BAD_ROW}: {error}", {}
+            header = header_of(num_answers=0, status="dropped", reason=reason[:_MAX_REASON_LENGTH], scalars=told)
             await self._finish(uid, header, {})
             return
         branches = [branch for episode in episodes for branch in episode.sequences()]

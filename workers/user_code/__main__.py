@@ -27,6 +27,7 @@ from corral.workers.user_code.blame import describe_error, users_frame
 from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
 from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, try_reward
+from corral.workers.user_code.weigh_prompts import TRIED_ON, weights_of
 
 
 class _Look:
@@ -50,6 +51,9 @@ class _Look:
         has_sandbox = not question.tries_sandbox or self._try_sandbox(loaded)
         if question.agent in loaded:
             self._try(question.agent, lambda: check_agent(loaded[str(question.agent)], question.agent_settings))
+        if question.sampler in loaded:
+            with self._deadline("one call of it", question.reward_timeout_s, str(question.sampler)):
+                self._try(question.sampler, lambda: weights_of(loaded[str(question.sampler)], TRIED_ON))
         for name, part in question.rewards.items():
             if part.function in loaded and (has_sandbox or not asks_for_sandbox(loaded[part.function])):
                 with self._deadline("one call of it", part.timeout_s or question.reward_timeout_s, part.function):
