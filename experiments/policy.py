@@ -2,6 +2,7 @@
 
     answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss and several updates a step
               ├──► ref_inf ─────ref_logprobs───────┤     with a reference model, which may follow the actor (ema)
+              ├──► teacher_inf ─teacher_logprobs───┤     with a teacher, of whom the actor learns on its own answers
               ├──► rew_inf ─────model_rewards──────┤     with a reward model, in place of the reward function's
               ├──► critic_inf ──values─────────────┤     with a critic
               └────────────────────────────────────┼──► actor_train ──► new weights
@@ -14,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length
+from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_teacher
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (
     ActorModelConfig,
     CriticModelConfig,
+    ModelConfig,
     ReferenceModelConfig,
     RewardModelConfig,
 )
@@ -54,6 +56,8 @@ class PolicyExperiment(Experiment):
     """The critic of ppo.advantage: gae; None trains without one."""
     ref: ReferenceModelConfig | None = None
     """The reference model of the KL term; None trains without one."""
+    teacher: ModelConfig | None = None
+    """The model that ppo.distillation learns from, with the actor's tokenizer; None trains without one."""
     reward_model: RewardModelConfig | None = None
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
     ppo: PPOConfig = PPOConfig()
@@ -154,6 +158,8 @@ class PolicyExperiment(Experiment):
             infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
+        if self.teacher is not None:
+            infer("teacher_inf", "teacher", "ppo_actor", masked, {"logprobs": "teacher_logprobs"})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -234,9 +240,12 @@ class PolicyExperiment(Experiment):
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
+            has_teacher=self.teacher is not None,
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
+        if self.teacher is not None:
+            yield from check_teacher(self.teacher, self.actor, key="teacher")
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -275,6 +284,8 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
+        if self.teacher is not None and self.ppo.distillation.coef == 0.0:
+            yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
         if self.actor.lora is not None and self.actor.lora.dropout > 0.0:

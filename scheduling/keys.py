@@ -84,6 +84,7 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
             Key("logprobs", "per_shifted_token", "float32"),  # an inference call's output, before it is renamed
             Key("proximal_logprobs", "per_shifted_token", "float32"),
             Key("ref_logprobs", "per_shifted_token", "float32"),
+            Key("teacher_logprobs", "per_shifted_token", "float32"),  # of the sampled tokens, by a better model
             Key("advantages", "per_shifted_token", "float32"),
             Key("behaviour_weights", "per_shifted_token", "float32"),
             Key("loss_weights", "per_shifted_token", "float32"),  # of a token in the mean over all tokens

@@ -297,6 +297,26 @@ def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
     assert [(role.role, role.optimizer is None) for role in rank.roles] == [("actor", False), ("ref", True)]
 
 
+def test_a_teacher_says_how_likely_the_tokens_are_and_no_row_needs_an_answer_then(folder: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(40)]
+    (folder / "unanswered.jsonl").write_text("".join(rows))
+    plan = _plan(
+        folder / "ppo.yaml",
+        f"teacher.path={folder / 'model'}",
+        "ppo.algorithm=distillation",
+        "ppo.group_size=1",
+        f"dataset.path={folder / 'unanswered.jsonl'}",
+        f"evaluation.dataset.path={folder / 'unanswered.jsonl'}",
+        "rollout.reward=corral.workers.rollout.rewards:no_reward",
+        "allocation=hf:d1+actor=fsdp:d1,teacher=fsdp:d2",
+    )
+    assert _levels(plan) == (("teacher_inf",), ("actor_train",))
+    call, train = plan.master.calls
+    assert (call.model_name.role, call.output_key_remap) == ("teacher", {"logprobs": "teacher_logprobs"})
+    assert "teacher_logprobs" in train.input_keys
+    assert plan.master.meshes["teacher/0"].ranks == (1, 2)
+
+
 def test_each_rank_holds_the_roles_of_its_share(folder: Path) -> None:
     plan = _plan(
         folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1", "allocation=hf:d1+actor=d2,ref=d2@1"

@@ -89,6 +89,7 @@ class PPOActorInterface(ModelInterface):
         # The weights of a step's only update are those that the step begins with.
         needed += ["proximal_logprobs"] if config.use_decoupled_loss and config.updates_per_step > 1 else []
         needed += ["ref_logprobs"] if config.kl.coef > 0.0 else []
+        needed += ["teacher_logprobs"] if config.distillation.coef > 0.0 else []
         needed += ["seq_no_eos_mask"] if config.mask_no_eos_with_zero else []
         of_loss = [key for key in self._policy_loss.inputs if key not in made]
         return {
@@ -181,6 +182,9 @@ class PPOActorInterface(ModelInterface):
             stats["ppo/ref_kl"] = kl
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
+        if config.distillation.coef > 0.0:
+            taught = torch.where(loss_mask, keys["teacher_logprobs"], 0.0)
+            stats["ppo/teacher_kl"] = approximate_kl(masked.logprobs.detach(), taught, estimator="k1")
         if config.entropy_coef > 0.0:
             losses = losses - config.entropy_coef * entropy_of_samples(masked.logprobs, scores.entropy)
         weights, denominator = reduction_weights(
