@@ -14,6 +14,8 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from pydantic import field_validator
+
 from corral.experiments.checks.algorithm import check_ppo
 from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_teacher
 from corral.experiments.config.algorithm import PPOConfig
@@ -58,6 +60,8 @@ class PolicyExperiment(Experiment):
     """The reference model of the KL term; None trains without one."""
     teacher: ModelConfig | None = None
     """The model that ppo.distillation learns from, with the actor's tokenizer; None trains without one."""
+    teachers: dict[str, ModelConfig] = {}
+    """In its place a teacher for each of `dataset.sources`, by the name of the source whose rows it judges."""
     reward_model: RewardModelConfig | None = None
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
     ppo: PPOConfig = PPOConfig()
@@ -66,6 +70,23 @@ class PolicyExperiment(Experiment):
     """How answers are made and judged."""
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
+
+    @field_validator("teachers")
+    @classmethod
+    def _names_are_of_roles(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+        if others := [name for name in value if not f"teacher_{name}".isidentifier()]:
+            raise ValueError(
+                f"{others[0]!r} cannot be part of a role's name, teacher_...; call the source by letters, digits and _"
+            )
+        return value
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        return {**super().models, **{f"teacher_{source}": model for source, model in self.teachers.items()}}
+
+    def key_of(self, role: str) -> str:
+        source = role.removeprefix("teacher_")
+        return f"teachers.{source}" if source != role and source in self.teachers else super().key_of(role)
 
     @property
     def row_kind(self) -> RowKind:
@@ -159,7 +180,10 @@ class PolicyExperiment(Experiment):
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
         if self.teacher is not None:
-            infer("teacher_inf", "teacher", "ppo_actor", masked, {"logprobs": "teacher_logprobs"})
+            infer("teacher_inf", "teacher", "teacher", masked, {"teacher_logprobs": "teacher_logprobs"})
+        for source in self.teachers:
+            of_source = {"teacher_logprobs": f"teacher_logprobs_{source}"}
+            infer(f"teacher_{source}_inf", f"teacher_{source}", "teacher", masked, of_source)
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -222,6 +246,8 @@ class PolicyExperiment(Experiment):
 
     def role_settings(self, role: str) -> Mapping[str, Any]:
         own: dict[str, Any] = {"ppo": self.ppo}
+        if role == "actor" or role.startswith("teacher_"):
+            own["taught_sources"] = tuple(self.teachers) if role == "actor" else (role.removeprefix("teacher_"),)
         if role == "critic" and self.critic is not None:
             own["critic"] = self.critic.value
         if role == "reward" and self.reward_model is not None:
@@ -240,12 +266,11 @@ class PolicyExperiment(Experiment):
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
-            has_teacher=self.teacher is not None,
+            has_teacher=self.teacher is not None or bool(self.teachers),
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
-        if self.teacher is not None:
-            yield from check_teacher(self.teacher, self.actor, key="teacher")
+        yield from self._teacher_problems()
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -254,6 +279,20 @@ class PolicyExperiment(Experiment):
                 limit=limit,
                 limit_name=limit_name,
                 path=("rollout", "sampling", "max_new_tokens"),
+            )
+
+    def _teacher_problems(self) -> Iterator[ConfigProblem]:
+        for role, model in self.models.items():
+            if role.partition("_")[0] == "teacher":
+                yield from check_teacher(model, self.actor, key=self.key_of(role))
+        if self.teachers and self.teacher is not None:
+            yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
+        if self.teachers and self.teachers.keys() != self.dataset.sources.keys():
+            sources = ", ".join(self.dataset.sources) or "nothing"
+            yield ConfigProblem(
+                f"teachers are named {', '.join(self.teachers)}, and dataset.sources {sources}: each source has one",
+                "name teachers as the sources, or give one `teacher` of all rows",
+                path=("teachers",),
             )
 
     def _key_problems(self) -> Iterator[ConfigProblem]:
@@ -284,7 +323,7 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
-        if self.teacher is not None and self.ppo.distillation.coef == 0.0:
+        if (self.teacher is not None or self.teachers) and self.ppo.distillation.coef == 0.0:
             yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"

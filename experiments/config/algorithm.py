@@ -9,7 +9,7 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.presets import PRESETS, with_preset
 from corral.experiments.config.rollout import check_import_path_syntax
 
-INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "reward", "paired_reward", "dpo", "sft")
+INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "teacher", "reward", "paired_reward", "dpo", "sft")
 """The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
 LOSS_NAMES = ("ppo", "gspo", "cispo")
 """The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""

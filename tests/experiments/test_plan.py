@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -312,9 +313,44 @@ def test_a_teacher_says_how_likely_the_tokens_are_and_no_row_needs_an_answer_the
     )
     assert _levels(plan) == (("teacher_inf",), ("actor_train",))
     call, train = plan.master.calls
-    assert (call.model_name.role, call.output_key_remap) == ("teacher", {"logprobs": "teacher_logprobs"})
+    assert (call.model_name.role, call.output_key_remap) == ("teacher", {})
     assert "teacher_logprobs" in train.input_keys
     assert plan.master.meshes["teacher/0"].ranks == (1, 2)
+
+
+def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None:
+    shutil.copy(folder / "train.jsonl", folder / "other.jsonl")
+    text = (folder / "ppo.yaml").read_text()
+    data = "dataset:\n  sources: {sums: {path: train.jsonl}, others: {path: other.jsonl}}\n"
+    teachers = "teachers: {sums: {path: model}, others: {path: model}}\n"
+    (folder / "taught.yaml").write_text(teachers + text.replace("dataset:\n  path: train.jsonl\n", data))
+    plan = _plan(folder / "taught.yaml", "ppo.algorithm=distillation", "allocation=hf:d1+teacher_sums=d2,*=d1")
+    assert _levels(plan) == (("teacher_sums_inf", "teacher_others_inf"), ("actor_train",))
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} <= set(plan.master.calls[-1].input_keys)
+    assert {key.name for key in plan.master.declared_keys} == {"teacher_logprobs_sums", "teacher_logprobs_others"}
+    ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
+    assert {role.role: (worker.index, role.taught_sources) for worker in ranks for role in worker.roles} == {
+        "teacher_sums": (1, ("sums",)),
+        "actor": (2, ("sums", "others")),
+        "teacher_others": (2, ("others",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["teachers={sums: {path: model}}"], "teachers are named sums, and dataset.sources nothing"),
+        (["teachers={a-b: {path: model}}"], "'a-b' cannot be part of a role's name"),
+        (["teachers={sums: {path: model}}", "teacher={path: model}"], "both say who is learned from"),
+        (["teachers={sums: {path: nowhere}}"], "nowhere does not exist"),
+    ],
+)
+def test_teachers_of_no_source_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], words: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=words):
+        load_experiment(folder / "ppo.yaml", [*settings, "ppo.algorithm=distillation"])
 
 
 def test_each_rank_holds_the_roles_of_its_share(folder: Path) -> None:

@@ -8,7 +8,7 @@ train_step   rewards ─► shaped rewards ─► advantages ┐
              divergence from the reference ─► KL coefficient of the next step                    │ too far: stop early
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -43,6 +43,7 @@ from corral.workers.algorithms.ppo_batch import (
     weigh_behaviour,
     with_loss_weights,
 )
+from corral.workers.algorithms.teacher import keys_of_teachers, with_teachers_merged
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
@@ -64,7 +65,13 @@ class PPOActorInterface(ModelInterface):
     outputs = {CallType.INFERENCE: built_in("logprobs")}
 
     def __init__(
-        self, config: PPOConfig, *, behaviour: BehaviourSpec | None = None, dtype: str = "float32", seed: int = 0
+        self,
+        config: PPOConfig,
+        *,
+        behaviour: BehaviourSpec | None = None,
+        dtype: str = "float32",
+        seed: int = 0,
+        taught_sources: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -72,11 +79,13 @@ class PPOActorInterface(ModelInterface):
                 that it samples from.
             dtype: of the engine's matrix products, which the generator's are compared with.
             seed: decides, with the policy version, which answers share a mini-batch.
+            taught_sources: of rows, that have teachers of their own.
         """
         behaviour = behaviour or BehaviourSpec()
         self._config = config
         self._temperature = behaviour.sampling.temperature
         self._seed = seed
+        self._taught_sources = taught_sources
         self._estimator = advantage_named(config.advantage, config.advantage_settings)
         self._policy_loss = loss_named(config.loss, config.loss_settings)
         self._kl = KLController.at_start(config.kl)
@@ -89,12 +98,12 @@ class PPOActorInterface(ModelInterface):
         # The weights of a step's only update are those that the step begins with.
         needed += ["proximal_logprobs"] if config.use_decoupled_loss and config.updates_per_step > 1 else []
         needed += ["ref_logprobs"] if config.kl.coef > 0.0 else []
-        needed += ["teacher_logprobs"] if config.distillation.coef > 0.0 else []
         needed += ["seq_no_eos_mask"] if config.mask_no_eos_with_zero else []
+        taught = keys_of_teachers(self._taught_sources) if config.distillation.coef > 0.0 else ()
         of_loss = [key for key in self._policy_loss.inputs if key not in made]
         return {
             CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
-            CallType.TRAIN_STEP: tuple(dict.fromkeys([*built_in(*needed), *self._estimator.inputs, *of_loss])),
+            CallType.TRAIN_STEP: tuple(dict.fromkeys([*built_in(*needed), *taught, *self._estimator.inputs, *of_loss])),
         }
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
@@ -107,6 +116,7 @@ class PPOActorInterface(ModelInterface):
         Once a mini-batch has moved too far, nothing more of the batch is trained on: the rest is counted as skipped.
         """
         config, context = self._config, engine.context
+        sample = with_teachers_merged(sample, self._taught_sources)
         facts = measure_batch(sample, context)
         prepared = prepare_actor_sample(
             config, sample, estimator=self._estimator, kl_coefficient=self._kl.coefficient, context=context

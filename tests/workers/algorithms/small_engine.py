@@ -112,4 +112,4 @@ class SmallEngine:
             torch.log_softmax(state[:-1], dim=-1).gather(1, answer[1:, None])[:, 0]
             for state, answer in zip(states, answers, strict=True)
         ]
-        return {"logprobs": torch.cat(logprobs).numpy()}
+        return {"logprobs": torch.cat([torch.zeros(0), *logprobs]).numpy()}

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from corral.experiments.config.algorithm import PPOConfig
+from corral.scheduling.keys import Key
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
+from corral.workers.algorithms.teacher import TeacherInterface, with_teachers_merged
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.algorithms.small_engine import SmallEngine
@@ -53,6 +55,30 @@ def test_the_mean_policy_gradient_by_a_teacher_is_that_of_the_reverse_kl() -> No
     advantages = (teacher - policy).detach()
     (estimated,) = torch.autograd.grad(-(policy.detach().exp() * advantages * policy).sum(), logits)
     torch.testing.assert_close(estimated, exact, atol=1e-12, rtol=0.0)
+
+
+def test_each_teacher_says_of_its_own_rows_what_one_of_all_would_say() -> None:
+    engine: Any = _Recording("lm")
+    sample = make_sample([[6, 9], [7], [5, 8, 4]])
+    sample = SequenceSample(["0:a/1", "0:b/1", "1:a/2"], sample.seqlens, sample.data)
+    (whole,) = TeacherInterface(temperature=1.0).inference(engine, sample).values()
+    for source in ("a", "b", "c"):
+        (part,) = TeacherInterface(temperature=1.0, sources=[source]).inference(engine, sample).values()
+        sample = sample.with_key(Key(f"teacher_logprobs_{source}", "per_shifted_token", "float32"), part)
+    assert engine.computed == [sample.uids, ["0:a/1", "1:a/2"], ["0:b/1"], []]
+    np.testing.assert_array_equal(with_teachers_merged(sample, ("a", "b", "c")).data["teacher_logprobs"], whole)
+
+
+class _Recording(SmallEngine):
+    """One that says what it was asked for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.computed: list[list[str]] = []
+
+    def forward(self, sample: SequenceSample, **how: Any) -> dict[str, Any]:
+        self.computed.append(sample.uids)
+        return super().forward(sample, **how)
 
 
 def test_a_student_comes_nearer_to_its_teacher_without_any_reward() -> None:
