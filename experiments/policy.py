@@ -35,7 +35,7 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key
+from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, teacher_keys
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -81,6 +81,10 @@ class PolicyExperiment(Experiment):
         return value
 
     @property
+    def _teacher_roles(self) -> tuple[str, ...]:
+        return tuple(role for role in self.models if role == "teacher" or role.startswith("teacher_"))
+
+    @property
     def models(self) -> dict[str, ModelConfig]:
         return {**super().models, **{f"teacher_{source}": model for source, model in self.teachers.items()}}
 
@@ -123,7 +127,8 @@ class PolicyExperiment(Experiment):
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
-        return () if self.routed_experts is None else (self.routed_experts.key,)
+        of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
+        return (*of_experts, *(teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()))
 
     @property
     def calls_for_proximal(self) -> bool:
@@ -179,11 +184,10 @@ class PolicyExperiment(Experiment):
             infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
-        if self.teacher is not None:
-            infer("teacher_inf", "teacher", "teacher", masked, {"teacher_logprobs": "teacher_logprobs"})
-        for source in self.teachers:
-            of_source = {"teacher_logprobs": f"teacher_logprobs_{source}"}
-            infer(f"teacher_{source}_inf", f"teacher_{source}", "teacher", masked, of_source)
+        told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
+        for role in self._teacher_roles:
+            suffix = role.removeprefix("teacher")
+            infer(f"{role}_inf", role, "teacher", masked, {name: f"{name}{suffix}" for name in told})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -282,9 +286,16 @@ class PolicyExperiment(Experiment):
             )
 
     def _teacher_problems(self) -> Iterator[ConfigProblem]:
-        for role, model in self.models.items():
-            if role.partition("_")[0] == "teacher":
-                yield from check_teacher(model, self.actor, key=self.key_of(role))
+        top_k = self.ppo.distillation.top_k
+        for role in self._teacher_roles:
+            yield from check_teacher(self.models[role], self.actor, key=self.key_of(role), top_k=top_k)
+        if top_k is not None and self.actor.shared_prompts != "off":
+            yield ConfigProblem(
+                "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
+                "that begin alike are asked once",
+                "set actor.shared_prompts: off",
+                path=("actor", "shared_prompts"),
+            )
         if self.teachers and self.teacher is not None:
             yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
         if self.teachers and self.teachers.keys() != self.dataset.sources.keys():

@@ -120,6 +120,19 @@ def routed_experts_key(*, num_layers: int, top_k: int) -> Key:
     return Key(ROUTED_EXPERTS, "per_token", "int16", (num_layers, top_k))
 
 
+TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
+
+
+def teacher_keys(top_k: int | None) -> tuple[Key, ...]:
+    """What a teacher says of a token: how likely it was; or which were the likeliest in its place, and how likely."""
+    if top_k is None:
+        return built_in("teacher_logprobs")
+    return (
+        Key(TEACHER_TOPK_IDS, "per_shifted_token", "int32", (top_k,)),
+        Key(TEACHER_TOPK_LOGPROBS, "per_shifted_token", "float32", (top_k,)),
+    )
+
+
 def built_in(*names: str) -> tuple[Key, ...]:
     """The built-in keys of these names.
 

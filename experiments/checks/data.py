@@ -124,8 +124,14 @@ def check_vocabulary(model: ModelConfig, first: ModelConfig, *, key: str) -> Ite
         )
 
 
-def check_teacher(teacher: ModelConfig, actor: ModelConfig, *, key: str) -> Iterator[ConfigProblem]:
-    """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up."""
+def check_teacher(
+    teacher: ModelConfig, actor: ModelConfig, *, key: str, top_k: int | None = None
+) -> Iterator[ConfigProblem]:
+    """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up.
+
+    Args:
+        top_k: how many of its own tokens it tells the actor, which then has to know all of them.
+    """
     own, actors = (read_vocabulary(one.path) for one in (teacher, actor))
     if own is not None and actors is not None and (others := sorted(dict(actors.items() - own.items()))):
         yield ConfigProblem(
@@ -140,6 +146,18 @@ def check_teacher(teacher: ModelConfig, actor: ModelConfig, *, key: str) -> Iter
             f"{key} has a vocabulary of {rows}, the actor one of {needed}: it cannot read all that the actor may write",
             "take a teacher with at least as many rows of embeddings",
             path=(key, "path"),
+        )
+    elif rows != needed and top_k is not None and rows is not None and needed is not None:
+        yield ConfigProblem(
+            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it may tell of tokens that the actor lacks",
+            "take a teacher with as many rows of embeddings, or leave out ppo.distillation.top_k",
+            path=(key, "path"),
+        )
+    elif needed is not None and top_k is not None and top_k > needed:
+        yield ConfigProblem(
+            f"ppo.distillation.top_k {top_k} is more than the vocabulary of {needed}",
+            f"at most {needed}; 20 to 100 are usual",
+            path=("ppo", "distillation", "top_k"),
         )
 
 

@@ -71,7 +71,17 @@ class DistillationConfig(FrozenConfig):
     """What the policy learns from a teacher on its own answers (on-policy distillation)."""
 
     coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the reverse KL divergence to the teacher; above 0 it needs `teacher`."""
+    """Weight of the divergence to the teacher; above 0 it needs `teacher`."""
+    top_k: int | None = Field(default=None, ge=1)
+    """How many of the teacher's likeliest tokens are compared in each place, in a term of the loss. None compares the token that was sampled alone, in its advantage."""  # noqa: E501
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """Whether what the policy would say has to be likely to the teacher, or what the teacher would say to the policy; the latter with `top_k`."""  # noqa: E501
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if self.divergence == "forward_kl" and self.top_k is None:
+            raise ValueError("divergence forward_kl needs top_k: the policy's own tokens say the reverse one alone")
+        return self
 
 
 class PPOConfig(FrozenConfig):

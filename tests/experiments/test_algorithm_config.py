@@ -31,6 +31,7 @@ from tests.experiments.broken_yaml import VALID_PPO, write_inputs
         ({"use_decoupled_loss": False, "off_policy_mask": 0.1}, "off_policy_mask has no effect without use_decoupled"),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect without advantage: gae"),
         ({"kl": {"coef": 0.1, "place": "reward", "estimator": "k2"}}, "estimator k2 has no effect with place: reward"),
+        ({"distillation": {"divergence": "forward_kl"}}, "forward_kl needs top_k"),
         ({"kl": {"target": 6.0}}, "target can never be reached from coef 0"),
         ({"kl": {"coef": 0.1, "horizon": 10.0}}, "horizon has no effect without target"),
     ],

@@ -22,7 +22,7 @@ from corral.experiments.worker_specs import (
     RoutedExpertsSpec,
 )
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.keys import Key
+from corral.scheduling.keys import Key, teacher_keys
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 from tests.scheduling.test_dataflow import levels_of
 
@@ -316,6 +316,25 @@ def test_a_teacher_says_how_likely_the_tokens_are_and_no_row_needs_an_answer_the
     assert (call.model_name.role, call.output_key_remap) == ("teacher", {})
     assert "teacher_logprobs" in train.input_keys
     assert plan.master.meshes["teacher/0"].ranks == (1, 2)
+
+
+def test_a_teacher_may_name_its_likeliest_tokens(folder: Path) -> None:
+    taught = [f"teacher.path={folder / 'model'}", "ppo.algorithm=distillation"]
+    plan = _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=5")
+    keys = teacher_keys(5)
+    assert plan.master.declared_keys == keys
+    assert {key.name for key in keys} == set(plan.master.calls[0].output_keys) < set(plan.master.calls[1].input_keys)
+    with pytest.raises(ConfigError, match="top_k 15 is more than the vocabulary of 14"):
+        _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=15")
+    with pytest.raises(ConfigError, match="set actor.shared_prompts: off"):
+        _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=5", "actor.shared_prompts=auto")
+    shutil.copytree(folder / "model", folder / "wide")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "wide" / "config.json").write_text(json.dumps(config | {"vocab_size": 16}))
+    wide = ["ppo.algorithm=distillation", f"teacher.path={folder / 'wide'}"]
+    _plan(folder / "ppo.yaml", *wide)
+    with pytest.raises(ConfigError, match="a vocabulary of 16, the actor one of 14: it may tell of tokens"):
+        _plan(folder / "ppo.yaml", *wide, "ppo.distillation.top_k=5")
 
 
 def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None:

@@ -65,7 +65,11 @@ INTERFACES: Mapping[str, InterfaceFactory] = {
         taught_sources=settings.taught_sources,
     ),
     "ppo_critic": lambda settings: PPOCriticInterface(settings.require_ppo(), settings.critic, seed=settings.seed),
-    "teacher": lambda settings: TeacherInterface(temperature=settings.temperature, sources=settings.taught_sources),
+    "teacher": lambda settings: TeacherInterface(
+        temperature=settings.temperature,
+        top_k=settings.require_ppo().distillation.top_k,
+        sources=settings.taught_sources,
+    ),
     "reward": lambda settings: RewardInterface(),
     "paired_reward": lambda settings: PairedRewardInterface(),
     "dpo": lambda settings: DPOInterface(settings.dpo),

@@ -78,8 +78,10 @@ def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> 
     count = 0
     for key, array in sample.data.items():
         if np.issubdtype(array.dtype, np.floating):
-            is_shifted = sample.specs[key].layout is KeyLayout.PER_SHIFTED_TOKEN
-            count += int(np.count_nonzero(~np.isfinite(array) & (responses if is_shifted else True)))
+            spec = sample.specs[key]
+            is_shifted = spec.layout is KeyLayout.PER_SHIFTED_TOKEN
+            is_read = np.repeat(responses, math.prod(spec.shape)) if is_shifted else True
+            count += int(np.count_nonzero(~np.isfinite(array) & is_read))
     return count
 
 
@@ -157,7 +159,7 @@ def prepare_actor_sample(
     made = dict(estimator(batch, config))
     advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
     advantages = _normalize(config, advantages, batch, context)
-    if config.distillation.coef > 0.0:
+    if config.distillation.coef > 0.0 and config.distillation.top_k is None:
         advantages = advantages + config.distillation.coef * teacher_advantages(batch)
     sample = sample.with_key("advantages", advantages.numpy())
     declared: dict[str, Key] = {key.name: key for key in estimator.outputs}
