@@ -269,7 +269,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             )
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
-        if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go"):
+        if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):
             yield ConfigProblem(
                 f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {self.ppo.advantage} something: "
                 "only where answers are compared with each other are equal rewards nothing",

@@ -2,6 +2,7 @@
 
     answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss and several updates a step
               ├──► ref_inf ─────ref_logprobs───────┤     with a reference model, which may follow the actor (ema)
+              ├──► teacher_inf ─teacher_logprobs───┤     with a teacher, of whom the actor learns on its own answers
               ├──► rew_inf ─────model_rewards──────┤     with a reward model, in place of the reward function's
               ├──► critic_inf ──values─────────────┤     with a critic
               └────────────────────────────────────┼──► actor_train ──► new weights
@@ -13,13 +14,16 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from pydantic import field_validator
+
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length
+from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_teacher
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (
     ActorModelConfig,
     CriticModelConfig,
+    ModelConfig,
     ReferenceModelConfig,
     RewardModelConfig,
 )
@@ -32,7 +36,7 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key
+from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, teacher_keys
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -55,6 +59,10 @@ class PolicyExperiment(Experiment):
     """The critic of ppo.advantage: gae; None trains without one."""
     ref: ReferenceModelConfig | None = None
     """The reference model of the KL term; None trains without one."""
+    teacher: ModelConfig | None = None
+    """The model that ppo.distillation learns from, with the actor's tokenizer; None trains without one."""
+    teachers: dict[str, ModelConfig] = {}
+    """In its place a teacher for each of `dataset.sources`, by the name of the source whose rows it judges."""
     reward_model: RewardModelConfig | None = None
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
     ppo: PPOConfig = PPOConfig()
@@ -65,6 +73,27 @@ class PolicyExperiment(Experiment):
     """What is kept for reading of the answers that are trained on."""
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
+
+    @field_validator("teachers")
+    @classmethod
+    def _names_are_of_roles(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+        if others := [name for name in value if not f"teacher_{name}".isidentifier()]:
+            raise ValueError(
+                f"{others[0]!r} cannot be part of a role's name, teacher_...; call the source by letters, digits and _"
+            )
+        return value
+
+    @property
+    def _teacher_roles(self) -> tuple[str, ...]:
+        return tuple(role for role in self.models if role == "teacher" or role.startswith("teacher_"))
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        return {**super().models, **{f"teacher_{source}": model for source, model in self.teachers.items()}}
+
+    def key_of(self, role: str) -> str:
+        source = role.removeprefix("teacher_")
+        return f"teachers.{source}" if source != role and source in self.teachers else super().key_of(role)
 
     @property
     def row_kind(self) -> RowKind:
@@ -101,7 +130,8 @@ class PolicyExperiment(Experiment):
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
-        return () if self.routed_experts is None else (self.routed_experts.key,)
+        of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
+        return (*of_experts, *(teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()))
 
     @property
     def calls_for_proximal(self) -> bool:
@@ -157,6 +187,10 @@ class PolicyExperiment(Experiment):
             infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
+        told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
+        for role in self._teacher_roles:
+            suffix = role.removeprefix("teacher")
+            infer(f"{role}_inf", role, "teacher", masked, {name: f"{name}{suffix}" for name in told})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -219,6 +253,8 @@ class PolicyExperiment(Experiment):
 
     def role_settings(self, role: str) -> Mapping[str, Any]:
         own: dict[str, Any] = {"ppo": self.ppo}
+        if role == "actor" or role.startswith("teacher_"):
+            own["taught_sources"] = tuple(self.teachers) if role == "actor" else (role.removeprefix("teacher_"),)
         if role == "critic" and self.critic is not None:
             own["critic"] = self.critic.value
         if role == "reward" and self.reward_model is not None:
@@ -237,9 +273,11 @@ class PolicyExperiment(Experiment):
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
+            has_teacher=self.teacher is not None or bool(self.teachers),
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
+        yield from self._teacher_problems()
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -248,6 +286,27 @@ class PolicyExperiment(Experiment):
                 limit=limit,
                 limit_name=limit_name,
                 path=("rollout", "sampling", "max_new_tokens"),
+            )
+
+    def _teacher_problems(self) -> Iterator[ConfigProblem]:
+        top_k = self.ppo.distillation.top_k
+        for role in self._teacher_roles:
+            yield from check_teacher(self.models[role], self.actor, key=self.key_of(role), top_k=top_k)
+        if top_k is not None and self.actor.shared_prompts != "off":
+            yield ConfigProblem(
+                "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
+                "that begin alike are asked once",
+                "set actor.shared_prompts: off",
+                path=("actor", "shared_prompts"),
+            )
+        if self.teachers and self.teacher is not None:
+            yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
+        if self.teachers and self.teachers.keys() != self.dataset.sources.keys():
+            sources = ", ".join(self.dataset.sources) or "nothing"
+            yield ConfigProblem(
+                f"teachers are named {', '.join(self.teachers)}, and dataset.sources {sources}: each source has one",
+                "name teachers as the sources, or give one `teacher` of all rows",
+                path=("teachers",),
             )
 
     def _key_problems(self) -> Iterator[ConfigProblem]:
@@ -278,6 +337,8 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
+        if (self.teacher is not None or self.teachers) and self.ppo.distillation.coef == 0.0:
+            yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
         if self.actor.lora is not None and self.actor.lora.dropout > 0.0:

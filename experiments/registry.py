@@ -19,6 +19,7 @@ from corral.experiments.checks.data import check_batch, check_evaluation, check_
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.data import MixedSourceConfig
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.presets import fill_in
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
@@ -266,7 +267,8 @@ def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment
         places = [path] * accepts(field, Path)
         if accepts(field, dict[str, Path]) and isinstance(below, dict):
             places = [(*path, name) for name in below]
-        if accepts(field, dict[str, MixedSourceConfig]) and isinstance(below, dict):
+        by_name = any(accepts(field, dict[str, kind]) for kind in (MixedSourceConfig, ModelConfig))  # type: ignore[valid-type]
+        if by_name and isinstance(below, dict):
             places = [(*path, name, "path") for name, one in below.items() if isinstance(one, dict)]
         for place in places:
             if isinstance(text := value_at(data, place), str):

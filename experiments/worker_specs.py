@@ -83,7 +83,7 @@ class ModelRoleSpec(FrozenConfig):
     """One model that a model worker holds a part of."""
 
     role: str
-    """actor, critic, ref or reward."""
+    """actor, critic, ref, teacher or reward; teacher_math where rows of the source math have a teacher of their own."""
     replica_id: int = Field(default=0, ge=0)
     """Which of the role's models: replicas hold the same parameters in another layout or place."""
     model: ModelConfig
@@ -110,6 +110,8 @@ class ModelRoleSpec(FrozenConfig):
     """Settings of `ppo_critic`."""
     dpo: DPOConfig = DPOConfig()
     """Settings of `dpo`."""
+    taught_sources: tuple[str, ...] = ()
+    """Sources of rows that have teachers of their own: of the actor all, of such a teacher its own."""
 
     @property
     def model_name(self) -> ModelName:

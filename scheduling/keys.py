@@ -84,6 +84,7 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
             Key("logprobs", "per_shifted_token", "float32"),  # an inference call's output, before it is renamed
             Key("proximal_logprobs", "per_shifted_token", "float32"),
             Key("ref_logprobs", "per_shifted_token", "float32"),
+            Key("teacher_logprobs", "per_shifted_token", "float32"),  # of the sampled tokens, by a better model
             Key("advantages", "per_shifted_token", "float32"),
             Key("behaviour_weights", "per_shifted_token", "float32"),
             Key("loss_weights", "per_shifted_token", "float32"),  # of a token in the mean over all tokens
@@ -117,6 +118,19 @@ def routed_experts_key(*, num_layers: int, top_k: int) -> Key:
     which no generator has read. The rows are those of the weights that made the token after.
     """
     return Key(ROUTED_EXPERTS, "per_token", "int16", (num_layers, top_k))
+
+
+TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
+
+
+def teacher_keys(top_k: int | None) -> tuple[Key, ...]:
+    """What a teacher says of a token: how likely it was; or which were the likeliest in its place, and how likely."""
+    if top_k is None:
+        return built_in("teacher_logprobs")
+    return (
+        Key(TEACHER_TOPK_IDS, "per_shifted_token", "int32", (top_k,)),
+        Key(TEACHER_TOPK_LOGPROBS, "per_shifted_token", "float32", (top_k,)),
+    )
 
 
 def built_in(*names: str) -> tuple[Key, ...]:

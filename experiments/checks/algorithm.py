@@ -8,7 +8,13 @@ from corral.experiments.errors import ConfigProblem
 
 
 def check_ppo(
-    ppo: PPOConfig, *, has_ref: bool, train_batch_size: int, dp: int, has_critic: bool = False
+    ppo: PPOConfig,
+    *,
+    has_ref: bool,
+    train_batch_size: int,
+    dp: int,
+    has_critic: bool = False,
+    has_teacher: bool = False,
 ) -> Iterator[ConfigProblem]:
     """Settings of the algorithm that contradict each other, the rest of the experiment, or the ranks that train.
 
@@ -20,6 +26,18 @@ def check_ppo(
             f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
             "give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
             path=("ppo", "kl", "coef"),
+        )
+    if ppo.distillation.coef > 0.0 and not has_teacher:
+        yield ConfigProblem(
+            f"ppo.distillation.coef {ppo.distillation.coef} needs a teacher, and there is none",
+            "give teacher.path (a better model with the actor's tokenizer), or set ppo.distillation.coef: 0",
+            path=("ppo", "distillation", "coef"),
+        )
+    if ppo.advantage == "none" and ppo.distillation.coef == 0.0:
+        yield ConfigProblem(
+            "ppo.advantage none reads no rewards, and ppo.distillation.coef 0 no teacher: nothing would be learned",
+            "set ppo.distillation.coef: 1, or ppo.advantage: group_relative",
+            path=("ppo", "advantage"),
         )
     if ppo.needs_critic and not has_critic:
         yield ConfigProblem(

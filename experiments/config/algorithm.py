@@ -9,11 +9,11 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.presets import PRESETS, with_preset
 from corral.experiments.config.rollout import check_import_path_syntax
 
-INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "reward", "paired_reward", "dpo", "sft")
+INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "teacher", "reward", "paired_reward", "dpo", "sft")
 """The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
 LOSS_NAMES = ("ppo", "gspo", "cispo")
 """The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""
-ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae")
+ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae", "none")
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
 
 
@@ -67,6 +67,23 @@ class KLConfig(FrozenConfig):
         return self.estimator or ("k3" if self.place == "loss" else "k1")
 
 
+class DistillationConfig(FrozenConfig):
+    """What the policy learns from a teacher on its own answers (on-policy distillation)."""
+
+    coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence to the teacher; above 0 it needs `teacher`."""
+    top_k: int | None = Field(default=None, ge=1)
+    """How many of the teacher's likeliest tokens are compared in each place, in a term of the loss. None compares the token that was sampled alone, in its advantage."""  # noqa: E501
+    divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
+    """Whether what the policy would say has to be likely to the teacher, or what the teacher would say to the policy; the latter with `top_k`."""  # noqa: E501
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        if self.divergence == "forward_kl" and self.top_k is None:
+            raise ValueError("divergence forward_kl needs top_k: the policy's own tokens say the reverse one alone")
+        return self
+
+
 class PPOConfig(FrozenConfig):
     """PPO (https://arxiv.org/abs/1707.06347) and what has grown from it: GRPO, RLOO, REINFORCE++, DAPO, GSPO, CISPO, decoupled PPO. docs/algorithms.md has the formulas."""  # noqa: E501
 
@@ -115,7 +132,7 @@ class PPOConfig(FrozenConfig):
     """With a mixture of experts, whether the trainer computes each token by the experts that made it (R3, https://arxiv.org/abs/2510.11370), and does not choose anew, by other roundings than the generator's; samples carry 2 bytes per token, mixture layer and expert. Other models have nothing to replay."""  # noqa: E501
     advantage: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ADVANTAGE_NAMES))] = "group_relative"
     """group_relative, rloo and opo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a
-    critic; or the import path of an estimator of your own."""
+    critic, none reads no rewards (with `distillation`); or the import path of an estimator of your own."""
     advantage_settings: dict[str, Any] = {}
     """Fields of an estimator of your own that is a class."""
     group_std_normalization: bool = True
@@ -128,6 +145,8 @@ class PPOConfig(FrozenConfig):
     """Lambda of gae: 1 trusts the rewards, 0 the critic."""
     kl: KLConfig = KLConfig()
     """The divergence to a reference model."""
+    distillation: DistillationConfig = DistillationConfig()
+    """What a teacher adds to the advantages."""
     early_stop_imp_ratio: float | None = Field(default=5.0, gt=1.0)
     """A mean importance ratio above this ends the train step before the update; None never does."""
     early_stop_kl: float | None = Field(default=None, gt=0.0)

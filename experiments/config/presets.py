@@ -50,6 +50,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mis": {"behav_imp_weight_level": "answer", "behav_imp_weight_cap": 2.0},
     # Ling team 2025, https://arxiv.org/abs/2510.18855: tokens on either side do.
     "icepop": {"behav_imp_weight_floor": 0.5, "behav_imp_weight_cap": 5.0},
+    # Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, on the student's own answers alone; the reverse KL by token
+    # as its advantage: Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+    "distillation": {"advantage": "none", "distillation": {"coef": 1.0}},
 }
 """By the value of `ppo.algorithm`."""
 
@@ -59,8 +62,9 @@ def with_preset(ppo: Mapping[str, Any]) -> dict[str, Any]:
     name = ppo.get("algorithm")
     preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
     filled = {**preset, **ppo}
-    if "kl" in preset and isinstance(written := ppo.get("kl"), Mapping):
-        filled["kl"] = {**preset["kl"], **written}
+    for below in ("kl", "distillation"):
+        if below in preset and isinstance(written := ppo.get(below), Mapping):
+            filled[below] = {**preset[below], **written}
     return filled
 
 

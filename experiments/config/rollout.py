@@ -12,6 +12,8 @@ from corral.experiments.config.environment import EnvironmentConfig
 
 EXACT_MATCH = "corral.workers.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
+NO_REWARD = "corral.workers.rewards:no_reward"
+"""Import path of the one that judges nothing, where a teacher alone is learned from."""
 
 SINGLE_TURN = "corral.agents:single_turn"
 """Import path of the agent that answers once: rollout workers do what it says themselves."""

@@ -189,6 +189,18 @@ def _tokenizer_problems(directory: Path) -> Iterator[ConfigProblem]:
         yield ConfigProblem(message, "download it again")
 
 
+def read_vocabulary(directory: Path) -> Mapping[str, int] | None:
+    """The id of each token of a model's tokenizer; None where tokenizer.json does not say it."""
+    content, _ = read_object(directory / "tokenizer.json", missing="", decode=msgspec.json.decode)
+    model = content.get("model") if content is not None else None
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    added = content.get("added_tokens", []) if content is not None else []
+    if not isinstance(listed, dict) or not isinstance(added, list):
+        return None
+    of_added = {str(one.get("content")): one.get("id") for one in added if isinstance(one, dict)}
+    return {**listed, **of_added}
+
+
 def _inspect_weights(directory: Path) -> tuple[Shapes, list[ConfigProblem]]:
     """The tensors that the weights say they hold, and what is wrong with the files."""
     name = display_path(directory)

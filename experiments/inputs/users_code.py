@@ -11,12 +11,12 @@ from pydantic import Field
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.rollout import EXACT_MATCH, SINGLE_TURN, RewardPart
+from corral.experiments.config.rollout import EXACT_MATCH, NO_REWARD, SINGLE_TURN, RewardPart
 from corral.experiments.worker_specs import Head
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 
-SHIPPED = (EXACT_MATCH, SINGLE_TURN)
+SHIPPED = (EXACT_MATCH, NO_REWARD, SINGLE_TURN)
 """Import paths of what experiments name of corral's own: there is nothing to look at."""
 
 

@@ -364,6 +364,30 @@ CONTRADICTION_CASES = (
         line=11,
     ),
     BrokenCase(
+        name="distillation-without-a-teacher",
+        overrides=("ppo.algorithm=distillation",),
+        words=("ppo.distillation.coef 1.0 needs a teacher", "teacher.path", "ppo.distillation.coef: 0"),
+    ),
+    BrokenCase(
+        name="nothing-to-learn-from",
+        overrides=("ppo.advantage=none",),
+        words=("nothing would be learned", "ppo.distillation.coef: 1"),
+    ),
+    BrokenCase(
+        name="teacher-with-other-tokens",
+        files={"teacher/tokenizer.json": tokenizer_json().replace('"+": 11', '"+": 12').replace('"=": 12', '"=": 11')},
+        edit=("", "teacher: {path: teacher}\n"),
+        overrides=("ppo.algorithm=distillation",),
+        words=("teacher has another tokenizer", "2 of the actor's 13 tokens", "such as '+'", "of the actor's family"),
+    ),
+    BrokenCase(
+        name="teacher-with-fewer-rows",
+        files={"teacher/config.json": json.dumps({"model_type": "qwen2", "vocab_size": 13, "eos_token_id": 1})},
+        edit=("", "teacher: {path: teacher}\n"),
+        overrides=("ppo.algorithm=distillation",),
+        words=("teacher has a vocabulary of 13, the actor one of 14", "at least as many rows"),
+    ),
+    BrokenCase(
         name="group-of-one", edit=("  group_size: 4", "  group_size: 1"), words=("group_size", "all 0"), line=10
     ),
     BrokenCase(

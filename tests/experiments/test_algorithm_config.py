@@ -17,7 +17,7 @@ from tests.experiments.broken_yaml import VALID_PPO, write_inputs
     [
         ({"loss": "grpo"}, "must be ppo, gspo, cispo or an import path"),
         ({"loss": "my pkg:loss"}, "must look like package.module:name"),
-        ({"advantage": "grpo"}, "must be group_relative, rloo, opo, rewards_to_go, gae or an import path"),
+        ({"advantage": "grpo"}, "must be group_relative, rloo, opo, rewards_to_go, gae, none or an import path"),
         ({"loss": "gspo", "c_clip": 3.0}, "c_clip has no effect without loss: ppo"),
         ({"loss_divisor": 64}, "loss_divisor has no effect without loss_reduction: fixed_divisor"),
         ({"loss_reduction": "fixed_divisor"}, "needs loss_divisor"),
@@ -31,6 +31,7 @@ from tests.experiments.broken_yaml import VALID_PPO, write_inputs
         ({"use_decoupled_loss": False, "off_policy_mask": 0.1}, "off_policy_mask has no effect without use_decoupled"),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect without advantage: gae"),
         ({"kl": {"coef": 0.1, "place": "reward", "estimator": "k2"}}, "estimator k2 has no effect with place: reward"),
+        ({"distillation": {"divergence": "forward_kl"}}, "forward_kl needs top_k"),
         ({"kl": {"target": 6.0}}, "target can never be reached from coef 0"),
         ({"kl": {"coef": 0.1, "horizon": 10.0}}, "horizon has no effect without target"),
     ],
@@ -49,6 +50,8 @@ def test_settings_written_as_they_are_by_default_are_no_mistake() -> None:
 def test_an_algorithm_sets_what_the_file_leaves_open() -> None:
     cispo = PPOConfig.model_validate({"algorithm": "cispo", "eps_clip_high": 2.0})
     assert (cispo.loss, cispo.eps_clip, cispo.eps_clip_high, cispo.use_decoupled_loss) == ("cispo", 1.0, 2.0, False)
+    both = PPOConfig.model_validate({"algorithm": "distillation", "advantage": "rloo", "distillation": {"coef": 0.1}})
+    assert (both.advantage, both.distillation.coef) == ("rloo", 0.1)
     kl = PPOConfig.model_validate({"algorithm": "reinforce_plus_plus", "kl": {"coef": 0.1}}).kl
     assert (kl.coef, kl.place) == (0.1, "reward")
     again = PPOConfig.model_validate_json(cispo.model_dump_json(), strict=True)
@@ -62,6 +65,8 @@ def test_every_algorithm_is_an_experiment_that_can_be_submitted(name: str, tmp_p
     settings = [f"ppo.algorithm={name}", "rollout.sampling.max_new_tokens=20"]
     if PRESETS[name].get("advantage") == "gae":
         settings.append(f"critic={{path: {tmp_path / 'model'}}}")
+    if "distillation" in PRESETS[name]:
+        settings.append(f"teacher.path={tmp_path / 'model'}")
     loaded: Any = load_experiment(tmp_path / "experiment.yaml", settings)
     written = loaded.model_dump()["ppo"]
     assert written["loss_divisor"] == (20 if written["loss_reduction"] == "fixed_divisor" else None)

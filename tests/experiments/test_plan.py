@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from corral.experiments.worker_specs import (
     RoutedExpertsSpec,
 )
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.keys import Key
+from corral.scheduling.keys import Key, teacher_keys
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 from tests.scheduling.test_dataflow import levels_of
 
@@ -295,6 +296,80 @@ def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
     rank = plan.worker("model_worker", 0)
     assert isinstance(rank, ModelWorkerSpec)
     assert [(role.role, role.optimizer is None) for role in rank.roles] == [("actor", False), ("ref", True)]
+
+
+def test_a_teacher_says_how_likely_the_tokens_are_and_no_row_needs_an_answer_then(folder: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(40)]
+    (folder / "unanswered.jsonl").write_text("".join(rows))
+    plan = _plan(
+        folder / "ppo.yaml",
+        f"teacher.path={folder / 'model'}",
+        "ppo.algorithm=distillation",
+        "ppo.group_size=1",
+        f"dataset.path={folder / 'unanswered.jsonl'}",
+        f"evaluation.dataset.path={folder / 'unanswered.jsonl'}",
+        "rollout.reward=corral.workers.rewards:no_reward",
+        "allocation=hf:d1+actor=fsdp:d1,teacher=fsdp:d2",
+    )
+    assert _levels(plan) == (("teacher_inf",), ("actor_train",))
+    call, train = plan.master.calls
+    assert (call.model_name.role, call.output_key_remap) == ("teacher", {})
+    assert "teacher_logprobs" in train.input_keys
+    assert plan.master.meshes["teacher/0"].ranks == (1, 2)
+
+
+def test_a_teacher_may_name_its_likeliest_tokens(folder: Path) -> None:
+    taught = [f"teacher.path={folder / 'model'}", "ppo.algorithm=distillation"]
+    plan = _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=5")
+    keys = teacher_keys(5)
+    assert plan.master.declared_keys == keys
+    assert {key.name for key in keys} == set(plan.master.calls[0].output_keys) < set(plan.master.calls[1].input_keys)
+    with pytest.raises(ConfigError, match="top_k 15 is more than the vocabulary of 14"):
+        _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=15")
+    with pytest.raises(ConfigError, match="set actor.shared_prompts: off"):
+        _plan(folder / "ppo.yaml", *taught, "ppo.distillation.top_k=5", "actor.shared_prompts=auto")
+    shutil.copytree(folder / "model", folder / "wide")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "wide" / "config.json").write_text(json.dumps(config | {"vocab_size": 16}))
+    wide = ["ppo.algorithm=distillation", f"teacher.path={folder / 'wide'}"]
+    _plan(folder / "ppo.yaml", *wide)
+    with pytest.raises(ConfigError, match="a vocabulary of 16, the actor one of 14: it may tell of tokens"):
+        _plan(folder / "ppo.yaml", *wide, "ppo.distillation.top_k=5")
+
+
+def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None:
+    shutil.copy(folder / "train.jsonl", folder / "other.jsonl")
+    text = (folder / "ppo.yaml").read_text()
+    data = "dataset:\n  sources: {sums: {path: train.jsonl}, others: {path: other.jsonl}}\n"
+    teachers = "teachers: {sums: {path: model}, others: {path: model}}\n"
+    (folder / "taught.yaml").write_text(teachers + text.replace("dataset:\n  path: train.jsonl\n", data))
+    plan = _plan(folder / "taught.yaml", "ppo.algorithm=distillation", "allocation=hf:d1+teacher_sums=d2,*=d1")
+    assert _levels(plan) == (("teacher_sums_inf", "teacher_others_inf"), ("actor_train",))
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} <= set(plan.master.calls[-1].input_keys)
+    assert {key.name for key in plan.master.declared_keys} == {"teacher_logprobs_sums", "teacher_logprobs_others"}
+    ranks = [worker for worker in plan.workers if isinstance(worker, ModelWorkerSpec)]
+    assert {role.role: (worker.index, role.taught_sources) for worker in ranks for role in worker.roles} == {
+        "teacher_sums": (1, ("sums",)),
+        "actor": (2, ("sums", "others")),
+        "teacher_others": (2, ("others",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["teachers={sums: {path: model}}"], "teachers are named sums, and dataset.sources nothing"),
+        (["teachers={a-b: {path: model}}"], "'a-b' cannot be part of a role's name"),
+        (["teachers={sums: {path: model}}", "teacher={path: model}"], "both say who is learned from"),
+        (["teachers={sums: {path: nowhere}}"], "nowhere does not exist"),
+    ],
+)
+def test_teachers_of_no_source_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], words: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=words):
+        load_experiment(folder / "ppo.yaml", [*settings, "ppo.algorithm=distillation"])
 
 
 def test_each_rank_holds_the_roles_of_its_share(folder: Path) -> None:

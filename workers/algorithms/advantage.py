@@ -179,6 +179,11 @@ def gae(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
     return {"advantages": batch.made_to_tokens(estimated), "returns": batch.made_to_tokens(returns)}
 
 
+def none(batch: AdvantageBatch, config: PPOConfig) -> Mapping[str, Tensor]:
+    """0: rewards teach nothing, a teacher does."""
+    return {"advantages": torch.zeros_like(batch.token_rewards)}
+
+
 GAE = AdvantageEstimator(gae, inputs=built_in("values", "seq_no_eos_mask"), outputs=built_in("returns"))
 
 ADVANTAGES: Mapping[str, AdvantageEstimator] = {
@@ -187,6 +192,7 @@ ADVANTAGES: Mapping[str, AdvantageEstimator] = {
     "opo": AdvantageEstimator(opo),
     "rewards_to_go": AdvantageEstimator(rewards_to_go),
     "gae": GAE,
+    "none": AdvantageEstimator(none),
 }
 
 

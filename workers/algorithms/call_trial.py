@@ -116,7 +116,9 @@ class _TrialEngine:
     def __getattr__(self, name: str) -> Any:
         raise UntriedError(f"it asks its engine for {name!r}, which only one with a model has")
 
-    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
+    def forward(
+        self, sample: SequenceSample, *, temperature: float = 1.0, top_k: int = 0
+    ) -> dict[str, npt.NDArray[np.float32]]:
         """Scores of every answer, packed."""
         num_tokens, lengths = sample.total_length("input_ids"), sample.answer_lengths()
         if self._head == "scalar":
@@ -124,6 +126,9 @@ class _TrialEngine:
         if self._head == "value":
             return {"values": np.full(num_tokens, 0.5, np.float32)}
         count = num_tokens - len(lengths)
+        if top_k:
+            ids = np.zeros(count * top_k, np.float32)
+            return {"topk_ids": ids, "topk_logprobs": np.full(len(ids), -2.1, np.float32)}
         return {"logprobs": np.full(count, -2.1, np.float32), "entropy": np.ones(count, np.float32)}
 
     def train_batch(
@@ -151,6 +156,7 @@ class _TrialEngine:
     def _scores(self, micro_batch: MicroBatch) -> Any:
         if self._head == "lm":
             logprobs = torch.full((micro_batch.labels.shape[0],), -2.1, requires_grad=True)
-            return TokenScores(logprobs * 1.0, torch.full_like(logprobs, 1.0))
+            asked = None if micro_batch.asked is None else logprobs[:, None].expand(micro_batch.asked.shape)
+            return TokenScores(logprobs * 1.0, torch.full_like(logprobs, 1.0), asked)
         count = len(micro_batch.segment_lengths) if self._head == "scalar" else micro_batch.input_ids.shape[0]
         return torch.full((count,), 0.5, requires_grad=True) * 1.0

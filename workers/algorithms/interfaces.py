@@ -17,6 +17,7 @@ from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface
 from corral.workers.algorithms.preferences import DPOInterface, PairedRewardInterface, RewardInterface
 from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.algorithms.teacher import TeacherInterface
 from corral.workers.user_code.loading import built_in_or_loaded
 
 
@@ -33,6 +34,8 @@ class InterfaceSettings:
     """Type of the matrix products of the role's engine."""
     seed: int = 0
     """The trial's."""
+    taught_sources: tuple[str, ...] = ()
+    """Sources of rows that have teachers of their own: of the actor all, of such a teacher its own."""
 
     @property
     def temperature(self) -> float:
@@ -55,9 +58,18 @@ InterfaceFactory = Callable[[InterfaceSettings], ModelInterface]
 
 INTERFACES: Mapping[str, InterfaceFactory] = {
     "ppo_actor": lambda settings: PPOActorInterface(
-        settings.require_ppo(), behaviour=settings.behaviour, dtype=settings.dtype, seed=settings.seed
+        settings.require_ppo(),
+        behaviour=settings.behaviour,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        taught_sources=settings.taught_sources,
     ),
     "ppo_critic": lambda settings: PPOCriticInterface(settings.require_ppo(), settings.critic, seed=settings.seed),
+    "teacher": lambda settings: TeacherInterface(
+        temperature=settings.temperature,
+        top_k=settings.require_ppo().distillation.top_k,
+        sources=settings.taught_sources,
+    ),
     "reward": lambda settings: RewardInterface(),
     "paired_reward": lambda settings: PairedRewardInterface(),
     "dpo": lambda settings: DPOInterface(settings.dpo),

@@ -8,7 +8,7 @@ train_step   rewards ─► shaped rewards ─► advantages ┐
              divergence from the reference ─► KL coefficient of the next step                    │ too far: stop early
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import DistillationConfig, PPOConfig
 from corral.experiments.worker_specs import BehaviourSpec
-from corral.scheduling.keys import built_in
+from corral.scheduling.keys import TEACHER_TOPK_LOGPROBS, built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import (
@@ -29,7 +29,7 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.batch_stats import batch_stats
-from corral.workers.algorithms.functional.kl import approximate_kl, entropy_of_samples
+from corral.workers.algorithms.functional.kl import approximate_kl, entropy_of_samples, kl_over_top_k
 from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_causes import TwoSides
@@ -43,6 +43,7 @@ from corral.workers.algorithms.ppo_batch import (
     weigh_behaviour,
     with_loss_weights,
 )
+from corral.workers.algorithms.teacher import keys_of_teachers, with_teachers_merged
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
@@ -64,7 +65,13 @@ class PPOActorInterface(ModelInterface):
     outputs = {CallType.INFERENCE: built_in("logprobs")}
 
     def __init__(
-        self, config: PPOConfig, *, behaviour: BehaviourSpec | None = None, dtype: str = "float32", seed: int = 0
+        self,
+        config: PPOConfig,
+        *,
+        behaviour: BehaviourSpec | None = None,
+        dtype: str = "float32",
+        seed: int = 0,
+        taught_sources: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -72,11 +79,13 @@ class PPOActorInterface(ModelInterface):
                 that it samples from.
             dtype: of the engine's matrix products, which the generator's are compared with.
             seed: decides, with the policy version, which answers share a mini-batch.
+            taught_sources: of rows, that have teachers of their own.
         """
         behaviour = behaviour or BehaviourSpec()
         self._config = config
         self._temperature = behaviour.sampling.temperature
         self._seed = seed
+        self._taught_sources = taught_sources
         self._estimator = advantage_named(config.advantage, config.advantage_settings)
         self._policy_loss = loss_named(config.loss, config.loss_settings)
         self._kl = KLController.at_start(config.kl)
@@ -91,10 +100,12 @@ class PPOActorInterface(ModelInterface):
         needed += ["proximal_logprobs"] if config.use_decoupled_loss and config.updates_per_step > 1 else []
         needed += ["ref_logprobs"] if config.kl.coef > 0.0 else []
         needed += ["seq_no_eos_mask"] if config.mask_no_eos_with_zero else []
+        teaches = config.distillation.coef > 0.0
+        taught = keys_of_teachers(self._taught_sources, config.distillation.top_k) if teaches else ()
         of_loss = [key for key in self._policy_loss.inputs if key not in made]
         return {
             CallType.INFERENCE: built_in("input_ids", "prompt_mask"),
-            CallType.TRAIN_STEP: tuple(dict.fromkeys([*built_in(*needed), *self._estimator.inputs, *of_loss])),
+            CallType.TRAIN_STEP: tuple(dict.fromkeys([*built_in(*needed), *taught, *self._estimator.inputs, *of_loss])),
         }
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[np.float32]]:
@@ -107,6 +118,7 @@ class PPOActorInterface(ModelInterface):
         Once a mini-batch has moved too far, nothing more of the batch is trained on: the rest is counted as skipped.
         """
         config, context = self._config, engine.context
+        sample = with_teachers_merged(sample, self._taught_sources, config.distillation.top_k)
         facts = measure_batch(sample, context)
         prepared = prepare_actor_sample(
             config, sample, estimator=self._estimator, kl_coefficient=self._kl.coefficient, context=context
@@ -190,6 +202,11 @@ class PPOActorInterface(ModelInterface):
             stats["ppo/ref_kl"] = kl
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
+        if config.distillation.coef > 0.0:
+            divergence = _teacher_kl(scores, keys, config.distillation)
+            stats["ppo/teacher_kl"] = divergence.detach()
+            if config.distillation.top_k is not None:
+                losses = losses + config.distillation.coef * divergence
         if config.entropy_coef > 0.0:
             losses = losses - config.entropy_coef * entropy_of_samples(masked.logprobs, scores.entropy)
         weights, denominator = reduction_weights(
@@ -207,6 +224,18 @@ def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:
     if "episode_tokens" not in keys:
         return None
     return EpisodeCounts(tokens=keys["episode_tokens"], counts=keys["counts_episode"])
+
+
+def _teacher_kl(scores: TokenScores, keys: Mapping[str, Tensor], config: DistillationConfig) -> Tensor:
+    """[T]: the divergence to the teacher in each place, 0 outside the loss mask; with `top_k` it has a gradient."""
+    mask = keys["loss_mask"]
+    if scores.asked is None:
+        logprobs, teacher_logprobs = scores.logprobs.detach(), keys["teacher_logprobs"]
+        return torch.where(mask, approximate_kl(logprobs, teacher_logprobs, estimator="k1"), 0.0)
+    # Masked before any exp(), as the log-probabilities of the labels are.
+    asked = torch.where(mask[:, None], scores.asked, 0.0)
+    teacher = torch.where(mask[:, None], keys[TEACHER_TOPK_LOGPROBS].view_as(asked), 0.0)
+    return torch.where(mask, kl_over_top_k(asked, teacher, is_forward=config.divergence == "forward_kl"), 0.0)
 
 
 def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig) -> MicroBatch:

@@ -1,7 +1,8 @@
 """What actor and critic make of a batch before they train on it.
 
-    rewards ──shape──► + KL penalty ──► token rewards ──estimator──► advantages ──normalise──► prepared sample
-                                                           └──────► returns (of a critic)
+    rewards ──shape──► + KL penalty ──► token rewards ──estimator──► advantages ──normalise──┬──► prepared sample
+                                                           └──────► returns (of a critic)    │
+                                      log-probabilities of a teacher, less those of the makers
 
 Numbers that are not finite train nothing. One of them anywhere in the batch, on any rank, makes every weight of the
 loss NaN, so that the engine skips each of the step's updates and counts them, as it does where a loss overflows.
@@ -77,8 +78,10 @@ def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> 
     count = 0
     for key, array in sample.data.items():
         if np.issubdtype(array.dtype, np.floating):
-            is_shifted = sample.specs[key].layout is KeyLayout.PER_SHIFTED_TOKEN
-            count += int(np.count_nonzero(~np.isfinite(array) & (responses if is_shifted else True)))
+            spec = sample.specs[key]
+            is_shifted = spec.layout is KeyLayout.PER_SHIFTED_TOKEN
+            is_read = np.repeat(responses, math.prod(spec.shape)) if is_shifted else True
+            count += int(np.count_nonzero(~np.isfinite(array) & is_read))
     return count
 
 
@@ -155,7 +158,10 @@ def prepare_actor_sample(
     batch = advantage_batch(config, sample, kl_coefficient=kl_coefficient)
     made = dict(estimator(batch, config))
     advantages = torch.where(batch.response_mask, made.pop("advantages"), 0.0)
-    sample = sample.with_key("advantages", _normalize(config, advantages, batch, context).numpy())
+    advantages = _normalize(config, advantages, batch, context)
+    if config.distillation.coef > 0.0 and config.distillation.top_k is None:
+        advantages = advantages + config.distillation.coef * teacher_advantages(batch)
+    sample = sample.with_key("advantages", advantages.numpy())
     declared: dict[str, Key] = {key.name: key for key in estimator.outputs}
     for name, values in made.items():
         sample = sample.with_key(declared[name], values.numpy().astype(declared[name].dtype, copy=False))
@@ -168,6 +174,16 @@ def prepare_actor_sample(
         sample = sample.with_key("behaviour_weights", weights.numpy())
     sample = sample.with_key("loss_mask", loss_mask.numpy())
     return _with_episode_tokens(sample) if EPISODES in sample.data else sample
+
+
+def teacher_advantages(batch: AdvantageBatch) -> Tensor:
+    """[T] nats by which the teacher finds each token likelier than its maker did; 0 on given tokens.
+
+    Their mean over what a policy makes is minus its reverse KL divergence to the teacher, and the gradient of that is
+    the policy gradient with these advantages: nothing of a later token is an earlier one's merit (discount 0).
+    """
+    advantages = -approximate_kl(batch.tensors["old_logprobs"], batch.tensors["teacher_logprobs"], estimator="k1")
+    return torch.where(batch.response_mask, advantages, 0.0)
 
 
 def _with_episode_tokens(sample: SequenceSample) -> SequenceSample:

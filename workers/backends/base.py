@@ -86,10 +86,16 @@ class TrainEngine(Protocol[ScoresT_co]):
                 `train/skipped_early_stop` is 1.
         """
 
-    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
+    def forward(
+        self, sample: SequenceSample, *, temperature: float = 1.0, top_k: int = 0
+    ) -> dict[str, npt.NDArray[np.float32]]:
         """The head's scores of every answer, packed in the sample's order; no gradient.
 
         lm: `logprobs` and `entropy` per shifted token. value: `values` per token. scalar: `scores` per answer.
+
+        Args:
+            top_k: above 0 the `top_k` likeliest tokens in the place of each one that came next, in place of its scores:
+                lm: `topk_ids` (whole numbers) and `topk_logprobs`, so many per shifted token, the likeliest first.
         """
 
 

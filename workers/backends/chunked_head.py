@@ -4,6 +4,9 @@
                                         │ let go                                (over ranks: VocabularyShare)
     gradient of logprobs [T] ──► logits [n, V] anew ──► one_hot - softmax ──► gradients of hidden and weight
 
+Each token may be asked for a few others beside the one that came next: that is a sum more for each of them. Without a
+gradient the likeliest ones can be asked for: those of a teacher, whose distribution is learned from.
+
 A row of logits is as long as the vocabulary: 32k tokens of 152k logits are 20 GB, and a plain softmax holds several
 such tensors at its worst moment. Here nothing of that size exists, forward or backward; the price is one product more.
 `ChunkedHead` takes the place of a model's last layer, with the same parameters under the same names, so that FSDP2
@@ -44,17 +47,25 @@ class VocabularyShare:
     """The token of this rank's first row. Rows that only fill a vocabulary up must be left out of every rank's."""
 
     def combine(self, sums: Tensor) -> Tensor:
-        """`_softmax_sums` [4, T] over the rows of all ranks, from those over this rank's; a collective of the group."""
+        """`_softmax_sums` [3 + m, T] over the rows of all ranks, from those over this rank's; a collective."""
         if self.group is None:
             return sums
-        own_largest, exponentials, weighted, of_label = sums
+        own_largest, exponentials, weighted, *of_labels = sums
         largest = own_largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         below = own_largest - largest
         factor = below.exp()
-        packed = torch.stack([factor * exponentials, factor * (weighted + below * exponentials), of_label])
+        packed = torch.stack([factor * exponentials, factor * (weighted + below * exponentials), *of_labels])
         dist.all_reduce(packed, group=self.group)
         return torch.stack([largest, *packed])
+
+    def join(self, columns: Tensor) -> Tensor:
+        """[T, c] of each rank, the same c, side by side: [T, ranks * c]; a collective of the group."""
+        if self.group is None:
+            return columns
+        parts = [torch.empty_like(columns) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, columns.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
 
 
 WHOLE_VOCABULARY = VocabularyShare()
@@ -73,13 +84,14 @@ def score_tokens(
     weight: Tensor,
     labels: Tensor,
     *,
+    asked: Tensor | None = None,
     bias: Tensor | None = None,
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float32,
     share: VocabularyShare = WHOLE_VOCABULARY,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
-    """Log-probability of each label, and the entropy of the distribution that it came from.
+    """Log-probability of each label and of what is asked for besides, and the entropy of the distribution of both.
 
     The logits are hidden weight^T + bias, divided by the temperature, of which a chunk of tokens exists at a time.
 
@@ -87,21 +99,62 @@ def score_tokens(
         hidden: [T, H] in any float type; row t predicts `labels[t]`.
         weight: [V, H] in any float type: the rows of the vocabulary that this rank has.
         labels: [T] int64: tokens of the whole vocabulary.
+        asked: [T, k] int64: further ones.
         bias: [V].
         temperature: logits are divided by it, as the sampler did; 0 (greedy) is read as 1.
         dtype: type that the operands of products are rounded to; results are float32 whatever it is.
         share: of a vocabulary that is cut over ranks; a collective of its group.
         chunk_tokens: rows of logits that exist at once; None takes as many as a bounded number of bytes holds.
     """
-    scale = 1.0 / temperature if temperature > 0.0 else 1.0
-    chunk_tokens = chunk_tokens or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    labels = labels[:, None] if asked is None else torch.cat([labels[:, None], asked], 1)
+    chunk_tokens = chunk_tokens or _tokens_of_chunk(weight)
     apply: Any = _ChunkedScores.apply
-    logprobs, entropy = apply(hidden, weight, bias, labels, scale, dtype, share, chunk_tokens)
-    return TokenScores(logprobs, entropy)
+    logprobs, entropy = apply(hidden, weight, bias, labels, _scale(temperature), dtype, share, chunk_tokens)
+    return TokenScores(logprobs[:, 0], entropy, None if asked is None else logprobs[:, 1:])
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    share: VocabularyShare = WHOLE_VOCABULARY,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(ids [T, k] int64, log-probabilities [T, k] float32) of the likeliest tokens, the first one first.
+
+    Args:
+        k: at most the whole vocabulary. For the rest see `score_tokens`.
+    """
+    own = min(k, weight.shape[0])
+    sums = hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32)
+    ids = hidden.new_zeros((hidden.shape[0], k), dtype=torch.int64)
+    values = torch.full_like(ids, -torch.inf, dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = _operand(weight, dtype)
+        for chunk in _chunks(hidden.shape[0], chunk_tokens or _tokens_of_chunk(weight)):
+            logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _scale(temperature))
+            values[chunk, :own], ids[chunk, :own] = logits.topk(own)
+            sums[:, chunk] = _softmax_sums(logits, ids.new_empty((len(logits), 0)))
+    largest, total, _ = share.combine(sums)
+    values, places = share.join(values).topk(k)
+    return share.join(ids + share.first).gather(1, places), (values - largest[:, None]) - total.log()[:, None]
+
+
+def _scale(temperature: float) -> float:
+    return 1.0 / temperature if temperature > 0.0 else 1.0
+
+
+def _tokens_of_chunk(weight: Tensor) -> int:
+    return max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """log_softmax(scale * logits)[label]; by logits: scale * (one_hot(label) - softmax(scale * logits))."""
+    """log_softmax(scale * logits)[labels]; by logits: scale * the sum over labels of (one_hot(label) - softmax)."""
 
     @staticmethod
     def forward(
@@ -116,19 +169,19 @@ class _ChunkedScores(torch.autograd.Function):
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         labels = labels - share.first
-        sums = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+        sums = hidden.new_empty((3 + labels.shape[1], hidden.shape[0]), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _operand(weight, dtype)
             for chunk in _chunks(hidden.shape[0], chunk_tokens):
                 logits = _logits(_operand(hidden[chunk], dtype), rows, bias, scale)
                 sums[:, chunk] = _softmax_sums(logits, labels[chunk])
-        largest, total, weighted, of_label = share.combine(sums)
+        largest, total, weighted, *of_labels = share.combine(sums)
         log_total = total.log()
         entropy = log_total - weighted / total  # in nats
         ctx.save_for_backward(hidden, weight, bias, labels, largest + log_total)
         ctx.mark_non_differentiable(entropy)
         ctx.scale, ctx.dtype, ctx.share, ctx.chunk_tokens = scale, dtype, share, chunk_tokens
-        return (of_label - largest) - log_total, entropy
+        return torch.stack([(of_label - largest) - log_total for of_label in of_labels], 1), entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,33 +224,34 @@ def _logits(inputs: Tensor, rows: Tensor, bias: Tensor | None, scale: float) -> 
 
 
 def _softmax_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """What is known of each row's softmax from some of its columns: [4, n] float32.
+    """What is known of each row's softmax from some of its columns: [3 + m, n] float32.
 
     The largest logit z among them; the sum of exp(z - largest); the sum of (z - largest) exp(z - largest); and the
-    label's logit, 0 where the label is not among them.
+    logit of each label, 0 where the label is not among them.
 
     Args:
         logits: [n, V], which are used up.
+        labels: [n, m].
     """
     is_own, columns = _own_columns(labels, logits.shape[1])
-    of_label = logits.gather(1, columns).squeeze(1) * is_own
+    of_labels = logits.gather(1, columns) * is_own
     largest = logits.amax(1)
     exponentials = logits.sub_(largest[:, None]).exp()
     total = exponentials.sum(1)
-    return torch.stack([largest, total, logits.mul_(exponentials).sum(1), of_label])
+    return torch.stack([largest, total, logits.mul_(exponentials).sum(1), *of_labels.T])
 
 
 def _logits_gradient(logits: Tensor, labels: Tensor, log_normalizer: Tensor, slopes: Tensor) -> Tensor:
-    """[n, V]: slope * (one_hot(label) - softmax(logits)), in the memory of the logits."""
-    gradient = logits.sub_(log_normalizer[:, None]).exp_().mul_(-slopes[:, None])
+    """[n, V]: the sum over m labels of slope * (one_hot(label) - softmax(logits)), in the memory of the logits."""
+    gradient = logits.sub_(log_normalizer[:, None]).exp_().mul_(-slopes.sum(1, keepdim=True))
     is_own, columns = _own_columns(labels, logits.shape[1])
-    return gradient.scatter_add_(1, columns, (slopes * is_own)[:, None])
+    return gradient.scatter_add_(1, columns, slopes * is_own)
 
 
 def _own_columns(labels: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """[n] whether each label is one of the columns, and [n, 1] its column, 0 where it is not."""
+    """[n, m] whether each label is one of the columns, and its column, 0 where it is not."""
     is_own = (labels >= 0) & (labels < num_columns)
-    return is_own, torch.where(is_own, labels, 0)[:, None]
+    return is_own, torch.where(is_own, labels, 0)
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,22 +273,53 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be said of a row's tokens, and its columns."""
+
+    labels: Tensor
+    """[T] int64: the tokens that came next."""
+    asked: Tensor | None = None
+    """[T, k] int64: others, whose log-probabilities are wanted besides."""
+    top_k: int = 0
+    """Above 0 the likeliest tokens are wanted, in place of anything else."""
+    temperature: float = 1.0
+
+    @property
+    def num_columns(self) -> int:
+        """Of the answer: log-probability, entropy, those asked for; or ids, and log-probabilities, of the likeliest."""
+        return 2 * self.top_k or 2 + (0 if self.asked is None else self.asked.shape[1])
+
+    def answer(self, hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
+        """[T, columns] float32; float32 has every id below 2^24.
+
+        Args:
+            how: the rest of what `score_tokens` takes.
+        """
+        if self.top_k:
+            ids, logprobs = likeliest_tokens(hidden, weight, self.top_k, temperature=self.temperature, **how)
+            return torch.cat([ids.float(), logprobs], 1)
+        scores = score_tokens(hidden, weight, self.labels, asked=self.asked, temperature=self.temperature, **how)
+        columns = torch.stack([scores.logprobs, scores.entropy], 1)
+        return columns if scores.asked is None else torch.cat([columns, scores.asked], 1)
+
+
 class ChunkedHead(CastingLinear):
-    """The last layer of a language model: scores of the labels while it is asked for them, and logits otherwise."""
+    """The last layer of a language model: answers to a question while it is asked, and logits otherwise."""
 
     share: VocabularyShare = WHOLE_VOCABULARY
-    _question: tuple[Tensor, float] | None = None
-    """Labels [T] and temperature of the forward pass that is under way."""
+    _question: Question | None = None
+    """Of the forward pass that is under way."""
     _answer: Tensor | None = None
-    """[1, T, 2] float32: log-probability and entropy of each label."""
+    """[1, T, columns] float32."""
 
-    def ask(self, labels: Tensor, forward: Callable[[], Tensor], *, temperature: float) -> Tensor:
-        """[T, 2]: what a forward pass of the model says of `labels` [T], in the place of [1, T, V] logits.
+    def ask(self, question: Question, forward: Callable[[], Tensor]) -> Tensor:
+        """[T, columns]: what a forward pass of the model says, in the place of [1, T, V] logits.
 
         Raises:
             ValueError: if the model did something to what its last layer gave: scores are no logits.
         """
-        self._question = labels, temperature
+        self._question = question
         try:
             output = forward()
             if output is not self._answer:
@@ -247,20 +332,17 @@ class ChunkedHead(CastingLinear):
             self._question = self._answer = None  # the graph of an answer must not live on in a module
 
     def forward(self, input: Tensor) -> Tensor:
-        """[1, T, H] -> [1, T, 2] while it is asked, else [..., H] -> [..., V]."""
+        """[1, T, H] -> [1, T, columns] while it is asked, else [..., H] -> [..., V]."""
         if self._question is None:
             return super().forward(input)
-        labels, temperature = self._question
-        scores = score_tokens(
+        columns = self._question.answer(
             input[0],
             local_with_gradient(self.weight),
-            labels,
             bias=None if self.bias is None else local_with_gradient(self.bias),
-            temperature=temperature,
             dtype=products_type(self.weight),
             share=self.share,
         )
-        self._answer = torch.stack([scores.logprobs[None], scores.entropy[None]], -1)
+        self._answer = columns[None]
         return self._answer
 
 

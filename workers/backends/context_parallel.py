@@ -88,6 +88,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
         position_ids=F.pad(micro_batch.position_ids, (0, padding))[own],
         predicting=micro_batch.predicting[scores[KeyLayout.PER_SHIFTED_TOKEN]] - first,
         labels=micro_batch.labels[scores[KeyLayout.PER_SHIFTED_TOKEN]],
+        asked=None if micro_batch.asked is None else micro_batch.asked[scores[KeyLayout.PER_SHIFTED_TOKEN]],
         last_tokens=micro_batch.last_tokens[scores[KeyLayout.PER_ANSWER]] - first,
         # Those of padding say nothing.
         routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)[own],

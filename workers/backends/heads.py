@@ -1,6 +1,6 @@
 """Heads: what a model says of a micro-batch, and in which form.
 
-    lm      hidden [T - n, H] ──► columns [T - n, 2], one entry per shifted token     logprobs, entropy
+    lm      hidden [T - n, H] ──► columns [T - n, 2], one entry per shifted token     logprobs, entropy, what is asked
     value   logits [T, 1]     ──► columns [T, 1], one value per token                 values
     scalar  logits [T, 1]     ──► columns [n, 1], one score per answer                scores
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from corral.scheduling.keys import KeyLayout
+from corral.workers.backends.chunked_head import Question
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.router_replay import tell_routers
 from corral.workers.backends.token_scores import TokenScores
@@ -51,11 +52,10 @@ class Head:
             if shared is not None:
                 values = values.index_select(0, shared.places)
             return values[micro_batch.last_tokens] if self.layout is KeyLayout.PER_ANSWER else values
-        row = micro_batch if shared is None else shared
+        predicting = micro_batch.predicting if shared is None else shared.predicting
         columns: Tensor = model.get_output_embeddings().ask(
-            row.labels,
-            lambda: _forward_row(model, micro_batch, logits_to_keep=row.predicting),
-            temperature=temperature,
+            question_of(micro_batch, temperature=temperature),
+            lambda: _forward_row(model, micro_batch, logits_to_keep=predicting),
         )
         return columns if shared is None else columns.index_select(0, shared.questions)
 
@@ -63,8 +63,20 @@ class Head:
         """What a loss gets of columns [entries, names]: TokenScores of a language model, else [entries]."""
         if self.has_score_layer:
             return columns[:, 0]
-        logprobs, entropy = columns.unbind(1)
-        return TokenScores(logprobs, entropy.detach())
+        asked = columns[:, 2:] if columns.shape[1] > 2 else None
+        return TokenScores(columns[:, 0], columns[:, 1].detach(), asked)
+
+    def num_columns(self, micro_batch: MicroBatch) -> int:
+        """How many numbers each entry of a micro-batch has."""
+        return 1 if self.has_score_layer else question_of(micro_batch).num_columns
+
+
+def question_of(micro_batch: MicroBatch, *, temperature: float = 1.0) -> Question:
+    """What a language model is asked of the row of a micro-batch."""
+    # What is asked of an answer is not what is asked of another one that begins alike.
+    assert micro_batch.shared is None or micro_batch.asked is None, "answers that share tokens are asked for others"
+    labels = micro_batch.labels if micro_batch.shared is None else micro_batch.shared.labels
+    return Question(labels, micro_batch.asked, micro_batch.top_k, temperature)
 
 
 def _forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:

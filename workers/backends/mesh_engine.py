@@ -235,11 +235,16 @@ class MeshEngine(ABC):
         return self._apply_gradients(config, count, self._over_mesh(sums), may_step)
 
     @torch.no_grad()
-    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
+    def forward(
+        self, sample: SequenceSample, *, temperature: float = 1.0, top_k: int = 0
+    ) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
         self._begin()
-        passes = self._forward(self._micro_batches(sample), temperature=temperature)
+        passes = self._forward(self._micro_batches(sample, top_k=top_k), temperature=temperature)
         columns = _on_host([output for output in passes if not output[0].is_padding])
+        if top_k:
+            both = scatter_to_answers(sample, columns, self._head.layout).reshape(-1, 2, top_k)
+            return {"topk_ids": both[:, 0].flatten(), "topk_logprobs": both[:, 1].flatten()}
         return {
             name: scatter_to_answers(sample, [(row, part[:, place]) for row, part in columns], self._head.layout)
             for place, name in enumerate(self._head.names)
@@ -250,12 +255,16 @@ class MeshEngine(ABC):
         self.onload()
         torch.set_float32_matmul_precision("high" if self.takes_tf32 else "highest")
 
-    def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self, sample: SequenceSample, *, keeps_groups: bool = False, top_k: int = 0
+    ) -> Iterator[MicroBatch]:
         """This rank's micro-batches, as many as the rank with the most has."""
         shares = self._shares_prompts()
         plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups, shares_prompts=shares)
         count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
-        return make_micro_batches(sample, plan, count=count, device=self.context.device, shares_prompts=shares)
+        return make_micro_batches(
+            sample, plan, count=count, device=self.context.device, shares_prompts=shares, top_k=top_k
+        )
 
     def _shares_prompts(self) -> bool:
         """Whether rows have prompts once; what is done is said when it is first asked for."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import ROUTED_EXPERTS, KeyLayout
+from corral.scheduling.keys import ROUTED_EXPERTS, TEACHER_TOPK_IDS, KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 from corral.workers.shared_prompts.rows import (
@@ -58,10 +58,14 @@ class MicroBatch:
     last_tokens: Tensor
     """[n] int64: which token of the answers, laid end to end, is the last of each."""
     tensors: dict[str, Tensor]
-    """Every key of the sample but input_ids and the experts, cut to these answers. Keys per shifted token align with
-    `labels`."""
+    """Every key of the sample but input_ids, the experts and what is asked, cut to these answers. Keys per shifted
+    token align with `labels`."""
     routed_experts: Tensor | None = None
     """[R, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
+    asked: Tensor | None = None
+    """[T - n, k] int64: tokens whose log-probabilities are wanted besides those of `labels`."""
+    top_k: int = 0
+    """Above 0 it is asked for so many likeliest tokens in the place of each label, and nothing else."""
     shared: SharedRow | None = None
     """Where the tokens of the answers are, in a row that has prompts once."""
 
@@ -111,11 +115,13 @@ def make_micro_batches(
     count: int,
     device: torch.device,
     shares_prompts: bool = False,
+    top_k: int = 0,
 ) -> Iterator[MicroBatch]:
     """The planned micro-batches, then padding until there are `count`.
 
     Args:
         shares_prompts: whether rows have once what neighbours of one prompt begin with.
+        top_k: see `MicroBatch`.
     """
     slices = {key: answer_slices(sample.answer_lengths(key)) for key in sample.data}
     lengths = sample.answer_lengths() if plan else []
@@ -129,9 +135,9 @@ def make_micro_batches(
         if ROUTED_EXPERTS in tensors:
             tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
         groups = None if beginnings is None else groups_of_row(answers, lengths, prompts, beginnings)
-        yield _pack(tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups)
+        yield _pack(tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups, top_k)
     for _ in range(count - len(plan)):
-        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device)
+        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device, None, top_k)
 
 
 def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
@@ -148,12 +154,13 @@ def _pack(
     segment_lengths: tuple[int, ...],
     tensors: dict[str, Tensor],
     device: torch.device,
-    groups: tuple[PromptGroup, ...] | None = None,
+    groups: tuple[PromptGroup, ...] | None,
+    top_k: int,
 ) -> MicroBatch:
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
     has_next = torch.ones(input_ids.shape[0], dtype=torch.bool)
-    routed_experts = tensors.pop(ROUTED_EXPERTS, None)
+    routed_experts, asked = tensors.pop(ROUTED_EXPERTS, None), tensors.pop(TEACHER_TOPK_IDS, None)
     last_tokens = torch.tensor(segment_lengths).cumsum(0) - 1
     has_next[last_tokens] = False
     predicting = has_next.nonzero().squeeze(1)
@@ -175,6 +182,8 @@ def _pack(
         last_tokens=_sent(last_tokens, device),
         tensors={key: _sent(tensor, device) for key, tensor in tensors.items()},
         routed_experts=None if routed_experts is None else _sent(routed_experts, device),
+        asked=None if asked is None else _sent(asked.to(torch.int64).view(len(labels), -1), device),
+        top_k=top_k,
         shared=shared,
     )
 
@@ -198,10 +207,10 @@ def with_last(micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch,
 def scatter_to_answers(
     sample: SequenceSample, outputs: Sequence[tuple[MicroBatch, Tensor]], layout: KeyLayout
 ) -> npt.NDArray[np.float32]:
-    """Results of each micro-batch in one layout, put back into the sample's order."""
+    """Results of each micro-batch in one layout, [entries, ...] each, put back into the sample's order."""
     lengths = [layout.length(n) for n in sample.answer_lengths()] if "input_ids" in sample.seqlens else []
     slices = answer_slices(lengths)
-    result = np.zeros(sum(lengths), dtype=np.float32)
+    result = np.zeros((sum(lengths), *(outputs[0][1].shape[1:] if outputs else ())), dtype=np.float32)
     for micro_batch, values in outputs:
         pieces = torch.split(values, [layout.length(n) for n in micro_batch.segment_lengths])
         for answer, piece in zip(micro_batch.answers, pieces, strict=True):

@@ -13,3 +13,5 @@ class TokenScores:
     """[T - n] float32, aligned with `MicroBatch.labels`; with gradient in training."""
     entropy: Tensor
     """[T - n] float32 of the distribution that each token came from; without gradient."""
+    asked: Tensor | None = None
+    """[T - n, k] float32: log-probabilities of `MicroBatch.asked`; with gradient in training."""

@@ -217,6 +217,7 @@ class RoleModel:
             behaviour=self._worker.behaviour,
             dtype=spec.model.dtype,
             seed=self._seed,
+            taught_sources=spec.taught_sources,
         )
         interfaces: dict[str, ModelInterface] = {}
         for call in self._calls:

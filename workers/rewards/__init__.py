@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULE_BY_NAME = {
-    **dict.fromkeys(("Format", "Length", "Repetition", "exact_match", "multiple_choice"), "texts"),
+    **dict.fromkeys(("Format", "Length", "Repetition", "exact_match", "multiple_choice", "no_reward"), "texts"),
     **dict.fromkeys(("all_unit_tests", "unit_tests"), "programs"),
     "Judge": "judge",
     "math": "mathematics",

@@ -19,6 +19,11 @@ def exact_match(problem: Problem, answer: str) -> float:
     return float(answer.strip() == str(problem["answer"]).strip())
 
 
+def no_reward(problem: Problem, answer: str) -> float:
+    """0.0, whatever the answer: for training by a teacher alone, on rows that need no answer."""
+    return 0.0
+
+
 _LETTER = r"\(?\s*\*{0,2}([A-Z])(?![\w'])"
 _CHOICES = re.compile(
     rf"\\boxed\{{\s*(?:\\text\w*\{{)?{_LETTER}"

@@ -58,7 +58,8 @@ class SmallEngine:
             return torch.cat(states)[:, 0]
         logits = torch.log_softmax(torch.cat(states)[micro_batch.predicting], dim=-1)
         entropy = -(logits.exp() * logits).sum(-1).detach()
-        return TokenScores(logits.gather(1, micro_batch.labels[:, None])[:, 0], entropy)
+        asked = None if micro_batch.asked is None else logits.gather(1, micro_batch.asked)
+        return TokenScores(logits.gather(1, micro_batch.labels[:, None])[:, 0], entropy, asked)
 
     def _micro_batches(self, sample: SequenceSample, *, keeps_groups: bool = False) -> Iterator[MicroBatch]:
         plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups)
@@ -100,7 +101,9 @@ class SmallEngine:
         return means | {"train/skipped_nonfinite": 0.0, "train/skipped_early_stop": 0.0, "train/tokens": count}
 
     @torch.no_grad()
-    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> dict[str, npt.NDArray[np.float32]]:
+    def forward(
+        self, sample: SequenceSample, *, temperature: float = 1.0, top_k: int = 0
+    ) -> dict[str, npt.NDArray[np.float32]]:
         ids = np.asarray(sample.data["input_ids"], np.int64)
         answers = [torch.from_numpy(ids[place]) for place in answer_slices(sample.answer_lengths())]
         states = [self.states(answer) for answer in answers]
@@ -108,8 +111,9 @@ class SmallEngine:
             return {"scores": np.array([float(state[-1, 0]) for state in states], np.float32)}
         if self._head == "value":
             return {"values": torch.cat(states)[:, 0].numpy()}
-        logprobs = [
-            torch.log_softmax(state[:-1], dim=-1).gather(1, answer[1:, None])[:, 0]
-            for state, answer in zip(states, answers, strict=True)
-        ]
-        return {"logprobs": torch.cat(logprobs).numpy()}
+        tables = torch.cat([torch.zeros(0, VOCAB_SIZE), *(torch.log_softmax(state[:-1], dim=-1) for state in states)])
+        if top_k:
+            logprobs, tokens = tables.topk(top_k)
+            return {"topk_ids": tokens.flatten().float().numpy(), "topk_logprobs": logprobs.flatten().numpy()}
+        labels = torch.cat([torch.zeros(0, dtype=torch.int64), *(answer[1:] for answer in answers)])
+        return {"logprobs": tables.gather(1, labels[:, None])[:, 0].numpy()}

@@ -90,7 +90,7 @@ def test_a_call_is_held_against_what_its_interface_declares() -> None:
 
 
 def test_names_that_lead_nowhere_are_refused_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match="no interface 'ppo'; there are ppo_actor, ppo_critic, reward"):
+    with pytest.raises(ValueError, match="no interface 'ppo'; there are ppo_actor, ppo_critic, teacher"):
         make_interface("ppo", SETTINGS)
     with pytest.raises(ValueError, match="no loss 'ppo2'; there are ppo, gspo, cispo"):
         loss_named("ppo2")

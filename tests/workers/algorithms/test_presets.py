@@ -29,13 +29,15 @@ def config_of(settings: dict[str, Any]) -> PPOConfig:
 
 
 def judged(engine: SmallEngine) -> SequenceSample:
-    """Answers of a policy that has moved since, half of them right."""
+    """Answers of a policy that has moved since, half of them right, as a teacher finds, too."""
     sample, rng = make_sample(LENGTHS), np.random.default_rng(1)
     logprobs = compute_logprobs(engine, sample)  # type: ignore[arg-type]
     noise = np.float32(0.5) * rng.normal(size=len(logprobs)).astype(np.float32)
     sample = sample.with_key("old_logprobs", np.where(response_mask(sample), logprobs + noise, np.float32(0.0)))
     sample.data["rewards"] = np.array([1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1], np.float32)
-    return sample
+    lengths = [length - 1 for length in sample.answer_lengths()]
+    liking = np.repeat(2 * sample.data["rewards"] - 1, lengths)
+    return sample.with_key("teacher_logprobs", (sample.data["old_logprobs"] + liking).astype(np.float32))
 
 
 def updated(settings: dict[str, Any], *, max_tokens: int) -> tuple[dict[str, float], list[float]]:

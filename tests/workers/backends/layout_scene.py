@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
+from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.model import LoraConfig, Recompute
+from corral.scheduling.keys import teacher_keys
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
@@ -47,6 +51,8 @@ class Variant:
     recompute: Recompute = "none"
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-4
+    top_k: int = 0
+    """Above 0 by distillation over so many tokens."""
 
 
 Stats = list[dict[str, float]]
@@ -235,6 +241,7 @@ VARIANTS = {
     "scalar": Variant(head="scalar"),
     "muon": Variant(muon=True),
     "bfloat16": Variant(dtype=torch.bfloat16, tolerance=5e-2),
+    "taught": Variant(top_k=3),
     "lora": Variant(lora=LoraConfig(rank=2, alpha=8.0)),
     "lora of a critic": Variant(
         head="value", lora=LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -254,7 +261,10 @@ def train_variant(
     stats = []
     for step in range(2):
         sample = share_of(batch(step), context)
-        if variant.head == "lm":
+        if variant.top_k:
+            config = PPOConfig.model_validate({"algorithm": "distillation", "distillation": {"top_k": variant.top_k}})
+            stats.append(PPOActorInterface(config).train_step(engine, taught(engine, sample), version=step))
+        elif variant.head == "lm":
             stats.append(SFTInterface().train_step(engine, sample, version=step))
         else:
             loss_fn, counted = {"value": (value_loss, "prompt_mask"), "scalar": (score_loss, "seq_no_eos_mask")}[
@@ -263,7 +273,7 @@ def train_variant(
             stats.append(engine.train_batch(sample, loss_fn=loss_fn, counted=counted))
         engine.offload()
     engine.save_weights(directory)
-    said = engine.forward(share_of(batch(2), context))
+    said = engine.forward(share_of(batch(2), context), top_k=variant.top_k)
     seen: dict[str, Any] = {"stats": stats, "said": {name: values.tolist() for name, values in said.items()}}
     if variant.head == "lm":  # as ranks do that generate themselves, or evaluate by answers
         seen["generated"] = generate_greedily(engine.model, [[3, 5, 8], [13, 21]], max_new_tokens=6)
@@ -272,6 +282,14 @@ def train_variant(
         follower.import_weights(engine.export_weights(), eta=0.5)
         follower.save_weights(directory / "blend")
     return seen
+
+
+def taught(engine: MeshEngine, sample: SequenceSample) -> SequenceSample:
+    """The sample as a teacher judges it that likes the same tokens as the engine, in proportions of its own."""
+    tokens = engine.forward(sample, top_k=3)["topk_ids"]
+    liking = np.tile(np.log(np.array([0.5, 0.3, 0.1], np.float32)), len(tokens) // 3)
+    ids, logprobs = teacher_keys(3)
+    return sample.with_key(ids, tokens.astype(np.int32)).with_key(logprobs, liking)
 
 
 def play_variants(

@@ -30,7 +30,14 @@ from transformers import (
 
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import chunked_head
-from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare, install_chunked_head, score_tokens
+from corral.workers.backends.chunked_head import (
+    ChunkedHead,
+    Question,
+    VocabularyShare,
+    install_chunked_head,
+    likeliest_tokens,
+    score_tokens,
+)
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -128,6 +135,47 @@ def assert_close(actual: dict[str, Array], expected: dict[str, Array], *, atol: 
         np.testing.assert_allclose(actual[name], values, atol=atol, err_msg=name)
 
 
+NUM_ASKED, TOP_K = 3, 4
+
+
+def asked_scores(case: Case, *, rows: slice = slice(None), **arguments: Any) -> dict[str, Array]:
+    """What is said of further tokens, with gradients, and of the likeliest ones, by some rows of the vocabulary."""
+    hidden = case.hidden.clone().requires_grad_()
+    weight, bias = (tensor[rows].clone().requires_grad_() for tensor in (case.weight, case.bias))
+    arguments |= {"bias": bias, "temperature": case.temperature}
+    scores = score_tokens(hidden, weight, case.labels, asked=asked_of(case), **arguments)
+    assert scores.asked is not None
+    torch.autograd.backward(loss_of(scores.logprobs, scores.asked, case.slopes))
+    top_k = min(TOP_K, len(case.weight))
+    ids, top = likeliest_tokens(hidden, weight, top_k, **arguments)
+    assert hidden.grad is not None and weight.grad is not None
+    found = {"asked": scores.asked, "of_hidden": hidden.grad, "of_weight": weight.grad, "ids": ids, "top": top}
+    return {name: tensor.detach().double().numpy() for name, tensor in found.items()}
+
+
+def asked_of(case: Case) -> Tensor:
+    """[T, 3] tokens, some of them twice and some the label."""
+    return (case.labels[:, None] * torch.tensor([1, 2, 5]) + torch.tensor([0, 1, 1])) % len(case.weight)
+
+
+def loss_of(logprobs: Tensor, asked: Tensor, slopes: Tensor) -> Tensor:
+    """Curved in what is asked, with another weight for each."""
+    weights = torch.arange(1.0, asked.shape[1] + 1, dtype=asked.dtype)
+    return (slopes * logprobs).sum() + (slopes[:, None] * weights * asked.exp()).sum()
+
+
+def expected_asked(case: Case) -> dict[str, Array]:
+    """The same from whole logits in float64."""
+    hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    table = ((hidden @ weight.T + case.bias.double()) / (case.temperature or 1.0)).log_softmax(-1)
+    asked, logprobs = table.gather(1, asked_of(case)), table.gather(1, case.labels[:, None])[:, 0]
+    torch.autograd.backward(loss_of(logprobs, asked, case.slopes.double()))
+    top, ids = table.topk(min(TOP_K, len(case.weight)))
+    assert hidden.grad is not None and weight.grad is not None
+    found = {"asked": asked, "of_hidden": hidden.grad, "of_weight": weight.grad, "ids": ids, "top": top}
+    return {name: tensor.detach().double().numpy() for name, tensor in found.items()}
+
+
 # --- one rank -----------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +191,14 @@ def assert_close(actual: dict[str, Array], expected: dict[str, Array], *, atol: 
 def test_scores_and_gradients_are_those_of_whole_logits_in_float64(chunk_tokens: int, **sizes: Any) -> None:
     case = make_case(**sizes)
     assert_close(case.found(chunk_tokens=chunk_tokens), case.expected(), atol=2e-4)
+
+
+@pytest.mark.parametrize(("vocab_size", "temperature"), [(2, 1.0), (7, 0.6), (40, 1.7)])
+def test_tokens_that_are_asked_for_besides_and_the_likeliest_are_those_of_whole_logits(
+    vocab_size: int, temperature: float
+) -> None:
+    case = make_case(num_tokens=9, vocab_size=vocab_size, hidden_size=5, temperature=temperature)
+    assert_close(asked_scores(case, chunk_tokens=4), expected_asked(case), atol=2e-4)
 
 
 def test_low_operands_are_multiplied_and_added_up_in_float32() -> None:
@@ -228,7 +284,7 @@ def test_the_last_layer_stays_itself_and_gives_logits_to_whoever_asks_for_no_sco
     assert model.lm_head.weight is weight is model.model.embed_tokens.weight
     assert torch.equal(model(input_ids=ids).logits, expected)
     scores = model.lm_head.ask(
-        ids[0, 1:], lambda: model(input_ids=ids, logits_to_keep=torch.arange(6)).logits, temperature=1.0
+        Question(ids[0, 1:]), lambda: model(input_ids=ids, logits_to_keep=torch.arange(6)).logits
     )
     table = expected[0, :-1].log_softmax(-1)
     torch.testing.assert_close(scores[:, 0], table.gather(1, ids[0, 1:, None])[:, 0])
@@ -331,6 +387,8 @@ def play_rank(context: ParallelContext, directory: Path) -> None:
     share = VocabularyShare(context.group, first=CUTS[context.rank].start)
     found = cut_case().found(rows=CUTS[context.rank], share=share, chunk_tokens=3 + context.rank)
     np.savez(directory / f"apart-{context.rank}.npz", **found)
+    asked = asked_scores(cut_case(), rows=CUTS[context.rank], share=share, chunk_tokens=3 + context.rank)
+    np.savez(directory / f"asked-{context.rank}.npz", **asked)
     chunked_head._CHUNK_BYTES = 4 * VOCAB_SIZE * FEW_TOKENS  # type: ignore[misc]
     for name in MODELS:
         train(make_engine(directory / name, context), UIDS_BY_RANK[context.rank], directory / f"{name}-two")
@@ -369,6 +427,17 @@ def test_a_vocabulary_cut_over_ranks_gives_each_the_scores_and_gradients_of_the_
     found = seen(two_ranks, "apart", rank)
     del found["of_hidden"], expected["of_hidden"]
     assert_close(found, expected, atol=2e-4)
+
+
+def test_a_vocabulary_cut_over_ranks_gives_each_what_is_asked_for_and_the_likeliest_of_the_whole(
+    two_ranks: Path,
+) -> None:
+    ranks, expected = [seen(two_ranks, "asked", rank) for rank in range(2)], expected_asked(cut_case())
+    for rank, found in enumerate(ranks):
+        for name in ("asked", "ids", "top"):
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found["of_weight"], expected["of_weight"][CUTS[rank]], atol=2e-4)
+    np.testing.assert_allclose(sum(found["of_hidden"] for found in ranks), expected["of_hidden"], atol=2e-4)
 
 
 def test_the_hidden_gradient_is_left_in_parts_for_a_caller_that_adds_them_up(two_ranks: Path) -> None:

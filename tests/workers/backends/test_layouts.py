@@ -49,8 +49,8 @@ def test_every_layout_trains_every_kind_of_model_like_a_plain_loop(part: Part, t
 
 
 CASES = (
-    *((name, "c2") for name in ("value", "scalar", "lora")),
-    *((name, "t2") for name in ("value", "muon", "bfloat16", "lora with dropout")),
+    *((name, "c2") for name in ("value", "scalar", "lora", "taught")),
+    *((name, "t2") for name in ("value", "muon", "bfloat16", "lora with dropout", "taught")),
 )
 
 

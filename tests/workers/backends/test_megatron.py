@@ -49,6 +49,7 @@ LAYOUTS = ("d1", "d2", "t2", "p2", "c2", "d2t2", "d2p2", "d2c2", "t2p2", "t2c2",
 CHAINS = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
 HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
 ADAPTERS = (("lora", "t2p2"), ("lora with dropout", "d1"), ("lora of a critic", "t2c2"))
+TAUGHT = (("taught", "t2p2"), ("taught", "c2"))
 LOW = ("bfloat16", "p2")
 
 
@@ -84,11 +85,13 @@ def test_more_than_two_stages_train_and_go_on_with_tied_and_untied_outputs(kind:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> VariantScene:
-    return make_variants(tmp_path_factory.mktemp("heads"), (*HEADS, *ADAPTERS, LOW), make=make_megatron, world_size=4)
+    return make_variants(
+        tmp_path_factory.mktemp("heads"), (*HEADS, *ADAPTERS, *TAUGHT, LOW), make=make_megatron, world_size=4
+    )
 
 
-@pytest.mark.parametrize(("name", "layout"), (*HEADS, *ADAPTERS))
-def test_critics_reward_models_and_adapters_train_as_with_the_fsdp_backend(
+@pytest.mark.parametrize(("name", "layout"), (*HEADS, *ADAPTERS, *TAUGHT))
+def test_critics_reward_models_adapters_and_the_taught_train_as_with_the_fsdp_backend(
     name: str, layout: str, heads: VariantScene
 ) -> None:
     assert_like_one_rank(heads, name, layout)

@@ -21,6 +21,7 @@ from corral.workers.algorithms.functional.packed import last_in_mask, sum_per_an
 KLEstimator = Literal["k1", "k2", "k3"]
 
 _MAX_LOG_RATIO = 20.0  # keeps exp() finite in float32 for a token that one of the models all but excludes
+_LEAST_REST = 1e-6  # of a probability; in float32 the sum of the others is no more exact than that
 _MAX_RELATIVE_ERROR = 0.2  # one surprising batch must not swing the coefficient
 
 
@@ -35,6 +36,30 @@ def approximate_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstim
         log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}; choose k1, k2 or k3")
+
+
+def kl_over_top_k(logprobs: Tensor, teacher_logprobs: Tensor, *, is_forward: bool) -> Tensor:
+    """[T]: the KL divergence of policy and teacher over the teacher's k likeliest tokens, and all others as one.
+
+    What is left of either distribution, 1 - sum_k p, is compared as one more token. Without it the reverse divergence
+    would be least where the policy says none of the k. With it the divergence is never more than that over the whole
+    vocabulary (the inequality of data processing), and is that one where k is all of it.
+
+    reverse: sum p_policy log(p_policy / p_teacher)      forward: sum p_teacher log(p_teacher / p_policy)
+
+    Args:
+        logprobs: [T, k] of the policy, with gradient.
+        teacher_logprobs: [T, k] of the same tokens.
+    """
+    policy, teacher = _with_the_rest(logprobs), _with_the_rest(teacher_logprobs)
+    given, other = (teacher, policy) if is_forward else (policy, teacher)
+    return (given.exp() * (given - other)).sum(-1)
+
+
+def _with_the_rest(logprobs: Tensor) -> Tensor:
+    """[T, k] -> [T, k + 1]: with the log-probability of all other tokens, which rounding leaves at least 1e-6."""
+    rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
+    return torch.cat([logprobs, rest.log()], -1)
 
 
 def entropy_of_samples(logprobs: Tensor, entropy: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare, score_tokens
-from corral.workers.backends.heads import Head
+from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare
+from corral.workers.backends.heads import Head, question_of
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.experts import GroupedExperts, Replay, mend_router
 from corral.workers.backends.micro_batches import MicroBatch
@@ -187,15 +187,8 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
             # The gather's own backward pass adds the parts of the gradient up.
             first = group.rank() * self.vocab_size // group.size()
             share = VocabularyShare(group, first)
-        scores = score_tokens(
-            hidden[row.predicting],
-            weight,
-            row.labels,
-            temperature=self._temperature,
-            dtype=self.config.params_dtype,
-            share=share,
-        )
-        return torch.stack([scores.logprobs, scores.entropy], dim=1)
+        question = question_of(row, temperature=self._temperature)
+        return question.answer(hidden[row.predicting], weight, dtype=self.config.params_dtype, share=share)
 
 
 def make_model(

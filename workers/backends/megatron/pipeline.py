@@ -113,7 +113,7 @@ class Pipeline:
             return collected
         head = self._stage.head
         sizes = [sum(head.layout.lengths(micro_batch.segment_lengths)) for micro_batch in micro_batches]
-        shape = (sum(sizes), len(head.names))
+        shape = (sum(sizes), head.num_columns(micro_batches[0]))
         device = micro_batches[0].input_ids.device
         packed = torch.cat(collected) if collected else torch.empty(shape, dtype=torch.float32, device=device)
         dist.broadcast(packed, group=pipeline, group_src=pipeline.size() - 1)

@@ -1,0 +1,90 @@
+"""The teachers of on-policy distillation: what they say of the policy's answers.
+
+    answers ──► teacher_inf ────────── all rows ───► teacher_logprobs ─────────────────────┐
+    answers ─┬► teacher_math_inf ── source math ──► teacher_logprobs_math, else 0 ─┐       ├──► actor_train
+             └► teacher_code_inf ── source code ──► teacher_logprobs_code, else 0 ─┴─ sum ─┘
+
+Where each source of rows has a teacher of its own, each computes the answers to its own rows alone.
+Or they say which tokens they find likeliest in the place of each, teacher_topk_ids and teacher_topk_logprobs, alike.
+What the policy makes of it is in `ppo_batch.py` and `ppo_actor.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from corral.scheduling.keys import Key, built_in, teacher_keys
+from corral.scheduling.model_function_call import CallType
+from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
+from corral.workers.backends.base import TrainEngine
+from corral.workers.backends.token_scores import TokenScores
+from corral.workers.data.sequence_sample import SequenceSample
+
+
+class TeacherInterface(ModelInterface):
+    """How likely a better model finds the tokens of the policy's answers, or which ones it finds likeliest."""
+
+    inputs = {CallType.INFERENCE: built_in("input_ids", "prompt_mask")}
+
+    def __init__(self, *, temperature: float, top_k: int | None = None, sources: Sequence[str] = ()) -> None:
+        """
+        Args:
+            temperature: that the answers are sampled with.
+            top_k: how many likeliest tokens; None for those of the answers.
+            sources: of rows, the answers to which it judges; none: all.
+        """
+        self._temperature = temperature
+        self._top_k = top_k
+        self._sources = frozenset(sources)
+
+    @property
+    def outputs(self) -> CallKeys:
+        return {CallType.INFERENCE: teacher_keys(self._top_k)}
+
+    def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
+        """Its keys of the answers to its own rows; 0 for those to others."""
+        is_own = [not self._sources or source_of(uid) in self._sources for uid in sample.uids]
+        is_own_answer = np.repeat(np.array(is_own, np.bool_), sample.num_answers_per_sample())
+        own = sample if all(is_own) else sample.select_answers(np.flatnonzero(is_own_answer).tolist())
+        is_own_token = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
+        if self._top_k is None:
+            made = [compute_logprobs(engine, own, temperature=self._temperature)]
+        else:
+            read = own.select_keys(["input_ids"])
+            made = list(engine.forward(read, temperature=self._temperature, top_k=self._top_k).values())
+        return {
+            key.name: _spread(values.astype(key.dtype), np.repeat(is_own_token, math.prod(key.shape)))
+            for key, values in zip(teacher_keys(self._top_k), made, strict=True)
+        }
+
+
+def _spread(values: npt.NDArray[Any], is_own: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """The values in their places, and 0 elsewhere."""
+    whole = np.zeros(len(is_own), values.dtype)
+    whole[is_own] = values
+    return whole
+
+
+def source_of(uid: str) -> str:
+    """The name of the source that a sample's row comes from: of "0:math/12" it is math."""
+    return uid.partition(":")[2].partition("/")[0]
+
+
+def keys_of_teachers(sources: Sequence[str], top_k: int | None) -> tuple[Key, ...]:
+    """What the policy reads of teachers: of the one, or of those of these sources."""
+    keys = teacher_keys(top_k)
+    return tuple(Key(f"{key.name}_{one}", key.layout, key.dtype, key.shape) for one in sources for key in keys) or keys
+
+
+def with_teachers_merged(sample: SequenceSample, sources: Sequence[str], top_k: int | None) -> SequenceSample:
+    """The sample with what all teachers say as if one had said it; each has 0 where it has not judged."""
+    if not sources:
+        return sample
+    for key in teacher_keys(top_k):
+        parts = [sample.data[f"{key.name}_{source}"] for source in sources]
+        sample = sample.with_key(key, np.sum(parts, axis=0, dtype=key.dtype))
+    told = {key.name for key in keys_of_teachers(sources, top_k)}
+    return sample.select_keys([key for key in sample.data if key not in told])
