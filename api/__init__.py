@@ -6,50 +6,64 @@ A name is looked up where it is defined when it is asked for, so that a reward i
 change of it is a change of the version.
 """
 
+# ruff: noqa: I001  (it would give each name that is handed on a statement of its own)
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from corral.agents import (
-        Endpoint,
-        Episode,
-        EpisodeEndedError,
-        JudgeError,
-        Outcome,
-        RefusedError,
-        Session,
-        Task,
-        ToolCall,
-        Turn,
-        feedback,
-        program,
-        single_turn,
-        tools,
+        Endpoint as Endpoint,
+        Episode as Episode,
+        EpisodeEndedError as EpisodeEndedError,
+        JudgeError as JudgeError,
+        Outcome as Outcome,
+        RefusedError as RefusedError,
+        Session as Session,
+        Task as Task,
+        ToolCall as ToolCall,
+        Turn as Turn,
+        feedback as feedback,
+        program as program,
+        single_turn as single_turn,
+        tools as tools,
     )
-    from corral.experiments.async_ppo import AsyncPPOExperiment
-    from corral.experiments.config.algorithm import PPOConfig
-    from corral.experiments.config.base import FrozenConfig
-    from corral.experiments.dpo import DPOExperiment
-    from corral.experiments.ppo import PPOExperiment
-    from corral.experiments.reward_model import RewardModelExperiment
-    from corral.experiments.sft import SFTExperiment
-    from corral.scheduling.keys import Key, built_in
-    from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-    from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
-    from corral.workers.algorithms.base import ModelInterface, compute_logprobs, response_mask
-    from corral.workers.algorithms.functional.advantages import group_relative
-    from corral.workers.algorithms.functional.packed import per_token
-    from corral.workers.algorithms.functional.policy_losses import importance_ratio
-    from corral.workers.algorithms.functional.token_losses import TokenLosses
-    from corral.workers.algorithms.interfaces import InterfaceSettings
-    from corral.workers.algorithms.policy_loss import PolicyLoss, center_logprobs, ppo
-    from corral.workers.backends.base import AnyEngine
-    from corral.workers.backends.micro_batches import MicroBatch
-    from corral.workers.backends.token_scores import TokenScores
-    from corral.workers.data.sequence_sample import SequenceSample, answer_slices
-    from corral.workers.rewards.contract import StopTrialError
-    from corral.workers.sandbox.base import needs_sandbox
-    from corral.workers.sandbox.bubblewrap import Bubblewrap
+    from corral.experiments.async_ppo import AsyncPPOExperiment as AsyncPPOExperiment
+    from corral.experiments.config.algorithm import PPOConfig as PPOConfig
+    from corral.experiments.config.base import FrozenConfig as FrozenConfig
+    from corral.experiments.dpo import DPOExperiment as DPOExperiment
+    from corral.experiments.ppo import PPOExperiment as PPOExperiment
+    from corral.experiments.reward_model import RewardModelExperiment as RewardModelExperiment
+    from corral.experiments.sft import SFTExperiment as SFTExperiment
+    from corral.scheduling.keys import Key as Key, built_in as built_in
+    from corral.scheduling.model_function_call import CallType as CallType, ModelFunctionCall as ModelFunctionCall
+    from corral.workers.algorithms.advantage import (
+        AdvantageBatch as AdvantageBatch,
+        AdvantageEstimator as AdvantageEstimator,
+    )
+    from corral.workers.algorithms.base import (
+        ModelInterface as ModelInterface,
+        compute_logprobs as compute_logprobs,
+        response_mask as response_mask,
+    )
+    from corral.workers.algorithms.functional.advantages import group_relative as group_relative
+    from corral.workers.algorithms.functional.packed import per_token as per_token
+    from corral.workers.algorithms.functional.policy_losses import importance_ratio as importance_ratio
+    from corral.workers.algorithms.functional.token_losses import TokenLosses as TokenLosses
+    from corral.workers.algorithms.interfaces import InterfaceSettings as InterfaceSettings
+    from corral.workers.algorithms.policy_loss import (
+        PolicyLoss as PolicyLoss,
+        center_logprobs as center_logprobs,
+        ppo as ppo,
+    )
+    from corral.workers.backends.base import AnyEngine as AnyEngine
+    from corral.workers.backends.micro_batches import MicroBatch as MicroBatch
+    from corral.workers.backends.token_scores import TokenScores as TokenScores
+    from corral.workers.data.sequence_sample import SequenceSample as SequenceSample, answer_slices as answer_slices
+    from corral.workers.rewards.contract import StopTrialError as StopTrialError
+    from corral.workers.sandbox.base import needs_sandbox as needs_sandbox
+    from corral.workers.sandbox.bubblewrap import Bubblewrap as Bubblewrap
+
 
 _NAMES_BY_MODULE = {
     "corral.agents": (
@@ -94,55 +108,6 @@ _NAMES_BY_MODULE = {
     "corral.workers.sandbox.bubblewrap": ("Bubblewrap",),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
-__all__ = [
-    "AdvantageBatch",
-    "AdvantageEstimator",
-    "AnyEngine",
-    "AsyncPPOExperiment",
-    "Bubblewrap",
-    "CallType",
-    "DPOExperiment",
-    "Endpoint",
-    "Episode",
-    "EpisodeEndedError",
-    "FrozenConfig",
-    "InterfaceSettings",
-    "JudgeError",
-    "Key",
-    "MicroBatch",
-    "ModelFunctionCall",
-    "ModelInterface",
-    "Outcome",
-    "PPOConfig",
-    "PPOExperiment",
-    "PolicyLoss",
-    "RefusedError",
-    "RewardModelExperiment",
-    "SFTExperiment",
-    "SequenceSample",
-    "Session",
-    "StopTrialError",
-    "Task",
-    "TokenLosses",
-    "TokenScores",
-    "ToolCall",
-    "Turn",
-    "answer_slices",
-    "built_in",
-    "center_logprobs",
-    "compute_logprobs",
-    "feedback",
-    "group_relative",
-    "importance_ratio",
-    "needs_sandbox",
-    "per_token",
-    "ppo",
-    "program",
-    "response_mask",
-    "single_turn",
-    "tools",
-]
 
 
 def __getattr__(name: str) -> Any:
