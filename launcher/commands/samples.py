@@ -56,9 +56,8 @@ def samples(
         console = Console(width=terminal_width() or 200)
         if show is None:
             console.print(as_table(rows))
-            print(
-                f"{len(rows)} of {len(steps)} steps; rl-samples {trial} --show ANSWER shows one whole", file=sys.stderr
-            )
+            of = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            print(f"{len(rows)} answers of {of}; rl-samples {trial} --show ANSWER shows one whole", file=sys.stderr)
             return
         tokenizer = load_tokenizer(read_plan(directory).all_of(ModelWorkerSpec)[0].tokenizer)
         for row in rows:
