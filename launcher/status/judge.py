@@ -37,6 +37,7 @@ from corral.launcher.terminal import format_duration, format_moment
 from corral.launcher.trial.exits import is_out_of_memory
 from corral.launcher.trial.history import Finding, PastAttempt
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
+from corral.launcher.trial.watchers import findings_of
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0
@@ -70,6 +71,8 @@ class TrialStatus:
     history: Sequence[PastAttempt] = ()
     findings: Sequence[Finding] = ()
     """What train steps have found out."""
+    watch: Sequence[Finding] = ()
+    """What its last numbers usually precede."""
     node_list: str = ""
     """The head's nodes, as the cluster writes them."""
     time_left: str = ""
@@ -137,6 +140,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         waits=find_waits(rows) if evidence.records is not None else (),
         history=evidence.history,
         findings=evidence.findings,
+        watch=findings_of(lines),
         node_list=job.nodes if job else "",
         time_left=job.time_left if job and job.phase is JobPhase.RUNNING else "",
         ended_at=float(evidence.ended["time"]) if evidence.ended else None,

@@ -94,6 +94,7 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     for finding in status.findings:
         lines += [fold(printable(line), width) for line in _describe(finding)]
     lines += [fold(line, width) for line in _compared(status.metrics)]
+    lines += [fold(f"watch      {found.text}: {found.details}", width) for found in status.watch]
     lines += [printable(_describe_end(end)) for end in status.history if end.attempt != status.attempt]
     if advice := _ADVICE.get(status.state):
         name = f"{status.experiment}/{status.trial}"

@@ -1,0 +1,119 @@
+"""Is it learning? Rules over the last train steps that tell, gently, what usually precedes a trial that goes wrong.
+
+    last lines of metrics.jsonl ──mean over some steps, beyond a limit──► Finding: what is seen, and the usual remedy
+
+They look at what every trial has written anyway and decide nothing: a trial that means to do what a rule warns of goes
+on as it is. A rule speaks only once enough steps have been seen, so nothing is said of a beginning.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from corral.launcher.trial.history import Finding
+from corral.launcher.trial.metrics import is_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A number that stays beyond a limit."""
+
+    metric: str
+    above: float
+    """Limit of its mean over `steps`."""
+    steps: int = 10
+    text: str
+    """With the mean as {value}."""
+    remedy: str
+
+
+RULES = (
+    # Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476, section 3.4: what is cut off is judged for its length.
+    Rule(
+        metric="no_eos_fraction",
+        above=0.3,
+        text="{value:.0%} of the answers are cut off by the limit of tokens",
+        remedy="raise rollout.sampling.max_new_tokens, or let ppo.overlong_buffer charge for length",
+    ),
+    # The same, section 3.2: groups of equal rewards give no gradient, and the batch is as much smaller.
+    Rule(
+        metric="data/dropped_of_issued",
+        above=0.5,
+        text="{value:.0%} of the prompts of these steps were dropped",
+        remedy="rl-logs TRIAL --errors says why; where answers are all as good, take other prompts (dataset.sampler)",
+    ),
+    # Schulman et al. 2017, https://arxiv.org/abs/1707.06347: beyond the clip a token teaches nothing more.
+    Rule(
+        metric="ppo/clip_fraction",
+        above=0.3,
+        text="{value:.0%} of the tokens are clipped: the policy moves far within a step",
+        remedy="lower actor.optimizer.lr, or ppo.n_minibatches and ppo.sample_reuse",
+    ),
+    Rule(
+        metric="train/skipped_early_stop",
+        above=0.2,
+        text="{value:.2g} updates of a step are left out since the policy had moved too far",
+        remedy="lower actor.optimizer.lr, or ppo.n_minibatches",
+    ),
+    # Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298: weights of tokens that are too old are capped.
+    Rule(
+        metric="ppo/capped_fraction",
+        above=0.2,
+        text="{value:.0%} of the tokens leave the loss, as generator and trainer are too far apart on them",
+        remedy="lower rollout.max_head_offpolicyness, or look at what rl-status says of the two",
+    ),
+    # Cui et al. 2025, https://arxiv.org/abs/2505.22617: without entropy nothing new is tried, and reward stands still.
+    Rule(
+        metric="entropy_is_gone",
+        above=0.99,
+        steps=20,
+        text="the policy always says the same (entropy below 0.01 nats a token), and is not always right",
+        remedy="start anew from earlier weights with ppo.eps_clip_high, ppo.entropy_coef, or a lower rate",
+    ),
+    Rule(
+        metric="rewards_are_equal",
+        above=0.99,
+        text="all answers of these steps have the same reward: nothing is learned from them",
+        remedy="rl-samples TRIAL shows them; look at the reward, or take harder or easier prompts",
+    ),
+)
+_NO_ENTROPY = 0.01  # nats per token
+_SOLVED = 0.95
+
+
+def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What the rules say of the last train steps.
+
+    Args:
+        lines: of metrics.jsonl, oldest first; those of evaluations are passed over.
+    """
+    steps = [_with_derived(line) for line in lines if "train/tokens" in line]
+    _add_dropped(steps)
+    found = []
+    for rule in RULES:
+        values = [line[rule.metric] for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
+        if len(values) == rule.steps and (mean := fmean(values)) > rule.above:
+            text = rule.text.format(value=mean)
+            found.append(Finding(text=f"{text}, over {rule.steps} steps", details=rule.remedy, step=steps[-1]["step"]))
+    return found
+
+
+def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:
+    derived = dict(line)
+    entropy, mean, spread = (line.get(name) for name in ("ppo/entropy", "rewards/mean", "rewards/std"))
+    if is_number(entropy) and is_number(mean):
+        derived["entropy_is_gone"] = float(entropy < _NO_ENTROPY and mean < _SOLVED)
+    if is_number(spread) and is_number(mean):
+        derived["rewards_are_equal"] = float(spread == 0.0 and mean < _SOLVED)
+    return derived
+
+
+def _add_dropped(steps: Sequence[dict[str, Any]]) -> None:
+    """Of what each step consumed, the share that was dropped."""
+    names = ("data/samples_dropped", "data/samples_trained")
+    for before, line in zip(steps, steps[1:], strict=False):
+        if all(is_number(one.get(name)) for one in (before, line) for name in names):
+            dropped, trained = (line[name] - before[name] for name in names)
+            if dropped >= 0 and trained > 0:  # else a failure took steps back
+                line["data/dropped_of_issued"] = dropped / (dropped + trained)

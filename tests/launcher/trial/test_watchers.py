@@ -1,0 +1,65 @@
+"""Each rule speaks of a trial that suffers from what it is about, and none of one that does not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from corral.launcher.trial.watchers import RULES, findings_of
+
+HEALTHY = {
+    "train/tokens": 1000.0,
+    "no_eos_fraction": 0.05,
+    "ppo/clip_fraction": 0.02,
+    "train/skipped_early_stop": 0.0,
+    "ppo/capped_fraction": 0.01,
+    "ppo/entropy": 0.3,
+    "rewards/mean": 0.6,
+    "rewards/std": 0.4,
+}
+SUFFERING: Mapping[str, Mapping[str, Any]] = {
+    "no_eos_fraction": {"no_eos_fraction": 0.5},
+    "data/dropped_of_issued": {"drops": 3},
+    "ppo/clip_fraction": {"ppo/clip_fraction": 0.5},
+    "train/skipped_early_stop": {"train/skipped_early_stop": 1.0},
+    "ppo/capped_fraction": {"ppo/capped_fraction": 0.4},
+    "entropy_is_gone": {"ppo/entropy": 0.001},
+    "rewards_are_equal": {"rewards/std": 0.0, "rewards/mean": 0.0},
+}
+
+
+def lines_of(num_steps: int, *, drops: float = 0.0, **changed: float) -> list[dict[str, Any]]:
+    """Each step trains two samples, and some are dropped."""
+    return [
+        {
+            "step": step,
+            **HEALTHY,
+            **changed,
+            "data/samples_trained": 2.0 * step,
+            "data/samples_dropped": drops * step,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def test_there_is_a_case_for_every_rule() -> None:
+    assert {rule.metric for rule in RULES} == SUFFERING.keys()
+
+
+@pytest.mark.parametrize("metric", SUFFERING)
+def test_a_rule_speaks_of_what_it_is_about_and_only_once_it_has_seen_enough(metric: str) -> None:
+    (rule,) = (rule for rule in RULES if rule.metric == metric)
+    lines = lines_of(30, **SUFFERING[metric])
+    (found,) = findings_of(lines)
+    assert not found.is_alarm and found.step == 30 and found.details == rule.remedy
+    assert f"over {rule.steps} steps" in found.text and "{" not in found.text
+    assert findings_of(lines[: rule.steps - 1]) == []
+    recovered = lines_of(60)[30 : 30 + rule.steps]
+    assert findings_of([*lines, {"step": 30, "eval/accuracy": 0.5}, *recovered]) == []
+
+
+def test_nothing_is_said_of_a_healthy_trial_a_solved_one_or_one_with_other_numbers() -> None:
+    assert findings_of(lines_of(50)) == []
+    assert findings_of(lines_of(50, **{"ppo/entropy": 0.001, "rewards/mean": 0.99, "rewards/std": 0.0})) == []
+    assert findings_of([{"step": step, "train/tokens": 9.0, "sft/loss": None} for step in range(50)]) == []
+    assert findings_of([]) == []
