@@ -51,7 +51,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"commands"},
     ],
     "workers": [
-        {"checkpoint", "data", "sandbox", "streams"},
+        {"checkpoint", "data", "modules", "sandbox", "streams"},
         {"agents", "episodes", "rewards", "shared_prompts"},
         {
             "backends",

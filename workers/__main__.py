@@ -28,7 +28,6 @@ from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.redis import RedisNameService
-from corral.workers.lifecycle.modules import loading_modules
 from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import (
@@ -39,6 +38,7 @@ from corral.workers.lifecycle.worker import (
     install_signal_handlers,
     run_to_exit_code,
 )
+from corral.workers.modules import loading_modules
 from corral.workers.streams.security import StreamSecurity
 from corral.workers.user_code.loading import ChangedCodeError, use_kept_code
 

@@ -204,7 +204,8 @@ def _ranks(plan: RunPlan, place: _Place, killed_in_save_of: int | None) -> Itera
         AssertionError: if one of them failed.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["tests.integration.trainer_half"])  # pays for the imports once
+    # The server pays once for the imports.
+    processes.set_forkserver_preload(["tests.workers.backends.imports_of_a_rank", "tests.integration.trainer_half"])
     world_size = plan.master.num_model_workers
     ranks: list[BaseProcess] = [
         processes.Process(target=_be_rank, args=(plan.to_json(), place, rank, killed_in_save_of if rank == 0 else None))

@@ -22,8 +22,8 @@ from corral.scheduling.restarts import RestartBudget
 from corral.workers.generation.backend import BackendLostError, GenerationBackend, ServerAccess
 from corral.workers.generation.control import ControlServer
 from corral.workers.generation.weight_updates import WeightUpdates
-from corral.workers.lifecycle.modules import loading_modules
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
+from corral.workers.modules import loading_modules
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
 from corral.experiments.trial.directory import atomic_write
+from corral.workers.modules import loading_modules
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, users_frame
@@ -142,7 +143,8 @@ class _Look:
 
 def _algorithms() -> Any:
     """Not at the top: only who trains with something of his own waits for torch."""
-    return import_module("corral.workers.algorithms.call_trial")
+    with loading_modules():
+        return import_module("corral.workers.algorithms.call_trial")
 
 
 def main(argv: list[str]) -> None:

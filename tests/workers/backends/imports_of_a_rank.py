@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from corral.workers.lifecycle.modules import loading_modules
+from corral.workers.modules import loading_modules
 
 with loading_modules():
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401

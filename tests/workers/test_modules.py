@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from corral.workers.lifecycle.modules import loading_modules
+from corral.workers.modules import loading_modules
 
 
 def test_what_is_loaded_is_not_searched_and_what_comes_later_is() -> None:
