@@ -120,6 +120,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/memory_growth.py --steps 200
 	$(BIN)/python benchmarks/commit.py
 	$(BIN)/python benchmarks/books.py --samples 100000 --rows 30000 --commits 10000
+	$(BIN)/python benchmarks/many_rows.py --rows 100000
 	$(BIN)/python benchmarks/weight_update.py
 	$(BIN)/python benchmarks/update_gap.py
 	$(BIN)/python benchmarks/async_gain.py

@@ -12,7 +12,7 @@ def forget_peak() -> None:
 
 
 def kernel_count(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """VmRSS, RssAnon or VmHWM of this process, in bytes."""
     return _bytes_after(name, Path("/proc/self/status"))
 
 

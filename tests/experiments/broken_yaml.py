@@ -1007,6 +1007,29 @@ FILE_CASES = (
         words=("cannot use the tokenizer", "download it again"),
         line=17,
     ),
+    BrokenCase(
+        name="condition-on-a-misspelled-field",
+        overrides=("dataset.where=len(promt) < 9",),
+        words=("train.jsonl:1", "where 'len(promt) < 9' cannot be asked", "did you mean 'prompt'?"),
+        line=17,
+    ),
+    BrokenCase(
+        name="condition-that-calls",
+        overrides=("dataset.where=open(prompt)",),
+        words=("dataset.where", "'open(prompt)' cannot be asked of a row", "use transform"),
+    ),
+    BrokenCase(
+        name="order-by-text",
+        overrides=("dataset.order=prompt",),
+        words=("train.jsonl:1", "order 'prompt' goes by numbers"),
+        line=17,
+    ),
+    BrokenCase(
+        name="sampler-without-rewards",
+        base=VALID_SFT,
+        overrides=("dataset.sampler=my_prompts:weigh",),
+        words=("dataset.sampler", "has none", "experiment: async_ppo"),
+    ),
     BrokenCase(name="empty-dataset", files={"train.jsonl": "\n\n"}, words=("no rows", "JSON object"), line=17),
     BrokenCase(
         name="row-without-prompt",

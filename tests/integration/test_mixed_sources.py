@@ -6,12 +6,16 @@ order is known from the start, or by a sampler of the user's own, whose order fo
 
 import asyncio
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow
@@ -27,7 +31,7 @@ from tests.integration.evidence import check_nothing_is_left
 from tests.integration.paced_rewards import rewards_by_row
 from tests.integration.trial_helpers import ROOT, Trial, read_lines, write_rows
 
-BATCH, GROUP, PASSES, SEED = 8, 4, 2, 1
+BATCH, GROUP, ROWS, SEED = 8, 4, 24, 1
 PARTS = {
     "most": {"function": "paced_rewards:by_row", "weight": 0.75},
     "rest": {"function": "paced_rewards:by_row", "weight": 0.25},
@@ -41,7 +45,9 @@ PARTS = {
 USERS_FILE = re.search(r"```python\n(# my_prompts\.py\n.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
 
 
-def begin(start_trial: Callable[..., Trial], folder: Path, *, order: str = "", sampler: str = "null") -> Trial:
+def begin(
+    start_trial: Callable[..., Trial], folder: Path, *, passes: int, order: str = "", **settings: object
+) -> Trial:
     """A trial of 24 of 28 rows, in order and one step after the other."""
     write_rows(folder / "lines.jsonl", 28)
     rows = [
@@ -55,28 +61,33 @@ def begin(start_trial: Callable[..., Trial], folder: Path, *, order: str = "", s
         f"few: {{path: {folder / 'rows.parquet'}, weight: 1}}}}"
     )
     return start_trial(
-        num_rows=24,
-        num_passes=PASSES,
+        num_rows=ROWS,
+        num_passes=passes,
         pause_s=0.1,
         overrides={
             "dataset.path": "null",
             "dataset.sources": sources,
-            "dataset.sampler": sampler,
             "evaluation.every_steps": 1000,
             "rollout.reward": json.dumps(PARTS),
             "rollout.drop_uniform_groups": "true",
             "rollout.max_head_offpolicyness": 0,
             "rollout.reorder_window": 1,
+            **settings,
         },
     )
 
 
-def outlive(trial: Trial, *, after_steps: int) -> list[str]:
-    """Over the deaths of the trainer and the manager to its end; the uids that were trained, in their order."""
+def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[str]:
+    """Over the deaths of trainer, manager, and perhaps all to its end; the uids that were trained, in their order."""
     trial.wait_for_steps(after_steps)
     trial.kill("master_worker/0")
     trial.wait_for_steps(1)
     trial.kill("gserver_manager/0")
+    if kills_all:
+        trial.wait_for_steps(1)
+        for pid in trial.processes():  # workers, supervisor and Redis; who keeps them starts them again
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     trial.full_speed()
     trial.wait_for_end()
     check_nothing_is_left(trial)
@@ -96,10 +107,10 @@ def prompts_of(trial: Trial) -> tuple[PlannedPrompts, dict[str, list[float]]]:
 
 
 def test_shares_and_a_curriculum_outlive_trainer_and_manager(start_trial: Callable[..., Trial], tmp_path: Path) -> None:
-    trial = begin(start_trial, tmp_path, order=", order: level")
+    trial = begin(start_trial, tmp_path, passes=2, order=", order: level")
     trained = outlive(trial, after_steps=2)
     prompts, rewards = prompts_of(trial)
-    planned = list(prompts.uids(seed=SEED, num_epochs=PASSES))
+    planned = list(prompts.uids(seed=SEED, num_epochs=2))
     assert trained == [uid for uid in planned if len(set(rewards[split_uid(uid)[1]])) > 1]
     counts = f"{len(trained)} prompts trained, {48 - len(trained)} dropped"
     assert audited(trial) == f"{counts}, in the order of the seed: skipped 0, repeated 0\n"
@@ -123,24 +134,23 @@ def test_a_sampler_draws_over_kills_what_it_would_have_drawn(
     (tmp_path / "my_prompts.py").write_text(USERS_FILE[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    trial = begin(start_trial, tmp_path, sampler="my_prompts:weigh")
-    trained = outlive(trial, after_steps=2)
+    settings: dict[str, object] = {"dataset.sampler": "my_prompts:weigh", "control.commit_every_steps": 2}
+    trial = begin(start_trial, tmp_path, passes=5, **settings)
+    trained = outlive(trial, after_steps=Random().randint(1, 4), kills_all=True)
     prompts, rewards = prompts_of(trial)
-    assert trained == drawn_without_interruption(prompts, rewards)
-    assert (
-        audited(trial)
-        == f"{len(trained)} prompts trained, {48 - len(trained)} dropped, as drawn: skipped 0, repeated 0\n"
-    )
+    assert trained == drawn_without_interruption(prompts, rewards, total=5 * ROWS)
+    counts = f"{len(trained)} prompts trained, {5 * ROWS - len(trained)} dropped"
+    assert audited(trial) == f"{counts}, as drawn: skipped 0, repeated 0\n"
 
 
-def drawn_without_interruption(prompts: PlannedPrompts, rewards: dict[str, list[float]]) -> list[str]:
+def drawn_without_interruption(prompts: PlannedPrompts, rewards: dict[str, list[float]], *, total: int) -> list[str]:
     """What a trainer trains that is never interrupted, by the sampler in this process."""
     import my_prompts
 
     async def weigh(histories: Sequence[Sequence[float]]) -> list[float]:
         return [my_prompts.weigh(list(history)) for history in histories]
 
-    ledger, trained, total = Ledger(numbers_of(prompts.row_ids)), list[str](), PASSES * len(prompts.row_ids)
+    ledger, trained = Ledger(numbers_of(prompts.row_ids)), list[str]()
     sources: dict[str, Any] = {name: one.weight for name, one in prompts.config.sources.items()}
     drawn = DrawnPrompts(prompts.row_ids, ledger, seed=SEED, batch_size=BATCH, eta=0, total=total, sources=sources)
     while ledger.consumed_count < total:
