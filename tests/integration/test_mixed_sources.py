@@ -1,7 +1,8 @@
 """Which prompt comes next, over kill -9 of trainer and manager: what would have come, no prompt twice, none lost.
 
 Two sources in their shares, some rows filtered out, groups of equal rewards dropped; and then by a curriculum, whose
-order is known from the start, or by a sampler of the user's own, whose order follows from rewards.
+order is known from the start, or by a sampler of the user's own, whose order follows from rewards. In the first trial
+each source has a teacher of its own, who is learned from beside the rewards.
 """
 
 import asyncio
@@ -25,11 +26,12 @@ import pytest
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
+from corral.workers.data.arithmetic import write_model
 from corral.workers.data.prompts import PlannedPrompts, split_uid
 from corral.workers.master.drawn_prompts import DrawnPrompts
 from tests.integration.evidence import check_nothing_is_left
 from tests.integration.paced_rewards import rewards_by_row
-from tests.integration.trial_helpers import ROOT, Trial, read_lines, write_rows
+from tests.integration.trial_helpers import ROOT, Material, Trial, read_lines, write_rows
 
 BATCH, GROUP, ROWS, SEED = 8, 4, 24, 1
 PARTS = {
@@ -106,8 +108,16 @@ def prompts_of(trial: Trial) -> tuple[PlannedPrompts, dict[str, list[float]]]:
     return prompts, {row: rewards_by_row(row.partition("/")[2], GROUP) for row in prompts.row_ids}
 
 
-def test_shares_and_a_curriculum_outlive_trainer_and_manager(start_trial: Callable[..., Trial], tmp_path: Path) -> None:
-    trial = begin(start_trial, tmp_path, passes=2, order=", order: level")
+def test_shares_and_a_curriculum_outlive_trainer_and_manager(
+    start_trial: Callable[..., Trial], material: Material, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "teacher", seed=2, hidden_size=32, num_layers=2)
+    taught: dict[str, object] = {
+        "teachers": f"{{many: {{path: {material.model}}}, few: {{path: {tmp_path / 'teacher'}}}}}",
+        "ppo.distillation.coef": 0.1,
+        "ppo.distillation.top_k": 5,
+    }
+    trial = begin(start_trial, tmp_path, passes=2, order=", order: level", **taught)
     trained = outlive(trial, after_steps=2)
     prompts, rewards = prompts_of(trial)
     planned = list(prompts.uids(seed=SEED, num_epochs=2))
@@ -121,6 +131,7 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(start_trial: Callab
         assert line["rewards/mean"] == pytest.approx(0.75 * most + 0.25 * rest, abs=1e-6)
         assert short <= 0.0 <= line["reward/seconds"] <= line["reward/seconds/max"]
     assert steps and any(line["reward/part/short"] < 0.0 for line in steps)
+    assert all(0.0 < line["ppo/teacher_kl"] < 10.0 for line in steps)
     named = {name for line in trial.metrics() for name in line if "/source/" in name}
     kinds = ("reward", "response_length", "no_eos_fraction")
     assert named == {f"{kind}/source/{name}" for kind in kinds for name in ("many", "few")}
