@@ -75,6 +75,9 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
         check_nothing_is_left(trial)
         check_every_sample_was_consumed_once(trial)
         check_no_token_was_too_old(trial, eta=0)
+        for line in (line for line in trial.metrics() if "ppo/loss" in line):
+            assert line["reward/part/digits"] == pytest.approx(line["rewards/mean"], abs=1e-6)
+            assert 0.0 < line["reward/seconds"] <= line["reward/seconds/max"]
     check_same_training(in_turns, asynchronous)
     check_generator_and_trainer_agreed(asynchronous)
     shown = in_turns.run("rl-status")
