@@ -28,6 +28,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfi
 PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.pretended_gpu.installed \
 	tests/gpu tests/pretended_gpu tests/workers/backends/test_chunked_head.py
 export OMP_NUM_THREADS ?= 1
+# Some containers forbid byte code; then each of the test processes would compile all tests, at every run.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup sglang environments megatron lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
