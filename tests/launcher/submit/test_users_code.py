@@ -69,6 +69,7 @@ BROKEN = {
         "def score(problem, answer):\n    return problem['solution']\n",
         "KeyError: 'solution' (own.py:2)",
     ),
+    "a sampler of None": ("dataset.sampler", "def score(rewards):\n    pass\n", "for [0.0] it is None"),
     "a reward that hangs": (
         "rollout.reward",
         "def score(problem, answer):\n    while True:\n        pass\n",
