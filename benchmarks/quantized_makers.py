@@ -127,9 +127,8 @@ def main() -> int:
     root: Path = arguments.fileroot.absolute()
     recipes = {path.name: path for path in all_recipes()}
     data = make_data(root)
-    sft_export = root / "arithmetic-sft" / "start" / "exports" / "final"
-    if not sft_export.exists():
-        train(recipes[SFT_RECIPE], root=root, trial="start", data=data, sft_export=sft_export)
+    if not (root / "arithmetic-sft" / "start" / "exports" / "final").exists():
+        train(recipes[SFT_RECIPE], root=root, trial="start", data=data)
     runs: list[Run | None] = []
     for seed in arguments.seeds:
         for maker in arguments.makers:
@@ -138,9 +137,7 @@ def main() -> int:
             if not metrics.exists():
                 print(f"== {trial}", flush=True)
                 overrides = (f"seed={seed}", *MAKERS[maker])
-                train(
-                    recipes[GRPO_RECIPE], root=root, trial=trial, data=data, sft_export=sft_export, overrides=overrides
-                )
+                train(recipes[GRPO_RECIPE], root=root, trial=trial, data=data, start="start", overrides=overrides)
             runs.append(read_run(metrics, maker=maker, seed=seed))
     print(f"\n{render(run for run in runs if run is not None)}")
     return int(None in runs)

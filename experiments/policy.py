@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length, check_teacher
+from corral.experiments.checks.data import MODEL_CONTEXT, check_length
+from corral.experiments.checks.teachers import check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (
@@ -277,7 +278,13 @@ class PolicyExperiment(Experiment):
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
-        yield from self._teacher_problems()
+        yield from check_teachers(
+            {self.key_of(role): self.models[role] for role in self._teacher_roles},
+            self.actor,
+            names=self.teachers.keys(),
+            sources=self.dataset.sources.keys(),
+            top_k=self.ppo.distillation.top_k,
+        )
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -286,27 +293,6 @@ class PolicyExperiment(Experiment):
                 limit=limit,
                 limit_name=limit_name,
                 path=("rollout", "sampling", "max_new_tokens"),
-            )
-
-    def _teacher_problems(self) -> Iterator[ConfigProblem]:
-        top_k = self.ppo.distillation.top_k
-        for role in self._teacher_roles:
-            yield from check_teacher(self.models[role], self.actor, key=self.key_of(role), top_k=top_k)
-        if top_k is not None and self.actor.shared_prompts != "off":
-            yield ConfigProblem(
-                "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
-                "that begin alike are asked once",
-                "set actor.shared_prompts: off",
-                path=("actor", "shared_prompts"),
-            )
-        if self.teachers and self.teacher is not None:
-            yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
-        if self.teachers and self.teachers.keys() != self.dataset.sources.keys():
-            sources = ", ".join(self.dataset.sources) or "nothing"
-            yield ConfigProblem(
-                f"teachers are named {', '.join(self.teachers)}, and dataset.sources {sources}: each source has one",
-                "name teachers as the sources, or give one `teacher` of all rows",
-                path=("teachers",),
             )
 
     def _key_problems(self) -> Iterator[ConfigProblem]:

@@ -8,7 +8,7 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowK
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.datasets.dataset import Dataset, Look
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted, split_remedy
-from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes, read_vocabulary
+from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.scheduling.mesh import Mesh
@@ -139,43 +139,6 @@ def check_vocabulary(model: ModelConfig, first: ModelConfig, *, key: str) -> Ite
             f"{key} has a vocabulary of {own}, the actor one of {actors}",
             "use the model that the actor starts from, or one with the same tokenizer",
             path=(key, "path"),
-        )
-
-
-def check_teacher(
-    teacher: ModelConfig, actor: ModelConfig, *, key: str, top_k: int | None = None
-) -> Iterator[ConfigProblem]:
-    """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up.
-
-    Args:
-        top_k: how many of its own tokens it tells the actor, which then has to know all of them.
-    """
-    own, actors = (read_vocabulary(one.path) for one in (teacher, actor))
-    if own is not None and actors is not None and (others := sorted(dict(actors.items() - own.items()))):
-        yield ConfigProblem(
-            f"{key} has another tokenizer than the actor: {len(others)} of the actor's {len(actors)} tokens are others "
-            f"to it, such as {others[0]!r}",
-            "take a teacher of the actor's family, with the same tokenizer: it scores the actor's tokens one by one",
-            path=(key, "path"),
-        )
-    rows, needed = (model_sizes(one.path).get("vocab_size") for one in (teacher, actor))
-    if rows is not None and needed is not None and rows < needed:
-        yield ConfigProblem(
-            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it cannot read all that the actor may write",
-            "take a teacher with at least as many rows of embeddings",
-            path=(key, "path"),
-        )
-    elif rows != needed and top_k is not None and rows is not None and needed is not None:
-        yield ConfigProblem(
-            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it may tell of tokens that the actor lacks",
-            "take a teacher with as many rows of embeddings, or leave out ppo.distillation.top_k",
-            path=(key, "path"),
-        )
-    elif needed is not None and top_k is not None and top_k > needed:
-        yield ConfigProblem(
-            f"ppo.distillation.top_k {top_k} is more than the vocabulary of {needed}",
-            f"at most {needed}; 20 to 100 are usual",
-            path=("ppo", "distillation", "top_k"),
         )
 
 

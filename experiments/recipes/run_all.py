@@ -3,8 +3,8 @@
     arithmetic data, an untrained model ──► arithmetic_sft.yaml ──export──► all other recipes ──► one table
                                                                  └──► arithmetic_grpo.yaml by each of --algorithms
 
-Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft and
-demo/tools_sft are what SFT has made of it, and all others are files of the data.
+Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft,
+demo/tools_sft and demo/grpo are what the recipes of `MADE` have made of it, and all others are files of the data.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,8 +24,14 @@ from corral.experiments.loading.yaml_loader import read_yaml
 
 EXAMPLES = "demo/"
 UNTRAINED, AFTER_SFT, AFTER_TOOLS_SFT = "model", "sft", "tools_sft"
-_COMPARED = "arithmetic_grpo.yaml"
-_SFT, _TOOLS_SFT = "arithmetic-sft", "arithmetic-tools-sft"  # the recipes' names
+AFTER_GRPO = "grpo"
+MADE: Mapping[str, str] = {
+    AFTER_SFT: "arithmetic-sft",
+    AFTER_TOOLS_SFT: "arithmetic-tools-sft",
+    AFTER_GRPO: "arithmetic-grpo",
+}
+"""The name of the recipe that makes it, by the example path."""
+_COMPARED, _DISTILLED = "arithmetic_grpo.yaml", "arithmetic_distillation.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,17 @@ def example_paths(recipe: Path) -> dict[str, str]:
     }
 
 
+def needs_of(recipe: Path) -> list[Path]:
+    """The recipes that make what it starts from or learns of."""
+    by_name = {str(read_yaml(path)[0]["name"]): path for path in all_recipes()}
+    return [by_name[MADE[example]] for example in example_paths(recipe).values() if example in MADE]
+
+
+def with_needs(recipes: Iterable[Path]) -> list[Path]:
+    """The recipes, each once and behind those that it needs."""
+    return list(dict.fromkeys(one for path in recipes for one in (*with_needs(needs_of(path)), path)))
+
+
 def gpu_settings(recipe: Path) -> list[str]:
     """Overrides that give a GPU to each worker that the recipe keeps on the CPU: it computes there by itself."""
     groups = read_yaml(recipe)[0].get("groups", {})
@@ -119,22 +136,27 @@ def answers_to_goal(metrics: Path, goal: float) -> int | None:
 
 
 def compared_algorithms() -> list[str]:
-    """Those that train by one recipe: all but those with a critic, for which a model is missing there."""
+    """All but those with a critic, for which a model is missing in the recipes that they train by."""
     return [name for name, preset in PRESETS.items() if preset.get("advantage") != "gae"]
 
 
+def recipe_of(algorithm: str) -> Path:
+    """The recipe that an algorithm is compared by: one for all, but with a teacher where one is learned from."""
+    name = _DISTILLED if "distillation" in PRESETS.get(algorithm, {}) else _COMPARED
+    (recipe,) = (path for path in all_recipes() if path.name == name)
+    return recipe
+
+
 def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, goal: float, overrides: Sequence[str]) -> str:
-    """One recipe by each algorithm, and a table of how many answers each was trained on until it was good enough.
+    """The same recipe by each algorithm, and a table of how many answers each was trained on until it was good enough.
 
     Args:
         goal: mean reward of answers to held-out problems that is good enough.
     """
-    (recipe,) = (path for path in all_recipes() if path.name == _COMPARED)
     rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {goal:g}")]
     for name in names:
         own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
-        sft_export = export_of(_SFT, root=root, trial=trial)
-        metrics = train(recipe, root=root, trial=f"{trial}-{name}", data=data, sft_export=sft_export, overrides=own)
+        metrics = train(recipe_of(name), root=root, trial=f"{trial}-{name}", start=trial, data=data, overrides=own)
         values, answers = read_values(metrics, "eval/reward/mean"), answers_to_goal(metrics, goal)
         ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")
         rows.append((name, *ends, "-" if answers is None else f"{answers:,}"))
@@ -157,22 +179,19 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def export_of(name: str, *, root: Path, trial: str) -> Path:
-    """What a recipe of this name has made, or will have."""
-    return root / name / trial / "exports" / "final"
-
-
-def train(recipe: Path, *, root: Path, trial: str, data: Path, sft_export: Path, overrides: Sequence[str] = ()) -> Path:
+def train(
+    recipe: Path, *, root: Path, trial: str, data: Path, start: str | None = None, overrides: Sequence[str] = ()
+) -> Path:
     """Train a recipe to its end on this machine; returns its metrics.jsonl, which may be missing if it failed.
 
     Args:
         root: where trials go.
         data: the folder of the arithmetic data.
-        sft_export: the model that SFT has made, or will have.
+        start: the trial of other recipes whose models this one names; None is `trial`.
         overrides: settings in place of the recipe's, such as "seed=2".
     """
     options = []
-    made = {AFTER_SFT: sft_export, AFTER_TOOLS_SFT: export_of(_TOOLS_SFT, root=root, trial=trial)}
+    made = {example: root / name / (start or trial) / "exports" / "final" for example, name in MADE.items()}
     for key, example in example_paths(recipe).items():
         options += ["-s", f"{key}={made.get(example, data / example)}"]
     for override in overrides:
@@ -187,8 +206,7 @@ def run(recipe: Path, *, root: Path, trial: str, data: Path, overrides: Sequence
     promise = PROMISES[kind_of(recipe)]
     print(f"== {recipe.name}: {promise.words}", flush=True)
     started = time.monotonic()
-    sft_export = export_of(_SFT, root=root, trial=trial)
-    metrics = train(recipe, root=root, trial=trial, data=data, sft_export=sft_export, overrides=overrides)
+    metrics = train(recipe, root=root, trial=trial, data=data, overrides=overrides)
     values = read_values(metrics, promise.metric)
     return Result(recipe=recipe.name, promise=promise, values=values, seconds=time.monotonic() - started)
 
@@ -203,12 +221,12 @@ def make_data(root: Path) -> Path:
 def main() -> int:
     """Run the recipes; 1 if one does not move what it should."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; SFT always runs first")
+    parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; what they need runs first")
     default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
     parser.add_argument("--backend", choices=["hf", "sglang"], default="hf", help="whose generation servers answer")
     parser.add_argument(
-        "--algorithms", help="compare these, comma between them, or all, and run no other recipe but SFT"
+        "--algorithms", help="compare these, comma between them, or all, and run no recipe but those that they need"
     )
     parser.add_argument("--gpu", action="store_true", help="a GPU for each trainer rank and generation server")
     parser.add_argument("--goal", type=float, default=0.8, help="reward that they are compared by; SFT comes to 0.7")
@@ -217,20 +235,18 @@ def main() -> int:
     root: Path = arguments.fileroot.absolute()
     data = make_data(root)
     trial = time.strftime("recipes-%Y%m%d-%H%M%S")
-    chosen = [
-        path
-        for path in all_recipes()
-        if not (arguments.only or arguments.algorithms)
-        or (read_yaml(path)[0]["name"] == _SFT if arguments.algorithms else kind_of(path) == "sft")
-        or any(word in path.name for word in arguments.only)
-    ]
+    names = compared_algorithms() if arguments.algorithms == "all" else (arguments.algorithms or "").split(",")
+    if arguments.algorithms:
+        wanted = [need for name in names for need in needs_of(recipe_of(name))]
+    else:
+        words = arguments.only or [""]
+        wanted = [path for path in all_recipes() if any(word in path.name for word in words)]
     results = []
-    for path in chosen:
+    for path in with_needs(wanted):
         overrides = backend_settings(path, arguments.backend) + (gpu_settings(path) if arguments.gpu else [])
         results.append(run(path, root=root, trial=trial, data=data, overrides=overrides))
     print(f"\n{render(results)}")
     if arguments.algorithms:
-        names = compared_algorithms() if arguments.algorithms == "all" else arguments.algorithms.split(",")
         print(f"\n{compare(names, root=root, trial=trial, data=data, goal=arguments.goal, overrides=arguments.set)}")
     return int(not all(result.is_good for result in results))
 

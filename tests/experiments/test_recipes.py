@@ -11,8 +11,7 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.recipes.run_all import (
-    AFTER_SFT,
-    AFTER_TOOLS_SFT,
+    MADE,
     PROMISES,
     UNTRAINED,
     Promise,
@@ -24,7 +23,9 @@ from corral.experiments.recipes.run_all import (
     example_paths,
     kind_of,
     read_values,
+    recipe_of,
     render,
+    with_needs,
 )
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
@@ -48,9 +49,7 @@ def _load(recipe: Path, folder: Path, *more: str) -> Experiment:
         if name.endswith(".jsonl"):
             count = 10 if name.startswith("heldout") else 128
             (folder / name).write_text(pairs(count) if "preferences" in name else rows(count))
-    paths = {
-        key: folder / (UNTRAINED if name in (AFTER_SFT, AFTER_TOOLS_SFT) else name) for key, name in examples.items()
-    }
+    paths = {key: folder / (UNTRAINED if name in MADE else name) for key, name in examples.items()}
     overrides = [f"{key}={path}" for key, path in paths.items()]
     return load_experiment(recipe, [*overrides, *more])
 
@@ -73,6 +72,13 @@ def test_recipes_are_installed() -> None:
     assert kind_of(all_recipes()[0]) == "sft"  # what the others start from
 
 
+def test_recipes_run_behind_those_that_make_what_they_need() -> None:
+    assert sorted(with_needs(_RECIPES)) == sorted(_RECIPES)
+    taught = ["arithmetic_sft.yaml", "arithmetic_grpo.yaml", "arithmetic_distillation.yaml"]
+    assert [path.name for path in with_needs([recipe_of("distillation")])] == taught
+    assert [path.name for path in with_needs([recipe_of("dapo")])] == taught[:2]
+
+
 @pytest.mark.parametrize("recipe", _EACH)
 def test_recipe_makes_a_plan_that_fits_a_laptop(recipe: Path, tmp_path: Path) -> None:
     plan = _plan(recipe, tmp_path)
@@ -87,7 +93,7 @@ def test_another_backend_answers_where_any_does() -> None:
 
 @pytest.mark.parametrize("recipe", _EACH)
 def test_recipe_looks_for_its_files_beside_itself_until_told_otherwise(recipe: Path) -> None:
-    with pytest.raises(ValueError, match="demo/(model|sft|tools_sft) does not exist"):
+    with pytest.raises(ValueError, match="demo/(model|sft|tools_sft|grpo) does not exist"):
         load_experiment(recipe)
 
 

@@ -186,7 +186,8 @@ class PPOActorInterface(ModelInterface):
         keys = micro_batch.tensors
         loss_mask = keys["loss_mask"]
         # Masked before any exp(): what stands on prompt tokens must reach neither a sum nor a gradient.
-        masked = TokenScores(torch.where(loss_mask, scores.logprobs, 0.0), scores.entropy)
+        asked = None if scores.asked is None else torch.where(loss_mask[:, None], scores.asked, 0.0)
+        masked = TokenScores(torch.where(loss_mask, scores.logprobs, 0.0), scores.entropy, asked)
         policy = self._policy_loss(masked, micro_batch, config)
         ratio, log_ratio = importance_ratio(masked.logprobs.detach(), center_logprobs(micro_batch, config), loss_mask)
         stats = {_RATIO: ratio, _APPROX_KL: -log_ratio, "ppo/entropy": scores.entropy, **policy.stats}
@@ -203,7 +204,7 @@ class PPOActorInterface(ModelInterface):
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
         if config.distillation.coef > 0.0:
-            divergence = _teacher_kl(scores, keys, config.distillation)
+            divergence = _teacher_kl(masked, keys, config.distillation)
             stats["ppo/teacher_kl"] = divergence.detach()
             if config.distillation.top_k is not None:
                 losses = losses + config.distillation.coef * divergence
@@ -227,15 +228,13 @@ def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:
 
 
 def _teacher_kl(scores: TokenScores, keys: Mapping[str, Tensor], config: DistillationConfig) -> Tensor:
-    """[T]: the divergence to the teacher in each place, 0 outside the loss mask; with `top_k` it has a gradient."""
+    """[T]: the divergence to the teacher in each place of the loss mask; with `top_k` it has a gradient."""
     mask = keys["loss_mask"]
     if scores.asked is None:
-        logprobs, teacher_logprobs = scores.logprobs.detach(), keys["teacher_logprobs"]
-        return torch.where(mask, approximate_kl(logprobs, teacher_logprobs, estimator="k1"), 0.0)
-    # Masked before any exp(), as the log-probabilities of the labels are.
-    asked = torch.where(mask[:, None], scores.asked, 0.0)
-    teacher = torch.where(mask[:, None], keys[TEACHER_TOPK_LOGPROBS].view_as(asked), 0.0)
-    return torch.where(mask, kl_over_top_k(asked, teacher, is_forward=config.divergence == "forward_kl"), 0.0)
+        teacher = torch.where(mask, keys["teacher_logprobs"], 0.0)
+        return approximate_kl(scores.logprobs.detach(), teacher, estimator="k1")
+    teacher = torch.where(mask[:, None], keys[TEACHER_TOPK_LOGPROBS].view_as(scores.asked), 0.0)
+    return kl_over_top_k(scores.asked, teacher, is_forward=config.divergence == "forward_kl")
 
 
 def _with_proximal(micro_batch: MicroBatch, logprobs: Tensor, config: PPOConfig) -> MicroBatch:

@@ -38,7 +38,7 @@ from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
-from corral.workers.backends import chunked_head
+from corral.workers.backends import chunked_scores
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
@@ -331,4 +331,4 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
 
 
 def test_the_head_works_on_chunks_of_the_size_that_is_planned_with() -> None:
-    assert HEAD_CHUNK_BYTES == chunked_head._CHUNK_BYTES
+    assert HEAD_CHUNK_BYTES == chunked_scores._CHUNK_BYTES

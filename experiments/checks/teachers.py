@@ -1,0 +1,80 @@
+"""Checks of those that are learned from: teachers that read what the actor writes, and are there for every row."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from corral.experiments.config.model import ModelConfig
+from corral.experiments.errors import ConfigProblem
+from corral.experiments.inputs.model_directory import model_sizes, read_vocabulary
+
+
+def check_teachers(
+    teachers: Mapping[str, ModelConfig],
+    actor: ModelConfig,
+    *,
+    names: Collection[str],
+    sources: Collection[str],
+    top_k: int | None,
+) -> Iterator[ConfigProblem]:
+    """What is wrong with teachers and the rows that they judge.
+
+    Args:
+        teachers: all of them, by the key of the file that describes each.
+        names: of those that judge a source of rows each.
+        sources: of rows.
+        top_k: how many of its own tokens each tells the actor; None for the probabilities of the actor's.
+    """
+    for key, teacher in teachers.items():
+        yield from _check_one(teacher, actor, key=key, top_k=top_k)
+    if teachers and top_k is not None and actor.shared_prompts != "off":
+        yield ConfigProblem(
+            "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
+            "that begin alike are asked once",
+            "set actor.shared_prompts: off",
+            path=("actor", "shared_prompts"),
+        )
+    if names and len(names) < len(teachers):
+        yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
+    if names and set(names) != set(sources):
+        yield ConfigProblem(
+            f"teachers are named {', '.join(names)}, and dataset.sources {', '.join(sources) or 'nothing'}: each "
+            "source has one",
+            "name teachers as the sources, or give one `teacher` of all rows",
+            path=("teachers",),
+        )
+
+
+def _check_one(
+    teacher: ModelConfig, actor: ModelConfig, *, key: str, top_k: int | None = None
+) -> Iterator[ConfigProblem]:
+    """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up.
+
+    Args:
+        top_k: how many of its own tokens it tells the actor, which then has to know all of them.
+    """
+    own, actors = (read_vocabulary(one.path) for one in (teacher, actor))
+    if own is not None and actors is not None and (others := sorted(dict(actors.items() - own.items()))):
+        yield ConfigProblem(
+            f"{key} has another tokenizer than the actor: {len(others)} of the actor's {len(actors)} tokens are others "
+            f"to it, such as {others[0]!r}",
+            "take a teacher of the actor's family, with the same tokenizer: it scores the actor's tokens one by one",
+            path=(key, "path"),
+        )
+    rows, needed = (model_sizes(one.path).get("vocab_size") for one in (teacher, actor))
+    if rows is not None and needed is not None and rows < needed:
+        yield ConfigProblem(
+            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it cannot read all that the actor may write",
+            "take a teacher with at least as many rows of embeddings",
+            path=(key, "path"),
+        )
+    elif rows != needed and top_k is not None and rows is not None and needed is not None:
+        yield ConfigProblem(
+            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it may tell of tokens that the actor lacks",
+            "take a teacher with as many rows of embeddings, or leave out ppo.distillation.top_k",
+            path=(key, "path"),
+        )
+    elif needed is not None and top_k is not None and top_k > needed:
+        yield ConfigProblem(
+            f"ppo.distillation.top_k {top_k} is more than the vocabulary of {needed}",
+            f"at most {needed}; 20 to 100 are usual",
+            path=("ppo", "distillation", "top_k"),
+        )
