@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         tools as tools,
     )
     from corral.experiments.async_ppo import AsyncPPOExperiment as AsyncPPOExperiment
-    from corral.experiments.config.algorithm import PPOConfig as PPOConfig
+    from corral.experiments.config.algorithm import DPOConfig as DPOConfig, PPOConfig as PPOConfig
     from corral.experiments.config.base import FrozenConfig as FrozenConfig
     from corral.experiments.dpo import DPOExperiment as DPOExperiment
     from corral.experiments.ppo import PPOExperiment as PPOExperiment
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from corral.workers.algorithms.functional.policy_losses import importance_ratio as importance_ratio
     from corral.workers.algorithms.functional.token_losses import TokenLosses as TokenLosses
     from corral.workers.algorithms.interfaces import InterfaceSettings as InterfaceSettings
+    from corral.workers.algorithms.pair_losses import PairScores as PairScores
     from corral.workers.algorithms.policy_loss import (
         PolicyLoss as PolicyLoss,
         center_logprobs as center_logprobs,
@@ -83,7 +84,7 @@ _NAMES_BY_MODULE = {
         "tools",
     ),
     "corral.experiments.async_ppo": ("AsyncPPOExperiment",),
-    "corral.experiments.config.algorithm": ("PPOConfig",),
+    "corral.experiments.config.algorithm": ("DPOConfig", "PPOConfig"),
     "corral.experiments.config.base": ("FrozenConfig",),
     "corral.experiments.dpo": ("DPOExperiment",),
     "corral.experiments.ppo": ("PPOExperiment",),
@@ -98,6 +99,7 @@ _NAMES_BY_MODULE = {
     "corral.workers.algorithms.functional.policy_losses": ("importance_ratio",),
     "corral.workers.algorithms.functional.token_losses": ("TokenLosses",),
     "corral.workers.algorithms.interfaces": ("InterfaceSettings",),
+    "corral.workers.algorithms.pair_losses": ("PairScores",),
     "corral.workers.algorithms.policy_loss": ("PolicyLoss", "center_logprobs", "ppo"),
     "corral.workers.backends.base": ("AnyEngine",),
     "corral.workers.backends.micro_batches": ("MicroBatch",),

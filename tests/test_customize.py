@@ -1,5 +1,6 @@
 """The files of docs/customize.md, run as they stand there."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import DPOConfig, PPOConfig
+from corral.experiments.errors import ConfigError
 from corral.experiments.registry import load_experiment
 from corral.experiments.specs import graph_keys
+from corral.launcher.submit.prepare import prepare
 from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.base import check_call, compute_logprobs
@@ -19,6 +22,7 @@ from corral.workers.algorithms.call_trial import keys_of_interface
 from corral.workers.algorithms.check import check_file, main
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.preferences import DPOInterface
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.workers.algorithms.small_engine import SmallEngine
@@ -26,6 +30,18 @@ from tests.workers.backends.training_helpers import make_sample
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "customize.md"
 FILES = {name: text for name, text in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)}
+PAIRS = {
+    "experiment": "dpo",
+    "name": "pairs",
+    "actor": {"path": "model"},
+    "ref": {"path": "model"},
+    "dataset": {"path": "pairs.jsonl", "max_prompt_tokens": 8},
+    "train_batch_size": 4,
+    "groups": {
+        "master_worker": {"scheduling": {"cpu": 1, "mem": "1G"}},
+        "model_worker": {"scheduling": {"cpu": 1, "gpu": 0, "mem": "1G"}},
+    },
+}
 SURPRISE = Key("surprise", "per_answer", "float32")
 
 
@@ -52,6 +68,7 @@ def test_every_file_is_shorter_than_forty_lines() -> None:
         "gentle_loss",
         "fluent_loss",
         "tempered_loss",
+        "hinge_pairs",
         "curiosity",
         "surprise",
         "curious_ppo",
@@ -86,6 +103,31 @@ def test_every_loss_and_advantage_of_the_page_passes_the_check_that_it_names() -
     assert actor.train_step(engine, sample, version=0)["train/skipped_nonfinite"] == 0.0
     with pytest.raises(ValueError, match="worse: Input should be greater than or equal to 0; Tempered has worse"):
         PPOActorInterface(PPOConfig(loss="tempered_loss:Tempered", loss_settings={"worse": -1.0}))
+
+
+def test_a_loss_of_pairs_of_ones_own_holds_them_as_far_apart_as_it_is_told(tmp_path: Path) -> None:
+    def margin(**settings: object) -> float:
+        dpo = DPOInterface(DPOConfig.model_validate({"beta": 1.0, **settings}))
+        engine, sample = SmallEngine("lm", lr=0.05), make_sample([[6, 9], [7, 8]])
+        sample = sample.with_key("ref_logprobs", dpo.inference(engine, sample)["logprobs"])
+        for version in range(60):
+            dpo.train_step(engine, sample, version=version)
+        return dpo.evaluate(engine, sample)["margin"]
+
+    held = margin(loss="hinge_pairs:Hinge", loss_settings={"ahead": 0.5})
+    assert 0.4 < held < 1.5 < margin()
+    with pytest.raises(ValueError, match="loss_settings has no effect without a loss of your own"):
+        DPOConfig(loss_settings={"ahead": 0.5})
+    # As rl-submit tries it.
+    write_inputs(tmp_path)
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(PAIRS))
+    overrides = ["dpo.loss=hinge_pairs:Hinge", f"cluster.fileroot={tmp_path}"]
+    submission = prepare(tmp_path / "dpo.yaml", overrides, trial_name=None, mode="local")
+    assert set(submission.code.contents) == {"hinge_pairs.py"}
+    with pytest.raises(ConfigError, match=r"ahead: Input should be greater than 0"):
+        prepare(tmp_path / "dpo.yaml", [*overrides, "dpo.loss_settings={ahead: -1}"], trial_name=None, mode="local")
 
 
 def test_a_loss_of_ones_own_reads_a_key_that_it_declares() -> None:

@@ -13,6 +13,8 @@ INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "teacher", "reward", "paired_rewar
 """The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
 LOSS_NAMES = ("ppo", "gspo", "cispo")
 """The policy losses that `corral.workers.algorithms.policy_loss` has under these names."""
+PAIR_LOSS_NAMES = ("dpo", "ipo", "simpo", "kto")
+"""The losses of pairs that `corral.workers.algorithms.pair_losses` has under these names."""
 ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae", "none")
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
 
@@ -245,8 +247,10 @@ class CriticConfig(FrozenConfig):
 class DPOConfig(FrozenConfig):
     """Direct preference optimisation (https://arxiv.org/abs/2305.18290) and its kin. docs/algorithms.md has the formulas."""  # noqa: E501
 
-    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
-    """dpo, ipo (a margin to reach, and not to pass), simpo (without a reference), kto (each answer by itself)."""
+    loss: Annotated[str, AfterValidator(lambda text: named_or_imported(text, PAIR_LOSS_NAMES))] = "dpo"
+    """dpo, ipo (a margin to reach, and not to pass), simpo (without a reference), kto (each answer by itself), or the import path of one of your own."""  # noqa: E501
+    loss_settings: dict[str, Any] = {}
+    """Fields of a loss of your own that is a class."""
     beta: float = Field(default=0.1, gt=0.0)
     """How much the policy is held to the reference: the implicit reward is beta times the log-ratio. Of ipo it is tau, of simpo the scale of log-probabilities per token (2.0 is usual)."""  # noqa: E501
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
@@ -268,6 +272,8 @@ class DPOConfig(FrozenConfig):
         ):
             if self.loss not in losses and getattr(self, written) != type(self).model_fields[written].default:
                 raise ValueError(f"{written} has no effect with loss: {self.loss}; remove it")
+        if self.loss_settings and ":" not in self.loss:
+            raise ValueError("loss_settings has no effect without a loss of your own; remove it")
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import DPOConfig, PPOConfig
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.rollout import EXACT_MATCH, NO_REWARD, SINGLE_TURN, RewardPart
 from corral.experiments.worker_specs import Head
@@ -60,6 +60,7 @@ class CallQuestion(FrozenConfig):
     call: ModelFunctionCall
     head: Head
     ppo: PPOConfig | None
+    dpo: DPOConfig = DPOConfig()
     declared: tuple[Key, ...]
     """Keys of the graph that are not built in."""
 

@@ -119,6 +119,7 @@ def _import_paths(plan: RunPlan) -> Iterator[str]:
         yield from (call.implementation for call in rank.calls)
         for role in rank.roles:
             yield from (role.ppo.loss, role.ppo.advantage) if role.ppo is not None else ()
+            yield role.dpo.loss
 
 
 def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question:
@@ -158,21 +159,27 @@ def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, RolloutConfi
 
 
 def _call_questions(plan: RunPlan) -> Iterator[CallQuestion]:
-    """Calls with an interface of the user's own, and the actor's train step with such a loss or advantage."""
+    """Calls with an interface of the user's own, and train steps with such a loss or advantage."""
     roles = {role.role: role for role in plan.roles.values()}
     for call in plan.master.calls:
         role = roles[call.role]
         own = users_paths(_code_of(call, role))
         if own and call.call_type is not CallType.GENERATE:
             yield CallQuestion(
-                import_path=own[0], call=call, head=role.head, ppo=role.ppo, declared=plan.master.declared_keys
+                import_path=own[0],
+                call=call,
+                head=role.head,
+                ppo=role.ppo,
+                dpo=role.dpo,
+                declared=plan.master.declared_keys,
             )
 
 
 def _code_of(call: ModelFunctionCall, role: ModelRoleSpec) -> tuple[str, ...]:
     """The names of what runs in a call, the user's own or not."""
-    trains = call.call_type is CallType.TRAIN_STEP and call.implementation == "ppo_actor" and role.ppo is not None
-    return (call.implementation, *((role.ppo.loss, role.ppo.advantage) if trains and role.ppo else ()))
+    read = {"ppo_actor": (role.ppo.loss, role.ppo.advantage) if role.ppo else (), "dpo": (role.dpo.loss,)}
+    trains = call.call_type is CallType.TRAIN_STEP
+    return (call.implementation, *(read.get(call.implementation, ()) if trains else ()))
 
 
 def _read(findings: Findings) -> dict[str, bytes]:

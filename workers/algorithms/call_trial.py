@@ -56,7 +56,7 @@ def try_call(question: CallQuestion) -> None:
         Exception: whatever the user's functions raise.
     """
     call, engine = question.call, _TrialEngine(question.head)
-    interface = make_interface(call.implementation, InterfaceSettings(ppo=question.ppo))
+    interface = make_interface(call.implementation, InterfaceSettings(ppo=question.ppo, dpo=question.dpo))
     check_call(interface, call)
     sample = _sample(question)
     if call.call_type is CallType.TRAIN_STEP:

@@ -12,8 +12,8 @@ DPOInterface             inference    input_ids ─► logprobs             (of 
                          train_step   pairs, ref_logprobs ─► margins ─► one optimizer step
                          evaluate     pairs, ref_logprobs ─► loss, accuracy, margin
 
-dpo and ipo judge the margin of a pair, simpo that without a reference, kto each answer by itself, against a point that
-the batch has in common: the divergence of the policy from the reference, measured before the step.
+What is made of a pair is in `pair_losses.py`. kto judges each answer by itself, against a point that the batch has in
+common: the divergence of the policy from the reference, measured before the step.
 
 A loss over pairs needs both in one micro-batch, so the engine keeps the answers to a prompt together; it counts pairs.
 Reward models run on an engine with a scalar head. Scores are given as they are: scale, bias and clip of rewards are the
@@ -34,9 +34,10 @@ from corral.experiments.config.algorithm import DPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, response_mask
-from corral.workers.algorithms.functional.losses import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
-from corral.workers.algorithms.functional.packed import mean_per_answer, sum_per_answer
+from corral.workers.algorithms.functional.losses import bradley_terry_loss
+from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.mini_batches import merge_stats
+from corral.workers.algorithms.pair_losses import PairScores, pair_loss_of
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
@@ -125,6 +126,7 @@ class DPOInterface(PairInterface):
 
     def __init__(self, config: DPOConfig) -> None:
         self._config = config
+        self._pair_loss = pair_loss_of(config)
 
     @property
     def inputs(self) -> CallKeys:
@@ -155,25 +157,18 @@ class DPOInterface(PairInterface):
     def judge(self, values: Tensor, keys: Mapping[str, Tensor], answer_lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         config, mask = self._config, keys["loss_mask"]
         compared = values - keys["ref_logprobs"] if config.reads_reference else values
-        sums = torch.where(mask, compared, 0.0)
         lengths = [length - 1 for length in answer_lengths]
-        per_token_means = config.loss in ("ipo", "simpo")
-        answers = mean_per_answer(sums, mask, lengths) if per_token_means else sum_per_answer(sums, lengths)
-        chosen, rejected = split_pairs(answers, keys[IS_CHOSEN])
-        margins = config.beta * (chosen - rejected)
-        if config.loss == "ipo":
-            return ipo_loss(chosen - rejected, tau=config.beta), margins
-        if config.loss == "kto":
-            losses = kto_loss(
-                config.beta * chosen,
-                config.beta * rejected,
-                reference_point=split_pairs(keys[_REFERENCE_POINT.name], keys[IS_CHOSEN])[0],
-                desirable_weight=config.desirable_weight,
-                undesirable_weight=config.undesirable_weight,
-            )
-            return losses, margins
-        # simpo: Meng et al. 2024, https://arxiv.org/abs/2405.14734, eq. 6; target_margin is 0 without it.
-        return dpo_loss(margins - config.target_margin, label_smoothing=config.label_smoothing), margins
+        chosen, rejected = split_pairs(sum_per_answer(torch.where(mask, compared, 0.0), lengths), keys[IS_CHOSEN])
+        chosen_tokens, rejected_tokens = split_pairs(sum_per_answer(mask.to(compared.dtype), lengths), keys[IS_CHOSEN])
+        point = keys.get(_REFERENCE_POINT.name)
+        pairs = PairScores(
+            chosen=chosen,
+            rejected=rejected,
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
+            reference_point=None if point is None else split_pairs(point, keys[IS_CHOSEN])[0],
+        )
+        return self._pair_loss(pairs, config)
 
 
 def mark_pairs(sample: SequenceSample) -> SequenceSample:
