@@ -261,36 +261,36 @@ class GserverManager(Worker):
             return route
         answer: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
         request = msgspec.structs.replace(request, failed_url="", busy_url="")  # it may have come back
-        self._let_wait(Waiting(answer, request, time.monotonic() + _LONGEST_WAIT_FOR_SERVER_S))
+        self._let_wait(Waiting(answer, request, time.monotonic() + _LONGEST_WAIT_FOR_SERVER_S), route)
         return answer
 
-    def _let_wait(self, waiting: Waiting) -> None:
-        line = self._without_room if waiting.request.knows == _NO_ROOM else self._without_server
+    def _let_wait(self, waiting: Waiting, refusal: Route) -> None:
+        line = self._without_room if refusal.lacks_room else self._without_server
         line.add(waiting)
 
     async def _serve_waiting(self) -> None:
         """Those who wait for a server look again, some at a time: the first that is ready is not to get them all."""
         self._let_in()  # what is held out waits for a version
         for number, waiting in enumerate(self._without_server.let_go(lambda _: True)):
-            if not self._is_answered(waiting):
-                self._let_wait(waiting)
+            if (refusal := self._refusal_of(waiting)) is not None:
+                self._let_wait(waiting, refusal)
             if number % _MOST_SERVED_AT_ONCE == _MOST_SERVED_AT_ONCE - 1:
                 await asyncio.sleep(_SERVED_PAUSE_S)
 
     def _give_room(self) -> None:
         """Groups may have ended: those who wait for room in their place get it."""
-        while (first := self._without_room.first()) is not None and self._is_answered(first):
+        while (first := self._without_room.first()) is not None and self._refusal_of(first) is None:
             self._without_room.take()
 
-    def _is_answered(self, waiting: Waiting) -> bool:
-        """Answers who waits, if there is something to tell it."""
+    def _refusal_of(self, waiting: Waiting) -> Route | None:
+        """None once who waits is answered: if there is something to tell it, that is now."""
         request = waiting.request
         if not waiting.answer.done():
             route = self._choose(request, is_first=True)
             if route.url is None and route.reason == request.knows:
-                return False
+                return route
             waiting.answer.set_result(route)
-        return True
+        return None
 
     async def _look_at_waiting(self) -> None:
         now = time.monotonic()
@@ -307,8 +307,8 @@ class GserverManager(Worker):
         self._send_back(lambda waiting: waiting.request.worker == worker and waiting.request.uid not in uids)
         self._table.has_only(worker, uids)
 
-    def _no_route(self, reason: str) -> Route:
-        return Route(url=None, reason=reason, waits_for=self._servers[:_MOST_NAMED])
+    def _no_route(self, reason: str, *, lacks_room: bool = False) -> Route:
+        return Route(url=None, reason=reason, lacks_room=lacks_room, waits_for=self._servers[:_MOST_NAMED])
 
     def _choose(self, request: Schedule, *, is_first: bool = False) -> Route:
         """
@@ -319,7 +319,7 @@ class GserverManager(Worker):
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
         is_new = not (request.failed_url or request.busy_url or self._table.is_placed(request.uid))
         if self._without_room and is_new and not is_first:
-            return self._no_route(_NO_ROOM)
+            return self._no_route(_NO_ROOM, lacks_room=True)
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
         else:  # of the step after which it is trained on, if no more overtake it than the window lets, less eta
@@ -336,7 +336,7 @@ class GserverManager(Worker):
         if server is not None:
             return Route(url=server.url)
         if any(self._table.serving(self._version, least_step=least_step)):
-            return self._no_route(_NO_ROOM)
+            return self._no_route(_NO_ROOM, lacks_room=True)
         return self._no_route(f"no generation server is ready at version {self._version}")
 
     # The trainer, the servers, the rollout workers

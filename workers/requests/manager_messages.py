@@ -150,6 +150,8 @@ class Route(MessageBody, frozen=True, tag="route"):
     """None: no server is ready; ask again."""
     reason: str = ""
     """Why there is none, for `rl-status`."""
+    lacks_room: bool = False
+    """Whether that is room on servers which are ready."""
     waits_for: list[str] = []
     """The workers that one could come from."""
 
