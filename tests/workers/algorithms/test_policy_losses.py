@@ -257,7 +257,7 @@ def slow_weights(t: Tokens, *, cap: float, floor: float, truncates: bool, level:
     return weights, kept
 
 
-@pytest.mark.parametrize(("level", "truncates"), product(BOUNDS, [False, True]))
+@pytest.mark.parametrize(("level", "truncates"), list(product(BOUNDS, [False, True])))
 def test_weights_by_token_and_by_answer_equal_the_slow_loop(level: Any, truncates: bool) -> None:
     t, (floor, cap) = Tokens(), BOUNDS[level]
     weights, kept = behaviour_weights(

@@ -118,11 +118,12 @@ def test_a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samp
     replies, part = Replies(), Part()
     with context_of(*trial_of(tmp_path), "model_worker") as context:
         worker = ModelWorker(context)
-        worker._saves = worker._samples = worker._models = worker._plane = cast(Any, part)
+        worker._saves = worker._samples = worker._models = worker._plane = worker._kept = cast(Any, part)
         request = Initialize(weights={"actor": "w"}, states={}, step=3)
         worker._serve(cast(Any, replies), blocking(request))
         assert replies.payloads == [InitializedReply(models={"actor/0": SHAPE})]
-        assert part.asked == ["forget", "forget", "meet for epoch 1", "load w", f"session 1-{context.incarnation}"]
+        begun = ["meet for epoch 1"] * 2  # of the data plane, and of what is kept for people
+        assert part.asked == ["forget", "forget", *begun, "load w", f"session 1-{context.incarnation}"]
         assert context.presence.snapshot().version == "3"
 
 
