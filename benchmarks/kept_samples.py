@@ -1,0 +1,78 @@
+"""What it costs to keep answers for people to read: answers trained on per CPU second, with and without, in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/kept_samples.py [--steps 30] [--rounds 2] [--setting samples.prompts_per_step=8]
+
+The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of the whole
+machine, so nothing else may run beside it. Another --setting is compared with the recipe in the same way.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+RECIPE = ROOT / "experiments" / "recipes" / "arithmetic_grpo.yaml"
+WITHOUT = "samples.prompts_per_step=0"
+DEADLINE_S = 1800
+
+
+def main() -> None:
+    """Run the trials and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--setting", default="samples.prompts_per_step=8", help="what is compared with keeping none")
+    options = parser.parse_args()
+    rates: dict[str, list[float]] = {WITHOUT: [], options.setting: []}
+    with tempfile.TemporaryDirectory(prefix="corral-kept-") as folder:
+        root = Path(folder)
+        subprocess.run([sys.executable, "-m", "corral.workers.data.arithmetic", "--out", root / "data"], check=True)
+        for number in range(options.rounds):
+            for setting, found in rates.items():
+                trial = _run(root, f"t{number}-{len(found)}-{setting.partition('=')[2]}", setting, steps=options.steps)
+                found.append(trial[0] / trial[1])
+                print(f"{setting:32} {trial[0]:,.0f} answers, {trial[1]:.1f} CPU s, {trial[2] / 1e3:.1f} kB kept")
+    without, with_it = (statistics.fmean(found) for found in rates.values())
+    print(f"answers per CPU second: {without:.1f} without, {with_it:.1f} with, {with_it / without:.3f} times")
+
+
+def _run(root: Path, name: str, setting: str, *, steps: int) -> tuple[float, float, int]:
+    """Answers trained on, CPU seconds of the machine, and bytes that were kept."""
+    data, before = root / "data", _busy_s()
+    settings = {
+        "actor.path": data / "model",
+        "dataset.path": data / "train_grpo.jsonl",
+        "evaluation": "null",
+        "control.max_steps": steps,
+    }
+    overrides = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
+    command = [BIN / "rl-submit", RECIPE, "--local", "--wait", "--trial", name, "--fileroot", root, *overrides]
+    subprocess.run(
+        [*map(str, command), "-s", setting],
+        check=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    cpu_s, trial = _busy_s() - before, root / "arithmetic-grpo" / name
+    lines = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
+    kept = sum(path.stat().st_size for path in trial.glob("samples/*"))
+    return sum(line.get("ppo/num_answers", 0.0) for line in lines), cpu_s, kept
+
+
+def _busy_s() -> float:
+    """CPU seconds of all processes since the machine started."""
+    user, nice, system, _, _, interrupts, soft_interrupts = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
+    )
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
