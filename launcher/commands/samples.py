@@ -40,15 +40,16 @@ def samples(
         from corral.launcher.evaluation.plan import read_plan
         from corral.launcher.files.patient_files import PatientFiles
         from corral.launcher.samples.find import KeptAnswers
-        from corral.launcher.samples.show import as_table, as_whole, name_of
+        from corral.launcher.samples.show import as_table, as_whole
         from corral.launcher.trial.find import default_fileroot
 
         files = PatientFiles()
         directory = find_in_time(files, trial, fileroot or default_fileroot()).directory
         kept = files.run(lambda: KeptAnswers(directory.samples_path), directory.samples_path)
         steps = kept.steps(step if show is None or step != "latest" else "all")
-        rows = kept.read(steps, where=where, sort=sort, most=most if show is None else None)
-        if show is not None and not (rows := [row for row in rows if show in (name_of(row), row["uid"])][-most:]):
+        is_whole = show is not None or output == "jsonl"
+        rows = kept.read(steps, where=where, sort=sort, most=most, named=show, is_whole=is_whole)
+        if show is not None and not rows:
             raise ConfigError.of(f"no answer {show!r} is kept", hint="rl-samples TRIAL lists them; --step all, all")
         if output == "jsonl":
             print("\n".join(json.dumps(row) for row in rows))

@@ -37,7 +37,11 @@ def track(
         lines, tracker, num_lines = CommittedLines(facts.directory), make(folder, facts.name), 0
         with leaving(f"(the trial goes on; rl-track {facts.name} begins anew)"):
             while True:
-                for line in files.run(lambda: list(lines.new()), facts.directory.path):
+                new = files.run(lambda: list(lines.new()), facts.directory.path)
+                if lines.begins_anew:
+                    tracker.close()
+                    tracker, num_lines = make(folder, facts.name), 0
+                for line in new:
                     values = {name: float(value) for name, value in line.items() if _is_metric(name, value)}
                     tracker.add(int(line["step"]), float(line["time"]), values)
                     num_lines += 1

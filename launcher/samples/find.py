@@ -4,6 +4,7 @@ samples/*.parquet ──steps──► rows without their lists ──where─�
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,20 @@ class KeptAnswers:
         return found
 
     def read(
-        self, steps: Sequence[int], *, where: str | None = None, sort: str = "", most: int | None = None
+        self,
+        steps: Sequence[int],
+        *,
+        where: str | None = None,
+        sort: str = "",
+        most: int | None = None,
+        named: str | None = None,
+        is_whole: bool = True,
     ) -> list[dict[str, Any]]:
-        """The rows that are wanted, whole.
+        """The rows that are wanted.
 
         Args:
+            named: only the sequence of this name, or all of the prompt with this uid.
+            is_whole: whether with their lists, which take most of the time.
             where: a condition on a row's numbers and texts, such as `reward < 1 and length > 20`.
             sort: a field to go by, from low to high, or with - before it from high to low; as they lie without one.
             most: so many at most.
@@ -70,7 +80,14 @@ class KeptAnswers:
             _require_fields([name])
             known = [each for each in found if each[0][name] is not None]
             found = sorted(known, key=lambda each: each[0][name], reverse=falls)
-        return [row | _lists(path, at) for row, path, at in found[:most]]
+        if named is not None:
+            found = [each for each in found if named in (name_of(each[0]), each[0]["uid"])]
+        return [row | (_lists_of(path)[at] if is_whole else {}) for row, path, at in found[:most]]
+
+
+def name_of(row: Row) -> str:
+    """What one sequence is found by: the prompt's uid, and its number."""
+    return f"{row['uid']}#{row['sequence']}"
 
 
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -80,11 +97,12 @@ def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
 
 
-def _lists(path: Path, at: int) -> dict[str, Any]:
+@lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
+def _lists_of(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
-    (row,) = pyarrow.parquet.read_table(path, columns=list(_LISTS)).slice(at, 1).to_pylist()
-    return dict(row)
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path, columns=list(_LISTS)).to_pylist()
+    return rows
 
 
 def _parsed(where: str | None) -> Callable[[Row], bool]:

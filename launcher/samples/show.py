@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from corral.launcher.samples.find import name_of
 from corral.launcher.terminal import printable
 
 Colour = Literal["logprob", "gap", "advantage"]
@@ -43,11 +44,6 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             Text(printable(row["said"].replace("\n", "⏎"))),
         )
     return table
-
-
-def name_of(row: Mapping[str, Any]) -> str:
-    """What `--show` finds it by: the prompt's uid, and the number of its sequence."""
-    return f"{row['uid']}#{row['sequence']}"
 
 
 def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> RenderableType:

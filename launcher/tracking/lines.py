@@ -10,6 +10,7 @@ from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log_state import LogState
 
 Line = Mapping[str, Any]
 
@@ -20,7 +21,9 @@ class CommittedLines:
     def __init__(self, directory: TrialDirectory) -> None:
         self._directory = directory
         self._log = TrialLog(directory.log_path)
-        self._read_bytes = 0
+        self._read_bytes = self._slot = 0
+        self.begins_anew = False
+        """Whether the last call began with the first line again, as the trial has fallen back behind what was told."""
 
     @property
     def is_done(self) -> bool:
@@ -33,7 +36,11 @@ class CommittedLines:
         Raises:
             OSError: if a file cannot be read; no line is lost by it.
         """
-        end = self._committed_bytes()
+        state = self._log.read()
+        self.begins_anew = self._is_taken_back(state)
+        if self.begins_anew:
+            self._read_bytes = 0
+        end = self._committed_bytes(state)
         if end is not None and end <= self._read_bytes:
             return
         try:
@@ -45,9 +52,14 @@ class CommittedLines:
         self._read_bytes += len(data)
         yield from map(json.loads, data.splitlines())
 
-    def _committed_bytes(self) -> int | None:
+    def _is_taken_back(self, state: LogState) -> bool:
+        """Guarantee: what was told up to a commit stays as long as that is in the lineage. One that is not, since its
+        checkpoint was damaged or it is too old to be remembered, has all be told again."""
+        before, self._slot = self._slot, state.head
+        return before != 0 and all(logged.slot != before for logged in state.lineage)
+
+    def _committed_bytes(self, state: LogState) -> int | None:
         """None: all."""
-        state = self._log.read()
         if state.is_done:
             return None
         if (commit := state.last_commit) is None:

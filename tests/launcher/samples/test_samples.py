@@ -13,8 +13,8 @@ from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
-from corral.launcher.samples.find import KeptAnswers
-from corral.launcher.samples.show import as_table, as_whole, name_of
+from corral.launcher.samples.find import KeptAnswers, name_of
+from corral.launcher.samples.show import as_table, as_whole
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
 from corral.workers.backends.parallel_context import ParallelContext
@@ -102,6 +102,9 @@ def test_answers_are_found_by_what_is_so_of_them(tmp_path: Path, tokenizer: Path
     rows = kept.read(kept.steps("all"), where="reward == 1 and row == '2' and length > 4", sort="-advantage", most=2)
     assert 0 < len(rows) <= 2 and all(row["reward"] == 1 and row["uid"] == "0:2" and row["length"] > 4 for row in rows)
     assert [row["advantage"] for row in rows] == sorted((row["advantage"] for row in rows), reverse=True)
+    (one,) = kept.read(kept.steps("all"), named="0:2#1", most=1)
+    assert name_of(one) == "0:2#1" and len(one["ids"]) == 9
+    assert "ids" not in kept.read([1], is_whole=False)[0]
     for arguments, message in (({"where": "rewrd > 1"}, "no 'rewrd'"), ({"sort": "age"}, "no 'age'")):
         with pytest.raises(ConfigError, match=message):
             kept.read([1], **arguments)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.tracking.lines import CommittedLines
 from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, trial_of
 
@@ -71,6 +72,27 @@ def test_lines_that_are_told_are_those_that_stay(tmp_path: Path, monkeypatch: py
     told.extend(map(dict, lines.new()))
     assert lines.is_done and told == lines_of(trial.metrics_path)
     assert not list(lines.new())
+
+
+def test_what_a_damaged_commit_takes_back_has_all_be_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path)
+    lines = CommittedLines(trial)
+
+    def dies(name: str) -> None:
+        if name == "train_step" and len(gang.trained) == 3:
+            raise KilledError
+
+    gang = Gang(at_call=dies)
+    with pytest.raises(KilledError):
+        run_master(plan, trial, gang, monkeypatch)
+    assert [line["step"] for line in lines.new()] == [1, 2] and not lines.begins_anew
+    log = TrialLog(trial.log_path)
+    first = log.read().lineage[0].slot
+    log.claim("another", resume=False).fall_back_to(first, reason="its checkpoint is damaged")
+    assert [line["step"] for line in lines.new()] == [1] and lines.begins_anew
+    assert list(lines.new()) == [] and not lines.begins_anew
 
 
 def test_trackers_have_what_metrics_jsonl_has_however_often_they_were_started(
