@@ -27,7 +27,7 @@ from corral.scheduling.worker_information import NUMBERS, fold_numbers, unfold_n
 
 W = TypeVar("W")
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -47,7 +47,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[7] = SCHEMA_VERSION
+    schema_version: Literal[8] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""

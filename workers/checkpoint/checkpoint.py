@@ -39,6 +39,7 @@ from corral.workers.checkpoint.ledger import (
     LEDGER_NAME,
     CorruptLedgerError,
     Ledger,
+    LedgerStates,
     read_ledger,
     write_ledger,
 )
@@ -152,7 +153,7 @@ class CheckpointWriter:
         """Removes what was written: there may be no room for it, and nobody writes here any more."""
         shutil.rmtree(self.path, ignore_errors=True)  # what stays, a later epoch removes
 
-    def add_ledger(self, states: Mapping[int, bytes]) -> None:
+    def add_ledger(self, states: LedgerStates) -> None:
         """Writes what `Ledger.states` says."""
         self._files[LEDGER_NAME] = write_ledger(self.path / LEDGER_NAME, states)
 

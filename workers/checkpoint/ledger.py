@@ -12,7 +12,11 @@ pending when a trainer dies was never consumed.
 That no sample counts twice rests on this refusal alone: a step whose batch holds a known uid is never committed. That
 receivers know what they hold, and the master's buffer what it has seen, only saves sending and training in vain.
 
-    uid "2:problem-17"  =  pass 2  +  row "problem-17" --its number in the data set--> a byte of pass 2
+    uid "2:problem-17"  =  pass 2  +  row "problem-17" --its number in the data set--> a byte of a part of pass 2
+
+    pass 0   ██████ ██████ ██·█      a part for each thousand rows, made when the first of them is consumed: rows that
+    pass 1   █·····        █···      are taken often, of a small source beside a large one or those that a sampler
+    pass 2   ·█····                  prefers, make many passes, and these take no room for all the other rows
 
 The file has these bytes compressed, to a bit or two where they follow no order and to less where they are alike. The
 numbers are those of the data set, which never changes in a trial: they are the same in every process, and no file has
@@ -38,6 +42,7 @@ TRAINED: Final = 1
 DROPPED: Final = 2
 
 LEDGER_NAME: Final = "ledger.msgpack"
+_PART_ROWS: Final = 1024
 _SHOWN_UIDS: Final = 5  # an error names a few samples; thousands would hide its first line
 
 
@@ -67,6 +72,14 @@ class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(map(len, self.trained.values()))
 
 
+class LedgerStates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What has become of the rows of a data set."""
+
+    num_rows: int
+    passes: dict[int, dict[int, bytes]]
+    """OPEN, TRAINED or DROPPED of each row, by pass and part."""
+
+
 def numbers_of(row_ids: Iterable[str]) -> dict[str, int]:
     """The number of each row of a data set, by its name."""
     return {row: number for number, row in enumerate(row_ids)}
@@ -83,18 +96,20 @@ class Ledger:
         ValueError: they are of another data set.
     """
 
-    def __init__(self, number_by_row: Mapping[str, int], states: Mapping[int, bytes] | None = None) -> None:
+    def __init__(self, number_by_row: Mapping[str, int], states: LedgerStates | None = None) -> None:
         self._number_by_row = number_by_row
-        self._passes = defaultdict[int, bytearray](lambda: bytearray(len(number_by_row)))
-        """OPEN, TRAINED or DROPPED, by number of the row."""
-        for number, held in (states or {}).items():
-            if len(held) != len(number_by_row):
-                raise ValueError(f"pass {number} has {len(held)} rows, and the data set {len(number_by_row)}")
-            self._passes[number] = bytearray(held)
+        states = states or LedgerStates(len(number_by_row), {})
+        if states.num_rows != len(number_by_row):
+            raise ValueError(f"it is of {states.num_rows} rows, and the data set has {len(number_by_row)}")
+        self._parts = {
+            (dataset_epoch, part): bytearray(held)
+            for dataset_epoch, parts in states.passes.items()
+            for part, held in parts.items()
+        }
         self._pending_trained: dict[str, int] = {}
         self._pending_dropped: dict[str, str] = {}
-        self.trained_count = sum(held.count(TRAINED) for held in self._passes.values())
-        self.dropped_count = sum(held.count(DROPPED) for held in self._passes.values())
+        self.trained_count = sum(held.count(TRAINED) for held in self._parts.values())
+        self.dropped_count = sum(held.count(DROPPED) for held in self._parts.values())
 
     @property
     def consumed_count(self) -> int:
@@ -113,10 +128,12 @@ class Ledger:
 
     def beyond(self, other: "Ledger", *states: int) -> Iterator[str]:
         """Uids that are in one of these states here, and open in another ledger of the same rows."""
-        for number, held in self._passes.items():
-            for row, here, there in zip(self._number_by_row, held, other._passes[number], strict=True):
+        rows = list(self._number_by_row)
+        for (dataset_epoch, part), held in self._parts.items():
+            known = other._parts.get((dataset_epoch, part), bytes(len(held)))
+            for row, here, there in zip(rows[part * _PART_ROWS :][:_PART_ROWS], held, known, strict=True):
                 if here in states and there == OPEN:
-                    yield f"{number}:{row}"
+                    yield f"{dataset_epoch}:{row}"
 
     def add(self, delta: LedgerDelta) -> None:
         """Adds what an earlier commit consumed; all of it or, if any sample is known, nothing."""
@@ -151,9 +168,12 @@ class Ledger:
             trained.setdefault(trained_in, []).append(uid)
         return LedgerDelta(epoch=epoch, step=step, trained=trained, dropped=dict(self._pending_dropped))
 
-    def states(self) -> dict[int, bytes]:
+    def states(self) -> LedgerStates:
         """A copy of everything, committed or pending, for the checkpoint that is about to be committed."""
-        return {number: bytes(held) for number, held in self._passes.items()}
+        passes = defaultdict[int, dict[int, bytes]](dict)
+        for (dataset_epoch, part), held in self._parts.items():
+            passes[dataset_epoch][part] = bytes(held)
+        return LedgerStates(len(self._number_by_row), dict(passes))
 
     def mark_committed(self, delta: LedgerDelta) -> None:
         """Call when the commit with `delta` is in the trial log: what it holds is pending no more."""
@@ -165,8 +185,11 @@ class Ledger:
 
     def _state(self, uid: str) -> int:
         dataset_epoch, row = _split(uid)
-        states, number = self._passes.get(dataset_epoch), self._number_by_row.get(row)
-        return OPEN if states is None or number is None else states[number]
+        if (number := self._number_by_row.get(row)) is None:
+            return OPEN
+        part, at = divmod(number, _PART_ROWS)
+        held = self._parts.get((dataset_epoch, part))
+        return OPEN if held is None else held[at]
 
     def _settle(self, trained: Sequence[str], dropped: Collection[str], by: str) -> None:
         """All of them, or none."""
@@ -174,7 +197,11 @@ class Ledger:
         for uids, state in ((trained, TRAINED), (dropped, DROPPED)):
             for uid in uids:
                 dataset_epoch, row = _split(uid)
-                self._passes[dataset_epoch][self._number_by_row[row]] = state
+                part, at = divmod(self._number_by_row[row], _PART_ROWS)
+                if (held := self._parts.get((dataset_epoch, part))) is None:
+                    size = min(_PART_ROWS, len(self._number_by_row) - part * _PART_ROWS)
+                    held = self._parts[dataset_epoch, part] = bytearray(size)
+                held[at] = state
         self.trained_count += len(trained)
         self.dropped_count += len(dropped)
 
@@ -221,10 +248,9 @@ def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
         raise CorruptLedgerError(f"ledger file {path} cannot be used: {error}") from error
 
 
-def write_ledger(path: Path, states: Mapping[int, bytes]) -> FileEntry:
+def write_ledger(path: Path, states: LedgerStates) -> FileEntry:
     """Writes `Ledger.states` durably."""
-    packed = {number: zlib.compress(held, level=1) for number, held in states.items()}
-    return write_durable(path, [msgspec.msgpack.encode(packed)])
+    return write_durable(path, [zlib.compress(msgspec.msgpack.encode(states), level=1)])
 
 
 def read_ledger(path: Path, number_by_row: Mapping[str, int], *, digest: str) -> Ledger:
@@ -235,8 +261,7 @@ def read_ledger(path: Path, number_by_row: Mapping[str, int], *, digest: str) ->
     """
     data = _read(path, digest=digest)
     try:
-        packed = msgspec.msgpack.decode(data, type=dict[int, bytes])
-        return Ledger(number_by_row, {number: zlib.decompress(held) for number, held in packed.items()})
+        return Ledger(number_by_row, msgspec.msgpack.decode(zlib.decompress(data), type=LedgerStates))
     except (ValueError, zlib.error) as error:
         raise CorruptLedgerError(f"ledger file {path} cannot be used: {error}") from error
 

@@ -20,8 +20,8 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GserverManagerSpec, ModelWorkerSpec
 from corral.workers.checkpoint.checkpoint import PROMPTS_NAME, committed_ledger
-from corral.workers.checkpoint.ledger import OPEN, Ledger, LedgerDelta, numbers_of, read_delta
-from corral.workers.data.prompts import PlannedPrompts
+from corral.workers.checkpoint.ledger import DROPPED, TRAINED, Ledger, LedgerDelta, numbers_of, read_delta
+from corral.workers.data.prompts import PlannedPrompts, split_uid
 from corral.workers.master.drawn_prompts import PromptsState
 
 
@@ -77,12 +77,12 @@ def skipped_draws(ledger: Ledger, row_ids: Sequence[str], drawn: Collection[str]
     Args:
         drawn: those that no step has passed yet.
     """
-    later = bytearray(len(row_ids))
-    for dataset_epoch, states in sorted(ledger.states().items(), reverse=True):
-        for at, state in enumerate(states):
-            if state == OPEN and later[at] and (uid := f"{dataset_epoch}:{row_ids[at]}") not in drawn:
-                yield uid
-            later[at] |= state
+    last: dict[str, int] = {}
+    for dataset_epoch, row in map(split_uid, ledger.beyond(Ledger(numbers_of(row_ids)), TRAINED, DROPPED)):
+        last[row] = max(dataset_epoch, last.get(row, 0))
+    for row, number in last.items():
+        uids = (f"{dataset_epoch}:{row}" for dataset_epoch in range(number))
+        yield from (uid for uid in uids if not ledger.consumed(uid) and uid not in drawn)
 
 
 def audit_trial(path: Path) -> Audit:

@@ -26,7 +26,7 @@ from corral.workers.checkpoint.checkpoint import (
     collect_garbage,
     state_folder,
 )
-from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, write_delta
+from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, LedgerStates, write_delta
 from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.epoch import Epoch
@@ -49,7 +49,7 @@ class CommitMoment:
     """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
-    states: Mapping[int, bytes]
+    states: LedgerStates
     """Of the ledger: all that is consumed."""
     delta: LedgerDelta
     """What of it was not committed before."""

@@ -116,11 +116,12 @@ class DrawnPrompts:
         self._starts = list(accumulate((sizes[name] for name in sources or ("",)), initial=0))
         self._trees = [WeightTree(sizes[name]) for name in sources or ("",)]
         state = state or PromptsState({}, {})
-        self._ahead, self._histories = dict(state.ahead), dict[int, list[float]]()
-        for number, (weight, *history) in state.rows.items():
-            self._histories[number] = history
+        self._ahead, self._rows = dict(state.ahead), dict(state.rows)
+        for number, (weight, *_) in state.rows.items():
             self._weigh(number, weight)
         self._unplaced = deque(self._ahead)
+        self._next_pass = Counter[str]()
+        """At least so many passes of a row stand here or were consumed, for ever."""
         self._num_drawn = ledger.consumed_count + len(self.open_uids())
         self._turns = islice(turns_of_sources(sources, sizes), self._num_drawn, None)
         self._fill()
@@ -139,8 +140,7 @@ class DrawnPrompts:
 
     def state(self) -> PromptsState:
         """For the commit that holds the ledger as it is now."""
-        rows = {number: [self._weight(number), *history] for number, history in self._histories.items()}
-        return PromptsState(dict(self._ahead), rows)
+        return PromptsState(dict(self._ahead), dict(self._rows))
 
     def drop(self, uid: str, reward: float | None) -> bool:
         """One is in the ledger as dropped, with the mean reward of its answers if they have some; whether others were
@@ -155,16 +155,17 @@ class DrawnPrompts:
         """These are in the ledger as trained by a step, with the mean rewards of their answers."""
         order = list(self._ahead)
         last = max(at for at, uid in enumerate(order) if uid in rewards)
-        touched: dict[int, None] = {}
+        histories: dict[int, list[float]] = {}
         for uid in order[: last + 1]:
             if not self._ledger.consumed(uid):
                 continue  # it was overtaken
             dropped_with, number = self._ahead.pop(uid), self._number_by_row[split_uid(uid)[1]]
             if (reward := rewards.get(uid, dropped_with)) is not None:
-                touched[number] = None
-                self._histories[number] = [*self._histories.get(number, ()), reward][-MOST_REMEMBERED:]
-        weights = await weigh([self._histories[number] for number in touched])
-        for number, weight in zip(touched, weights, strict=True):
+                history = histories.get(number) or self._rows.get(number, ())[1:]
+                histories[number] = [*history, reward][-MOST_REMEMBERED:]
+        weights = await weigh(list(histories.values()))
+        for (number, history), weight in zip(histories.items(), weights, strict=True):
+            self._rows[number] = [weight, *history]
             self._weigh(number, weight)
         self._fill()
 
@@ -186,18 +187,15 @@ class DrawnPrompts:
         self._num_drawn += 1
         tree, start = self._trees[source], self._starts[source]
         for _ in range(_TRIES):
-            row, dataset_epoch = self._row_ids[start + tree.draw(generator)], 0
-            while (uid := f"{dataset_epoch}:{row}") in self:
-                dataset_epoch += 1
+            row = self._row_ids[start + tree.draw(generator)]
+            while (uid := f"{self._next_pass[row]}:{row}") in self:
+                self._next_pass[row] += 1
+            dataset_epoch = self._next_pass[row]
             if not dataset_epoch or f"{dataset_epoch - 1}:{row}" not in self._ahead:
                 break
         self._ahead[uid] = None
         self._unplaced.append(uid)
         return True
-
-    def _weight(self, number: int) -> float:
-        source = bisect_right(self._starts, number) - 1
-        return self._trees[source][number - self._starts[source]]
 
     def _weigh(self, number: int, weight: float) -> None:
         source = bisect_right(self._starts, number) - 1

@@ -1,8 +1,8 @@
-"""A small data set, and what of it a ledger holds."""
+"""A data set of three parts, and what of it a ledger holds."""
 
 from corral.workers.checkpoint.ledger import DROPPED, TRAINED, Ledger, numbers_of
 
-ROWS = numbers_of(["a", "b", "c", "d", "e", "x", "b:c", "", *map(str, range(100))])
+ROWS = numbers_of(["a", "b", "c", "d", "e", "x", "b:c", "", *map(str, range(2500))])
 
 
 def trained(ledger: Ledger) -> set[str]:

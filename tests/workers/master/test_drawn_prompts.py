@@ -112,7 +112,7 @@ def test_a_trial_that_is_interrupted_anywhere_draws_what_it_would_have(
     assert other.trained == whole.trained
     assert other.ledger.states() == whole.ledger.states() and not other.drawn.open_uids()
     for row in ROWS:  # each pass of a row once, without a gap
-        passes = [number for number, states in whole.ledger.states().items() if states[ROWS.index(row)]]
+        passes = [number for number, held in whole.ledger.states().passes.items() if held[0][ROWS.index(row)]]
         assert sorted(passes) == list(range(len(passes)))
     assert Counter(split_uid(uid)[1][0] for uid in map(str, whole.trained))["a"] > 0
 
@@ -155,8 +155,8 @@ def test_a_row_that_is_solved_is_retired_and_what_stands_there_is_not_drawn_agai
         asyncio.run(drawn.train({uid: 0.0 if uid.endswith("f") else 1.0 for uid in batch}, retire))
         if seen["a"] > 1 and "a" not in {split_uid(uid)[1] for uid in drawn.open_uids()}:
             break
-    weights = {row: drawn._weight(number) for number, row in enumerate("abcdef")}
-    assert weights["f"] == 1.0 and weights["a"] == 0.0
+    rows = drawn.state().rows
+    assert rows[5][0] == 1.0 and rows[0][0] == 0.0
 
 
 def test_the_weights_that_ship() -> None:
