@@ -131,7 +131,8 @@ class Ledger:
         rows = list(self._number_by_row)
         for (dataset_epoch, part), held in self._parts.items():
             known = other._parts.get((dataset_epoch, part), bytes(len(held)))
-            for row, here, there in zip(rows[part * _PART_ROWS :][:_PART_ROWS], held, known, strict=True):
+            start = part * _PART_ROWS
+            for row, here, there in zip(rows[start : start + _PART_ROWS], held, known, strict=True):
                 if here in states and there == OPEN:
                     yield f"{dataset_epoch}:{row}"
 
