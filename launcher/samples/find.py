@@ -6,11 +6,14 @@ samples/*.parquet ──steps──► rows without their lists ──where─�
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.experiments.config.condition import Condition
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.samples import files_by_step, schema
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Row = Mapping[str, Any]
 _LISTS = ("ids", "made", "logprobs", "trainer_logprobs", "advantages", "versions")
@@ -82,7 +85,9 @@ class KeptAnswers:
             found = sorted(known, key=lambda each: each[0][name], reverse=falls)
         if named is not None:
             found = [each for each in found if named in (name_of(each[0]), each[0]["uid"])]
-        return [row | (_lists_of(path)[at] if is_whole else {}) for row, path, at in found[:most]]
+        return [
+            row | (_lists_of(path).slice(at, 1).to_pylist()[0] if is_whole else {}) for row, path, at in found[:most]
+        ]
 
 
 def name_of(row: Row) -> str:
@@ -90,6 +95,7 @@ def name_of(row: Row) -> str:
     return f"{row['uid']}#{row['sequence']}"
 
 
+@lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
     import pyarrow.parquet
 
@@ -97,12 +103,11 @@ def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
 
 
-@lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
-def _lists_of(path: Path) -> list[dict[str, Any]]:
+@lru_cache(maxsize=4)
+def _lists_of(path: Path) -> "pyarrow.Table":
     import pyarrow.parquet
 
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path, columns=list(_LISTS)).to_pylist()
-    return rows
+    return pyarrow.parquet.read_table(path, columns=list(_LISTS))
 
 
 def _parsed(where: str | None) -> Callable[[Row], bool]:

@@ -89,7 +89,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.tasks_path: "tasks.jsonl",
         trial.held_out_tasks_path: "held-out-tasks.jsonl",
         trial.spool_path(1): "spool/rollout_worker-1",
-        trial.report_path: "report",
+        trial.page_path: "page.html",
         trial.exports_path: "exports",
         trial.trajectories_path: "trajectories.jsonl",
         trial.control_path: "control",
