@@ -6,13 +6,11 @@ The supervisor runs this as a process of its own at the end of a trial; a failur
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.page.render import as_data, render_page
-from corral.launcher.page.view import TrialView
-from corral.launcher.status.reader import StatusReader
+from corral.launcher.page.render import render_page
+from corral.launcher.page.view import TrialViews
 from corral.launcher.status.words import TrialState
 from corral.launcher.trial.find import load_facts
 
@@ -21,10 +19,8 @@ def write_page(directory: TrialDirectory, *, state: TrialState) -> None:
     """Writes the page of a trial that ends in this state, which is not on record yet."""
     facts = load_facts(directory)
     assert facts is not None, "the supervisor has read the plan"
-    (status,) = StatusReader().read([facts])
-    view = TrialView(facts).read(replace(status, state=state, note=""))
-    page = render_page(as_data([view]), title=facts.name)
-    atomic_write(directory.page_path, page.encode(), is_durable=False)
+    page = render_page(TrialViews([facts]).data(ends_as=state), title=facts.name)
+    atomic_write(directory.page_path, page, is_durable=False)
 
 
 def main(arguments: Sequence[str]) -> int:

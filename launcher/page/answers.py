@@ -11,7 +11,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.launcher.samples.find import KeptAnswers, name_of
 
-_OF_A_STEP = 8
+OF_A_STEP = 8
 _MOST_CHARACTERS = 20_000
 _MOST_TOKENS = 2_000
 _MOST_BYTES = 8_000_000  # of all; with more, the page would open slowly
@@ -31,7 +31,7 @@ def answers_of(folder: Path, tokenizer: Path, *, most: int) -> dict[str, Any]:
         return {"rows": [], "of_steps": 0}
     words = _Words(tokenizer)
     steps = kept.steps("all")
-    chosen = steps[:: -max(1, -(-len(steps) * _OF_A_STEP // most))]  # the newest is one of them
+    chosen = steps[:: -max(1, -(-len(steps) * OF_A_STEP // most))]  # the newest is one of them
     rows = [_for_page(row, words) for step in chosen for row in _extremes(kept, step)]
     while len(rows) > 1 and sum(map(_size, rows)) > _MOST_BYTES:
         rows = rows[::2]

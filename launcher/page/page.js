@@ -9,10 +9,10 @@ const LEGENDS = {
   gap: "the darker, the further generator and trainer are apart",
   advantage: "blue: made likelier; orange: made less likely",
 };
-const COLUMNS = ["step", "name", "reward", "advantage", "length", "staleness", "gap", "said"];
+const COLUMNS = ["step", "name", "reward", "advantage", "length", "staleness", "gap", "prompt", "said"];
 const SMOOTH_FROM = 30; // points
 const MOST_LINES = 60; // of events, on one chart
-const CHART = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage"] };
+const CHART = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
 
 let data = JSON.parse(byId("data").textContent);
 let text = null; // of the newest data, to see whether there is something new
@@ -185,7 +185,7 @@ function listTrials() {
 function tellState() {
   const one = trial();
   const of = one.total_steps ? "/" + one.total_steps : "";
-  const parts = [element("span", { className: "state" }, one.state), ` ${chosen}, step ${number(one.step)}${of}`, one.numbers && `, ${one.numbers}`, one.note && `: ${one.note}`];
+  const parts = [element("span", { className: "state" }, one.state), ` ${data.trials.length > 1 ? chosen + ", " : ""}step ${number(one.step)}${of}`, one.numbers && `, ${one.numbers}`, one.note && `: ${one.note}`];
   byId("headline").replaceChildren(...parts.filter(Boolean).map((part) => (part instanceof Node ? part : visible(part))));
   byId("status-text").textContent = visible(one.status);
 }
@@ -227,6 +227,7 @@ function listAnswers() {
     button.addEventListener("click", () => openAnswer(row));
     const cells = COLUMNS.map((name) => {
       if (name === "name") return element("td", { className: "number" }, button);
+      if (name === "prompt") return element("td", { className: "said" }, row.prompt.slice(-60));
       if (name === "said") return element("td", { className: "said" }, row.said.slice(0, 300));
       return element("td", { className: "number" }, number(row[name]) + (name === "length" && row.is_cut ? "\u2026" : ""));
     });

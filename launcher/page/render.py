@@ -6,28 +6,26 @@ others are data in it, which no browser executes, and which scripts only ever sh
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 _FOLDER = Path(__file__).parent
 
 
-def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> str:
-    """The file's text.
+def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> bytes:
+    """The file.
 
     Args:
-        data: what `as_data` gives.
+        data: JSON, as `TrialViews.data` gives it.
         refresh_s: after how long it asks whoever serves it for new data; None of a file.
     """
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     scripts = [_chart_library(), (_FOLDER / "page.js").read_text()]
-    return environment.get_template("page.html").render(
+    page = environment.get_template("page.html").render(
         title=title,
         refresh_s=refresh_s,
         policy=_policy(scripts, is_served=refresh_s is not None),
@@ -36,19 +34,16 @@ def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> s
         data=Markup(data.decode().replace("<", "\\u003c")),
         scripts=list(map(Markup, scripts)),
     )
-
-
-def as_data(trials: Sequence[Mapping[str, Any]], *, left_out: int = 0) -> bytes:
-    """JSON of the trials; `left_out` of those that were asked for have no room."""
-    return msgspec.json.encode({"trials": trials, "left_out": left_out})
+    return page.encode()
 
 
 def _policy(scripts: Sequence[str], *, is_served: bool) -> str:
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    connect = "'self'" if is_served else "'none'"
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"connect-src {chr(39)}{'self' if is_served else 'none'}{chr(39)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {allowed}; connect-src {connect}; img-src data:; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
     )
 
 

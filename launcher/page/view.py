@@ -1,4 +1,4 @@
-"""TrialView: what the page says of one trial, read again only where its files have grown.
+"""TrialViews: what the page says of its trials, each read again only where its files have grown.
 
     metrics.jsonl ──► curves, where the time of steps goes      plan.json ──► graph of calls, settings
     events.jsonl  ──► events                                    samples/  ──► answers          TrialStatus ──► words
@@ -6,9 +6,10 @@
 All of it is JSON: texts of models and users stay texts, and the page shows them as such.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ import msgspec
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
-from corral.launcher.page.answers import answers_of
+from corral.launcher.files.lookout import Lookout, Unanswered
+from corral.launcher.page.answers import OF_A_STEP, answers_of
 from corral.launcher.page.curves import curves_of
 from corral.launcher.page.graph import graph_of
 from corral.launcher.page.step_times import StepTimes, bars_of, mean_of, step_times_of
 from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import polite_reader
 from corral.launcher.status.text import render_trial
+from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import exit_text
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.metrics import read_metrics
 
+_POINTS = 2_000  # of a curve
+_ANSWERS = 300
 _MOST_EVENTS = 500
+_READ_TIMEOUT_S = 60.0  # a trial of 100,000 steps takes some seconds
 _TEXT_BY_EVENT = {
     "supervisor_started": "attempt {attempt} begins",
     "worker_exited": "{worker}: {exit}",
@@ -48,22 +55,59 @@ _BREAKS = ("worker_exited", "worker_silent", "unit_restarting", "unit_given_up",
 """What interrupts training; so does a notice that is an alarm."""
 
 
+class TrialViews:
+    """Of the trials of one page, which share the room on it: a page of many has fewer points and answers of each."""
+
+    def __init__(self, trials: Sequence[TrialFacts], *, left_out: int = 0) -> None:
+        """
+        Args:
+            left_out: further ones that were asked for.
+        """
+        points, answers = max(200, _POINTS // len(trials)), max(2 * OF_A_STEP, _ANSWERS // len(trials))
+        num_by_name = Counter(facts.name for facts in trials)
+        names = [facts.name if num_by_name[facts.name] == 1 else str(facts.directory.path) for facts in trials]
+        self._views = [
+            TrialView(facts, name=name, points=points, answers=answers)
+            for facts, name in zip(trials, names, strict=True)
+        ]
+        self._reader, self._left_out = polite_reader(), left_out
+        self._lookout: Lookout[Path] = Lookout()
+
+    def data(self, *, ends_as: TrialState | None = None) -> bytes:
+        """JSON, for the page.
+
+        Args:
+            ends_as: how the trial is about to end, which is not on record yet.
+
+        Raises:
+            TimeoutError: if no trial's file system answers.
+        """
+        statuses = self._reader.read([view.facts for view in self._views])
+        if ends_as is not None:
+            statuses = [replace(status, state=ends_as, note="") for status in statuses]
+        reads = {
+            view.facts.directory.path: partial(view.read, status)
+            for view, status in zip(self._views, statuses, strict=True)
+        }
+        found = self._lookout.look(reads, patience_s=_READ_TIMEOUT_S)
+        told = [one for one in found.values() if not isinstance(one, Unanswered)]
+        if not told:
+            path, silent = next((path, one) for path, one in found.items() if isinstance(one, Unanswered))
+            raise TimeoutError(silent.about(path))
+        return msgspec.json.encode({"trials": told, "left_out": self._left_out + len(found) - len(told)})
+
+
 class TrialView:
-    """Of one trial.
+    """Of one trial."""
 
-    Example:
-        view = TrialView(facts, points=2000, answers=300)
-        view.read(status)     # a JSON object
-    """
-
-    def __init__(self, facts: TrialFacts, *, points: int = 2_000, answers: int = 300) -> None:
+    def __init__(self, facts: TrialFacts, *, name: str, points: int, answers: int) -> None:
         """
         Args:
             points: of a curve, at most.
             answers: at most.
         """
         self.facts = facts
-        self._points, self._answers = points, answers
+        self._name, self._points, self._answers = name, points, answers
         self._plan = _read_plan(facts.directory.plan_path)
         self._known: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
 
@@ -71,7 +115,7 @@ class TrialView:
         """All that the page says of it, beside this status."""
         directory = self.facts.directory
         return {
-            "name": self.facts.name,
+            "name": self._name,
             "state": status.state,
             "is_final": status.is_final,
             "step": status.step,

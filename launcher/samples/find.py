@@ -97,17 +97,21 @@ def name_of(row: Row) -> str:
 
 @lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path, columns=list(_SCALARS)).to_pylist()
+    rows = _table(path, _SCALARS).to_pylist()
     return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
 
 
 @lru_cache(maxsize=4)
 def _lists_of(path: Path) -> "pyarrow.Table":
+    return _table(path, _LISTS)
+
+
+def _table(path: Path, columns: Sequence[str]) -> "pyarrow.Table":
     import pyarrow.parquet
 
-    return pyarrow.parquet.read_table(path, columns=list(_LISTS))
+    # Not its read_table, which imports all of pandas where that is installed.
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return file.read(columns=list(columns))
 
 
 def _parsed(where: str | None) -> Callable[[Row], bool]:
