@@ -1,9 +1,9 @@
 """A headless Chromium, driven over its DevTools protocol.
 
-    with Chromium(folder) as browser:
-        tab = browser.open(path.as_uri(), width=360)
-        tab.evaluate("document.title")
-        assert tab.problems() == []
+with Chromium(folder) as browser:
+    tab = browser.open(path.as_uri(), width=360)
+    tab.evaluate("document.title")
+    assert tab.problems() == []
 """
 
 import asyncio
@@ -71,7 +71,9 @@ class Chromium:
         self._number, self.events = 0, list[dict[str, Any]]()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         with contextlib.suppress(aiohttp.ClientError, ConnectionError):
             self._runner.run(self._session.close())
         self._runner.close()

@@ -12,7 +12,7 @@ const LEGENDS = {
 const COLUMNS = ["step", "name", "reward", "advantage", "length", "staleness", "gap", "prompt", "said"];
 const SMOOTH_FROM = 30; // points
 const MOST_LINES = 60; // of events, on one chart
-const CHART = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
+const CHART = { displaylogo: false, plotlyServerURL: "", responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
 
 let data = JSON.parse(byId("data").textContent);
 let text = null; // of the newest data, to see whether there is something new

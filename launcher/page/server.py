@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 
 from corral.launcher.page.render import render_page
 
-REFRESH_S = 5.0
+_REFRESH_S = 5.0
 _LOOPBACK = "127.0.0.1"
 _OWN_NAMES = (_LOOPBACK, "localhost")  # an ssh tunnel's end has these, too
 _HEADERS = {
@@ -33,12 +33,13 @@ _HEADERS = {
 class PageServer:
     """One page, with data that are read when somebody asks and those there are have become old."""
 
-    def __init__(self, read: Callable[[], bytes], *, title: str) -> None:
+    def __init__(self, read: Callable[[], bytes], *, title: str, refresh_s: float = _REFRESH_S) -> None:
         """
         Args:
             read: the data, in JSON; it may take its time.
+            refresh_s: after how long a page asks again.
         """
-        self._read, self._title = read, title
+        self._read, self._title, self._refresh_s = read, title, refresh_s
         self._token = secrets.token_urlsafe(24)
         self._data, self._read_at = b"", float("-inf")
         self._reading = asyncio.Lock()
@@ -79,7 +80,7 @@ class PageServer:
         return response
 
     async def _page(self, request: web.Request) -> web.Response:
-        page = render_page(await self._fresh(), title=self._title, refresh_s=REFRESH_S)
+        page = render_page(await self._fresh(), title=self._title, refresh_s=self._refresh_s)
         return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def _newest(self, request: web.Request) -> web.Response:
@@ -87,7 +88,7 @@ class PageServer:
 
     async def _fresh(self) -> bytes:
         async with self._reading:  # however many look at once, files are read for all of them
-            if time.monotonic() - self._read_at > REFRESH_S / 2:
+            if time.monotonic() - self._read_at > self._refresh_s / 2:
                 try:
                     self._data = await asyncio.to_thread(self._read)
                 except TimeoutError as error:
