@@ -61,7 +61,7 @@ $(MEGATRON_STAMP): $(STAMP)
 lock: setup megatron  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
 	@sh .ci/write-lock $(BIN)/python >.ci/lock.txt.new && mv .ci/lock.txt.new .ci/lock.txt
 
-setup-slurm:  ## install the SLURM daemons that the tests start, a compiler and bubblewrap (Debian and Ubuntu)
+setup-slurm:  ## install the SLURM daemons that the tests start, a compiler, bubblewrap and Chromium (Debian and Ubuntu)
 	@sh .ci/install-slurm
 
 demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine

@@ -88,8 +88,8 @@ function style() {
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
   const layout = {
     paper_bgcolor: paper, plot_bgcolor: paper, font: { color: ink, size: 12, family: "system-ui, sans-serif" },
-    hoverlabel: { bgcolor: paper, bordercolor: line, font: { color: ink } }, margin: { l: 50, r: 15, t: 30, b: 40 },
-    legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 },
+    hoverlabel: { bgcolor: paper, bordercolor: line, font: { color: ink } }, margin: { l: 50, r: 15, t: 50, b: 40 },
+    legend: { orientation: "h", yref: "container", yanchor: "top", y: 1, x: 0 },
   };
   return { axis, layout, ink, line };
 }
