@@ -5,16 +5,19 @@ Of a long trial a curve keeps the lowest and the highest point of each stretch o
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
-from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS, is_number
+import numpy as np
+import numpy.typing as npt
 
-Point = tuple[int, float]
+from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS
+
 _NO_CURVES = ("step", "time", "trainer_epoch")
 _SHOWN = (ACCURACY, REWARD, LOSS, ("response_length/mean",), STALENESS, GAP)
 """What is drawn before anybody chooses: of each, the first name that the trial has written."""
+
+Points = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Steps, and values at them."""
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]], *, most: int) -> dict[str, Any]:
@@ -24,41 +27,51 @@ def curves_of(lines: Sequence[Mapping[str, Any]], *, most: int) -> dict[str, Any
         lines: of every step once, in order.
         most: points of a curve.
     """
-    names = sorted({name for line in lines for name in line} - set(_NO_CURVES))
+    numbers = _columns(lines)
+    times, tokens = (numbers.get(name, _NO_POINTS) for name in ("time", "train/tokens"))
     curves = {}
-    for name in names:
-        points = [(line["step"], line[name]) for line in lines if _has_point(line.get(name))]
-        if points:
-            steps, values = zip(*thinned(points, most=most), strict=True)
-            curves[name] = {"steps": steps, "values": [float(f"{value:.6g}") for value in values]}
+    for name in sorted(numbers.keys() - set(_NO_CURVES)):
+        steps, values = numbers[name]
+        kept = thinned(values, most=most)
+        curves[name] = {"steps": steps[kept].tolist(), "values": [float(f"{value:.6g}") for value in values[kept]]}
     shown = (next((name for name in candidates if name in curves), None) for candidates in _SHOWN)
-    return {"axes": _axes(lines, most=most), "curves": curves, "shown": [name for name in shown if name]}
+    axes = _axes(times, tokens, most=most)
+    return {"axes": axes, "curves": curves, "shown": [name for name in shown if name]}
 
 
-def thinned(points: Sequence[Point], *, most: int) -> list[Point]:
-    """All of few points; of many, the lowest and the highest of each of `most / 2` stretches of them, in order."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    kept = []
-    for first in range(0, len(points), size):
-        stretch = points[first : first + size]
-        kept += sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))})
-    return kept
+def thinned(values: npt.NDArray[np.float64], *, most: int) -> npt.NDArray[np.int64]:
+    """Which values stay, in order: all of few; of many, the lowest and the highest of each of `most / 2` stretches."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    size = math.ceil(len(values) / (most // 2))
+    filled = np.pad(values, (0, -len(values) % size), mode="edge").reshape(-1, size)
+    first = np.arange(len(filled)) * size
+    kept = np.concatenate([first + filled.argmin(axis=1), first + filled.argmax(axis=1)])
+    return np.unique(np.minimum(kept, len(values) - 1))
 
 
-def _axes(lines: Sequence[Mapping[str, Any]], *, most: int) -> dict[str, list[float]]:
-    """What the time and the tokens of a step are: between two of these both grow evenly."""
-    timed = [line for line in lines if is_number(line.get("time"))]
-    tokens = list(accumulate(line["train/tokens"] if is_number(line.get("train/tokens")) else 0 for line in timed))
-    places = range(0, len(timed), math.ceil(2 * len(timed) / most) or 1)
-    chosen = sorted({*places, len(timed) - 1} - {-1})
-    return {
-        "step": [timed[at]["step"] for at in chosen],
-        "time": [timed[at]["time"] for at in chosen],
-        "tokens": [tokens[at] for at in chosen],
+def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for line in lines:
+        step = line["step"]
+        for name, value in line.items():
+            if type(value) is float or type(value) is int:  # a bool, which is an int, has no point
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    points = {name: (np.array(steps), np.array(values, np.float64)) for name, (steps, values) in columns.items()}
+    finite = {
+        name: (steps[np.isfinite(values)], values[np.isfinite(values)]) for name, (steps, values) in points.items()
     }
+    return {name: one for name, one in finite.items() if len(one[0])}
 
 
-def _has_point(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)
+def _axes(times: Points, tokens: Points, *, most: int) -> dict[str, list[float]]:
+    """What the time and the tokens of a step are: between two of these both grow evenly."""
+    steps, moments = times
+    at = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), most)).astype(int))
+    trained = np.concatenate([[0.0], np.cumsum(tokens[1])])[np.searchsorted(tokens[0], steps[at], side="right")]
+    return {"step": steps[at].tolist(), "time": moments[at].tolist(), "tokens": trained.tolist()}
+
+
+_NO_POINTS: Points = (np.array([], np.int64), np.array([], np.float64))

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 from corral.launcher.page.render import render_page
 
 _REFRESH_S = 5.0
+_IDLE_SHARE = 10.0  # a long trial, which takes seconds to read, is read less often
 _LOOPBACK = "127.0.0.1"
 _OWN_NAMES = (_LOOPBACK, "localhost")  # an ssh tunnel's end has these, too
 _HEADERS = {
@@ -41,7 +42,7 @@ class PageServer:
         """
         self._read, self._title, self._refresh_s = read, title, refresh_s
         self._token = secrets.token_urlsafe(24)
-        self._data, self._read_at = b"", float("-inf")
+        self._data, self._next_read_at = b"", float("-inf")
         self._reading = asyncio.Lock()
 
     async def serve(self, tell: Callable[[str, int], None], *, port: int = 0) -> None:
@@ -88,10 +89,12 @@ class PageServer:
 
     async def _fresh(self) -> bytes:
         async with self._reading:  # however many look at once, files are read for all of them
-            if time.monotonic() - self._read_at > self._refresh_s / 2:
+            began_at = time.monotonic()
+            if began_at >= self._next_read_at:
                 try:
                     self._data = await asyncio.to_thread(self._read)
                 except TimeoutError as error:
                     raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
-                self._read_at = time.monotonic()
+                took_s = time.monotonic() - began_at
+                self._next_read_at = time.monotonic() + max(self._refresh_s / 2, _IDLE_SHARE * took_s)
             return self._data

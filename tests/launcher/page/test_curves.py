@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ def test_a_step_that_was_trained_twice_counts_once_and_the_last_time(tmp_path: P
     path.write_text("\n".join(map(json.dumps, lines)))
     assert read_metrics(path) == [{"step": 1, "loss": 9.0, "x": 0.5}, {"step": 2, "loss": 2.0}]
     told = curves_of(read_metrics(path), most=100)
-    assert told["curves"]["loss"] == {"steps": (1, 2), "values": [9.0, 2.0]} and told["shown"] == ["loss"]
+    assert told["curves"]["loss"] == {"steps": [1, 2], "values": [9.0, 2.0]} and told["shown"] == ["loss"]
 
 
 def test_what_is_no_number_has_no_point() -> None:
@@ -28,17 +29,16 @@ def test_what_is_no_number_has_no_point() -> None:
 
 @given(st.lists(st.floats(-100, 100), max_size=300), st.integers(2, 40))
 def test_a_thinned_curve_keeps_its_extremes_and_its_order(values: list[float], most: int) -> None:
-    points = list(enumerate(values))
-    kept = thinned(points, most=most)
-    assert len(kept) <= most and kept == sorted(set(kept)) and set(kept) <= set(points)
+    kept = thinned(np.array(values), most=most).tolist()
+    assert len(kept) <= most and kept == sorted(set(kept)) and set(kept) <= set(range(len(values)))
     if values:
-        assert {min(values), max(values)} <= {value for _, value in kept}
+        assert {min(values), max(values)} <= {values[at] for at in kept}
 
 
 def test_a_step_has_its_time_and_all_tokens_up_to_it_however_few_steps_stand_for_the_rest() -> None:
     lines = [{"step": step, "time": 10.0 * step, "train/tokens": 5.0} for step in range(1, 102)]
     axes = curves_of(lines, most=20)["axes"]
-    assert len(axes["step"]) <= 12 and (axes["step"][0], axes["step"][-1]) == (1, 101)
+    assert len(axes["step"]) == 20 and (axes["step"][0], axes["step"][-1]) == (1, 101)
     assert axes["time"] == [10.0 * step for step in axes["step"]]
     assert axes["tokens"] == [5.0 * step for step in axes["step"]]
 
