@@ -14,14 +14,11 @@ _STEPS_HELP = "A train step, a span such as 40:44, latest, or all."
 _OUTPUT_HELP = (
     "Write when each worker did what there, for ui.perfetto.dev; a trial's folder is private, and so is this."
 )
-_LATEST = 20  # steps, of which one alone says little
 
 
 def trace(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    steps: Annotated[
-        str, typer.Option("--steps", metavar="STEPS", help=f"{_STEPS_HELP} Default: the last {_LATEST}.")
-    ] = "",
+    steps: Annotated[str, typer.Option("--steps", metavar="STEPS", help=f"{_STEPS_HELP} Default: the last 20.")] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT_HELP)] = None,
     fileroot: Fileroot = None,
 ) -> None:
@@ -30,22 +27,21 @@ def trace(
         from corral.experiments.errors import ConfigError
         from corral.experiments.trial.directory import atomic_write
         from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.timeline.reader import overlapping, spans_of, steps_in
-        from corral.launcher.timeline.sentence import said_of
+        from corral.launcher.timeline.reader import spans_of, steps_of
+        from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
         from corral.launcher.timeline.trace import trace_of
         from corral.launcher.trial.find import default_fileroot
         from corral.launcher.trial.steps import chosen_steps
 
         files = PatientFiles()
         folder = find_in_time(files, trial, fileroot or default_fileroot()).directory.timeline_path
-        spans = files.run(lambda: spans_of(folder), folder)
-        if not (there := steps_in(spans)):
+        if not (there := files.run(lambda: steps_of(folder), folder)):
             hint = "timeline.max_size says how much is kept; the first is there after the first train step"
             raise ConfigError.of("this trial has kept no timeline", hint=hint)
         chosen = chosen_steps(
-            steps or f"{max(0, max(there) - _LATEST + 1)}:", there, option="--steps", limit="timeline.max_size"
+            steps or f"{max(0, max(there) - LATEST_STEPS + 1)}:", there, option="--steps", limit="timeline.max_size"
         )
-        spans = overlapping(spans, chosen)
+        spans = files.run(lambda: spans_of(folder, chosen), folder)
         if output is None:
             print("\n".join(said_of(spans)))
             return

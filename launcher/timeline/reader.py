@@ -6,55 +6,59 @@ A step that was trained again, after a failure, is where it was trained last. Li
 passed over.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from corral.experiments.trial.spans import STEPS, Clock, Span
+from corral.experiments.trial.directory import read_tail
+from corral.experiments.trial.spans import STEPS, Clock, Span, spans_path
+from corral.experiments.trial.worker_record import MASTER
 
 _DECODER = msgspec.json.Decoder(Clock | Span)
 
 
-def spans_of(folder: Path, steps: Collection[int] | None = None) -> list[Span]:
+def steps_of(folder: Path, *, most_bytes: int | None = None) -> Mapping[int, Span]:
+    """The train steps that are kept, by number, as the master has them."""
+    paths = [spans_path(folder, MASTER, is_old=is_old) for is_old in (True, False)]
+    return steps_in([span for path in paths if path.exists() for span in _read(path, most_bytes=most_bytes)])
+
+
+def steps_in(spans: Sequence[Span]) -> Mapping[int, Span]:
+    """The train steps among some spans, by number."""
+    ordered = sorted((span for span in spans if span.lane == STEPS), key=lambda span: span.start_s)
+    return {span.step: span for span in ordered if span.step is not None}
+
+
+def spans_of(folder: Path, steps: Collection[int] | None = None, *, most_bytes: int | None = None) -> list[Span]:
     """What all workers did, in the order in which it began; times are seconds of Unix time by the trial's clock.
 
     Args:
         folder: `TrialDirectory.timeline_path`.
-        steps: as `overlapping`; None is all that is kept.
+        steps: only what overlaps the time from the first of these steps to the last one, which are both kept; None is
+            all that is kept.
+        most_bytes: of the end of each file, where the last steps are enough.
     """
-    spans = [span for path in _paths(folder) for span in _read(path)]
-    ordered = sorted(steps_in(spans).values(), key=lambda span: span.start_s)
+    known = steps_of(folder, most_bytes=most_bytes)
+    window = (-math.inf, math.inf)
+    if steps is not None:
+        wanted = [span for number, span in known.items() if min(steps) <= number <= max(steps)]
+        window = min(span.start_s for span in wanted), max(span.end_s for span in wanted)
+    ordered = sorted(known.values(), key=lambda span: span.start_s)
     starts = [span.start_s for span in ordered]
+    spans = [span for path in folder.glob("*.jsonl") for span in _read(path, window, most_bytes=most_bytes)]
     found = [span if span.step is not None else _in_step(span, ordered, starts) for span in spans]
-    found.sort(key=lambda span: span.start_s)
-    return found if steps is None else overlapping(found, steps)
+    return sorted(found, key=lambda span: span.start_s)
 
 
-def overlapping(spans: Sequence[Span], steps: Collection[int]) -> list[Span]:
-    """Of some spans those which overlap the time from the first of these steps to the last one."""
-    wanted = [span for step, span in steps_in(spans).items() if min(steps) <= step <= max(steps)]
-    if not wanted:
-        return []
-    start_s, end_s = min(span.start_s for span in wanted), max(span.end_s for span in wanted)
-    return [span for span in spans if span.end_s > start_s and span.start_s < end_s]
-
-
-def steps_in(spans: Sequence[Span]) -> Mapping[int, Span]:
-    """The steps themselves, by number."""
-    of_steps = sorted((span for span in spans if span.lane == STEPS), key=lambda span: span.start_s)
-    return {span.step: span for span in of_steps if span.step is not None}
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Older halves first."""
-    return sorted(folder.glob("*.jsonl"), key=lambda path: (not path.stem.endswith(".1"), path.name))
-
-
-def _read(path: Path) -> Iterator[Span]:
+def _read(
+    path: Path, window: tuple[float, float] = (-math.inf, math.inf), *, most_bytes: int | None = None
+) -> Iterator[Span]:
     clock: Clock | None = None
-    for line in path.read_bytes().splitlines():
+    data = path.read_bytes() if most_bytes is None else read_tail(path, most_bytes)
+    for line in data.splitlines():
         try:
             said = _DECODER.decode(line)
         except msgspec.DecodeError:
@@ -62,14 +66,16 @@ def _read(path: Path) -> Iterator[Span]:
         if isinstance(said, Clock):
             clock = said
         elif clock is not None:
-            yield msgspec.structs.replace(
-                said,
-                start_s=said.start_s + clock.offset_s,
-                end_s=said.end_s + clock.offset_s,
-                worker=clock.worker,
-                attempt=clock.attempt,
-                incarnation=clock.incarnation,
-            )
+            start_s, end_s = said.start_s + clock.offset_s, said.end_s + clock.offset_s
+            if end_s > window[0] and start_s < window[1]:
+                yield msgspec.structs.replace(
+                    said,
+                    start_s=start_s,
+                    end_s=end_s,
+                    worker=clock.worker,
+                    attempt=clock.attempt,
+                    incarnation=clock.incarnation,
+                )
 
 
 def _in_step(span: Span, steps: Sequence[Span], starts: Sequence[float]) -> Span:

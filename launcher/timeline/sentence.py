@@ -10,14 +10,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
-from corral.launcher.timeline.reader import steps_in
+from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
 
+LATEST_STEPS = 20  # of which one alone says little
+_TAIL_BYTES = 1 << 20  # of each worker, so that many are read within a second
 _LEAST_SHARE = 0.1  # of the steps' time; what takes less is not worth a word
 _APART = 1.5  # times as slow as the median of its like is slow
+_LEAST_WORK_S = 4.0  # of a rank, which is looked at twenty times a second
 _WAITS_APART = 0.25  # of the ranks' time; what they spend in collectives differs by less on sound machines
 _COLLECTIVE = ("train step", "inference", "evaluate")  # phases of ranks in which each needs the others
 
@@ -137,8 +141,9 @@ def _slow_rank(figures: Figures) -> tuple[str, str] | None:
         if span.name in _COLLECTIVE:
             worked[span.worker].append(span)
     waits = {
-        rank: sum(span.among_ranks_s for span in found) / (sum(span.seconds for span in found) or 1.0)
+        rank: sum(span.among_ranks_s for span in found) / work_s
         for rank, found in worked.items()
+        if (work_s := sum(span.seconds for span in found)) >= _LEAST_WORK_S
     }
     if len(waits) < 2:
         return None
@@ -218,6 +223,13 @@ def explain_time(spans: Sequence[Span]) -> list[Cause]:
             Cause(share=share, text=f"{share:.0%} went into {what}: {text}", remedy=end) for text, end in specific
         ]
     return sorted(causes, key=lambda cause: -cause.share)
+
+
+def said_of_latest(folder: Path) -> list[str]:
+    """As `said_of`, of the last steps of a trial; nothing where none are kept."""
+    if not (there := steps_of(folder, most_bytes=_TAIL_BYTES)):
+        return []
+    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES))
 
 
 def said_of(spans: Sequence[Span]) -> list[str]:

@@ -41,5 +41,5 @@ class RankWaits(Closing):
         while not self._closed.wait(_LOOK_S):
             frame, now = sys._current_frames().get(self._watched), time.monotonic()
             if frame is not None and frame.f_code.co_filename.startswith(_OF_RANKS):
-                self._note(now - looked)
+                self._note(min(now - looked, 2 * _LOOK_S))  # a process that was stopped has waited for nobody
             looked = now

@@ -1,15 +1,13 @@
 """The file for Perfetto is what the Trace Event Format says: complete events that nest, and arrows that end."""
 
-import json
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.trial.spans import PHASES, Span
 from corral.launcher.timeline.trace import trace_of
+from tests.trace_format import check_format
 
 WORKERS = ("master_worker/0", "model_worker/0", "rollout_worker/0")
 SPANS = st.builds(
@@ -22,29 +20,6 @@ SPANS = st.builds(
     start_s=st.floats(1e9, 1e9 + 10.0),
     end_s=st.floats(1e9 + 10.0, 1e9 + 20.0),
 )
-
-
-def check_format(content: dict[str, Any]) -> None:
-    """By https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
-    events = json.loads(json.dumps(content))["traceEvents"]
-    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    processes = {event["pid"] for event in events if event["name"] == "process_name"}
-    lanes, arrows = defaultdict(list), defaultdict(list)
-    for event in events:
-        assert event["ph"] in "MXsf" and event["pid"] in processes
-        if event["ph"] == "M":
-            continue
-        assert isinstance(event["ts"], int) and event["ts"] >= 0 and (event["pid"], event["tid"]) in named
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-        else:
-            arrows[event["id"]].append((event["ph"], event["ts"]))
-    for spans in lanes.values():
-        ordered = sorted(spans)
-        assert all(before[1] <= after[0] for before, after in zip(ordered, ordered[1:], strict=False)), "one lane"
-    for ends in arrows.values():
-        assert [phase for phase, _ in ends] == ["s", "f"] and ends[0][1] <= ends[1][1], "one arrow, forwards"
 
 
 @given(st.lists(SPANS, max_size=30))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
-from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.timeline.reader import overlapping, spans_of
+from corral.experiments.trial.worker_record import MASTER, WorkerRecord
+from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.timeline import Timeline
 from tests.name_services import MemoryNameService, MemoryStore
@@ -98,13 +98,13 @@ def test_nothing_is_kept_where_nothing_is_wanted_and_a_disk_that_refuses_is_told
 
 
 def test_spans_belong_to_the_step_in_which_they_began_as_it_was_trained_last(tmp_path: Path) -> None:
-    with Timeline(tmp_path, clock(), max_mb=1) as timeline:
+    with Timeline(tmp_path, clock(worker=MASTER), max_mb=1) as timeline:
         for number, start_s in ((1, 0.0), (2, 10.0), (2, 30.0), (3, 40.0)):  # step 2 was taken back, and came again
             timeline.record(span(start_s, start_s + 10.0, lane=STEPS, step=number))
         for start_s in (5.0, 15.0, 25.0, 35.0, 38.0, 55.0):
             timeline.record(span(start_s, start_s + 4.0))
     spans = [one for one in spans_of(tmp_path) if one.lane != STEPS]
     assert [one.step for one in spans] == [1, None, None, 2, 2, None]
-    within = overlapping(spans_of(tmp_path), [3])
+    within = spans_of(tmp_path, [3])
     assert [one.start_s for one in within if one.lane != STEPS] == [38.0], "it reaches into step 3"
-    assert overlapping(spans_of(tmp_path), [9]) == []
+    assert list(steps_of(tmp_path)) == [1, 2, 3] and not steps_of(tmp_path / "elsewhere")
