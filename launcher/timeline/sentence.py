@@ -17,6 +17,7 @@ from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
 
+_FASTER_REWARD = "make the reward faster, or raise rollout.reward_processes"
 LATEST_STEPS = 20  # of which one alone says little
 _TAIL_BYTES = 1 << 20  # of each worker, so that many are read within a second
 _LEAST_SHARE = 0.1  # of the steps' time; what takes less is not worth a word
@@ -97,13 +98,13 @@ def _slow_server(figures: Figures) -> tuple[str, str] | None:
 
 
 def _slow_reward(figures: Figures) -> tuple[str, str] | None:
-    rewards, answers = figures.of("rewards"), figures.of("answers")
+    rewards, answers = figures.of("rewards", "rollout_worker"), figures.of("answers")
     judged_s, made_s = figures.lane_s("rewards"), figures.lane_s("answers")
     if not rewards or not answers or judged_s < made_s:
         return None
     mean_s = sum(span.seconds for span in rewards) / len(rewards)
     text = f"a group waits {mean_s:.3g} s for its reward, {judged_s / (judged_s + made_s):.0%} of its time"
-    return text, "make the reward faster, or raise rollout.reward_processes"
+    return text, _FASTER_REWARD
 
 
 def _slow_agents(figures: Figures) -> tuple[str, str] | None:
@@ -156,6 +157,14 @@ def _slow_rank(figures: Figures) -> tuple[str, str] | None:
     return text, "look at its host, its GPU and what runs beside it"
 
 
+def _slow_judging(figures: Figures) -> tuple[str, str] | None:
+    by_rank = figures.seconds_by(lambda span: span.worker, figures.of("rewards", "model_worker"))
+    judged_s, calls_s = max(by_rank.values(), default=0.0), figures.master_s["train step"]
+    if judged_s < calls_s / 2:
+        return None
+    return f"rewards take {judged_s / calls_s:.0%} of it", _FASTER_REWARD
+
+
 def _long_call(figures: Figures) -> tuple[str, str] | None:
     training = [span for span in figures.of(PHASES, MASTER) if span.name == "train step"]
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -184,7 +193,7 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], tuple[str
         "waiting for a batch",
         (_slow_server, _slow_reward, _slow_agents, _shut_gate, _no_server, _few_servers),
     ),
-    (("train step",), "the calls of the step", (_slow_rank, _long_call)),
+    (("train step",), "the calls of the step", (_slow_rank, _slow_judging, _long_call)),
     (
         ("write weights",),
         "writing weights",

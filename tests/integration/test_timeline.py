@@ -58,13 +58,13 @@ def _written(trial: Trial, step: int) -> str:
 
 @contextlib.contextmanager
 def throttled(trial: Trial, worker: str) -> Iterator[None]:
-    """A process of the trial that has the machine for a fifth of the time."""
+    """A process of the trial that stands still for most of the time."""
     is_over, pid = threading.Event(), trial.pid(worker)
 
     def throttle() -> None:
         while not is_over.is_set():
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.2)
+            time.sleep(0.6)
             os.kill(pid, signal.SIGCONT)
             is_over.wait(0.05)
 

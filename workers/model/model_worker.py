@@ -223,7 +223,15 @@ class ModelWorker(Worker):
             )
         )
         secrets = [context.trial.secrets_path]
-        self._models = Models(spec, self._store, contexts, seed=context.plan.seed, secrets=secrets, kept=self._kept)
+        self._models = Models(
+            spec,
+            self._store,
+            contexts,
+            seed=context.plan.seed,
+            secrets=secrets,
+            kept=self._kept,
+            record=context.presence.record,
+        )
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     # Requests that are answered at once, in the stream's thread

@@ -62,6 +62,10 @@ CASES = {
     ),
     "few servers": (steps(*WAITS) + groups([9, 10]), "answers are made more slowly than they are trained on"),
     "a rank among three": (steps(*TRAINS) + ranks(6.0, 0.5, 7.0), "model_worker/1 holds up the other ranks"),
+    "a reward in the step": (
+        [*steps(*TRAINS), span("model_worker/0", "rewards", "reward", 1.0, 9.0), span(MASTER, "a", "a", 0.5, 10.0)],
+        "rewards take 84% of it; make the reward faster",
+    ),
     "a call": (
         [
             *steps(*TRAINS),
