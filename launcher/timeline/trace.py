@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from corral.experiments.trial.spans import PHASES, STEPS, Span
 
 _FIRST_LANES = (STEPS, PHASES)
@@ -48,15 +50,19 @@ def _processes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def _threads(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """Each lane, cut into as many as are needed so that no two spans of one overlap."""
+    """Each lane, cut into as many as are needed so that no two spans of one overlap.
+
+    Of those in which a worker does one thing at a time spans overlap by what its clock was corrected by, and are cut.
+    """
     by_lane: defaultdict[str, list[list[Span]]] = defaultdict(list)
     for span in spans:
         rows = by_lane[span.lane]
-        free = next((row for row in rows if row[-1].end_s <= span.start_s), None)
+        free = next((row for row in rows if span.lane in _FIRST_LANES or row[-1].end_s <= span.start_s), None)
         if free is None:
             rows.append([span])
         else:
-            free.append(span)
+            start_s = max(span.start_s, free[-1].end_s)
+            free.append(msgspec.structs.replace(span, start_s=start_s, end_s=max(span.end_s, start_s)))
     for lane, rows in sorted(by_lane.items(), key=lambda item: (item[0] not in _FIRST_LANES, item[0] == PHASES)):
         for number, row in enumerate(rows, 1):
             yield lane if len(rows) == 1 else f"{lane} {number}", row
