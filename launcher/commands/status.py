@@ -67,7 +67,10 @@ def _with_times(look: Callable[[], str], timeline: Path) -> str:
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.timeline.sentence import said_of_latest
 
-    said = PatientFiles().run(lambda: said_of_latest(timeline), timeline)
+    try:
+        said = PatientFiles().run(lambda: said_of_latest(timeline), timeline)
+    except TimeoutError as error:
+        said = [str(error)]
     return "\n".join([look(), *(f"  time     {line}" for line in said)])
 
 

@@ -42,15 +42,15 @@ def spans_of(folder: Path, steps: Collection[int] | None = None, *, most_bytes: 
         most_bytes: of the end of each file, where the last steps are enough.
     """
     known = steps_of(folder, most_bytes=most_bytes)
+    wanted = [span for number, span in known.items() if steps is None or min(steps) <= number <= max(steps)]
     window = (-math.inf, math.inf)
     if steps is not None:
-        wanted = [span for number, span in known.items() if min(steps) <= number <= max(steps)]
         window = min(span.start_s for span in wanted), max(span.end_s for span in wanted)
     ordered = sorted(known.values(), key=lambda span: span.start_s)
     starts = [span.start_s for span in ordered]
     spans = [span for path in folder.glob("*.jsonl") for span in _read(path, window, most_bytes=most_bytes)]
-    found = [span if span.step is not None else _in_step(span, ordered, starts) for span in spans]
-    return sorted(found, key=lambda span: span.start_s)
+    others = [_in_step(span, ordered, starts) for span in spans if span.lane != STEPS]
+    return sorted([*wanted, *others], key=lambda span: span.start_s)
 
 
 def _read(
