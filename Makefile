@@ -129,6 +129,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/evaluation_beside_training.py --steps 40
 	$(BIN)/python benchmarks/kept_samples.py --steps 10
 	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/timeline_cost.py
 	$(BIN)/python benchmarks/staging.py --rounds 3
 	$(BIN)/python benchmarks/control_plane.py --ranks 16 64 --samples 512 --steps 2 --idle-s 2
 	$(BIN)/python benchmarks/split_placement.py

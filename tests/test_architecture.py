@@ -46,7 +46,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"slurm"},
         {"clusters"},
         {"extra_jobs"},
-        {"doctor", "evaluation", "logs", "samples", "status", "submit", "supervisor", "tracking"},
+        {"doctor", "evaluation", "logs", "samples", "status", "submit", "supervisor", "timeline", "tracking"},
         {"follow", "page", "stop"},
         {"commands"},
     ],

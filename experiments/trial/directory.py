@@ -93,6 +93,8 @@ class TrialDirectory:
     """Which policy versions made what each train step consumed."""
     samples_path = _Below("samples")
     """Of what is trained on, what people may read."""
+    timeline_path = _Below("timeline")
+    """When each worker did what."""
     turns_path = _Below("turns")
     """Finished turns of episodes that are under way, where agents can be played again."""
     secrets_path = _Below("secrets")

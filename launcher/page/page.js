@@ -211,6 +211,22 @@ function drawTimes() {
   byId("times-hint").textContent = "Where a bar is higher than its mark, calls ran at the same time." + (times.bars.length > 1 && steps[0] % 1 ? " A bar is the mean of several steps." : "");
 }
 
+function drawTimeline() {
+  const timeline = trial().timeline;
+  byId("timeline").hidden = !timeline;
+  if (!timeline) return;
+  const { axis, layout } = style();
+  const rows = [...new Set(timeline.spans.map((span) => span.row))];
+  const traces = [...new Set(timeline.spans.map((span) => span.lane))].map((lane, place) => {
+    const spans = timeline.spans.filter((span) => span.lane === lane);
+    return { type: "bar", orientation: "h", name: plain(lane), y: spans.map((span) => plain(span.row)), base: spans.map((span) => span.start_s), x: spans.map((span) => span.seconds), text: spans.map((span) => plain(span.what)), textposition: "none",
+      marker: { color: COLOURS[place % COLOURS.length], opacity: 0.75, line: { color: layout.paper_bgcolor, width: 1 } }, hovertemplate: "%{text}: %{x:.3g} s from %{base:.3f} s<extra>%{y}</extra>" };
+  });
+  Plotly.react("spans", traces, { ...layout, barmode: "overlay", showlegend: true, height: 130 + 22 * rows.length, xaxis: { ...axis, title: { text: `seconds, steps ${timeline.first} to ${timeline.last}` } }, yaxis: { ...axis, autorange: "reversed", dtick: 1 } }, CHART);
+  byId("timeline-said").textContent = visible(timeline.said.join("\n"));
+  byId("timeline-hint").textContent = `rl-trace ${chosen} -o FILE shows any steps in ui.perfetto.dev.` + (timeline.left_out ? ` ${timeline.left_out} short spans are not here.` : "");
+}
+
 // Answers
 
 function listAnswers() {
@@ -315,6 +331,7 @@ function draw() {
   listMetrics();
   listAnswers();
   drawTimes();
+  drawTimeline();
   listEvents();
   drawGraph();
   listSettings();

@@ -2,6 +2,7 @@
 
     metrics.jsonl ──► curves, where the time of steps goes      plan.json ──► graph of calls, settings
     events.jsonl  ──► events                                    samples/  ──► answers          TrialStatus ──► words
+    timeline/     ──► what each worker did in the last steps
 
 All of it is JSON: texts of models and users stay texts, and the page shows them as such.
 """
@@ -17,11 +18,14 @@ import msgspec
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.spans import spans_path
+from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.page.answers import OF_A_STEP, answers_of
 from corral.launcher.page.curves import curves_of
 from corral.launcher.page.graph import graph_of
+from corral.launcher.page.spans import timeline_of
 from corral.launcher.page.step_times import StepTimes, bars_of, mean_of, step_times_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import polite_reader
@@ -128,6 +132,8 @@ class TrialView:
             **self._part(directory.metrics_path, self._numbers),
             **self._part(directory.journal_path, _events),
             **self._part(directory.samples_path, self._said),
+            # Of all workers' files the master's says when there is a further step.
+            **self._part(spans_path(directory.timeline_path, MASTER), _timeline),
         }
 
     def _part(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -173,6 +179,10 @@ def _times(steps: list[StepTimes]) -> dict[str, Any] | None:
 def _as_json(step: StepTimes) -> dict[str, Any]:
     calls = {name: call._asdict() for name, call in step.calls.items()}
     return {"step": step.step, "wait_s": step.wait_s, "commit_s": step.commit_s, "calls": calls}
+
+
+def _timeline(path: Path) -> dict[str, Any]:
+    return {"timeline": timeline_of(path.parent)}
 
 
 def _events(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from corral.experiments.config.condition import Condition
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.samples import files_by_step, schema
+from corral.launcher.trial.steps import chosen_steps
 
 if TYPE_CHECKING:
     import pyarrow
@@ -35,23 +36,8 @@ class KeptAnswers:
             raise ConfigError.of("this trial has kept no answers", hint=hint)
 
     def steps(self, wanted: str) -> list[int]:
-        """Those that `latest`, `all`, a number or a span such as 40:50, its end included, mean.
-
-        Raises:
-            ConfigError: if none of them is there.
-        """
-        first, last = min(self._files), max(self._files)
-        span = {"latest": f"{last}", "all": ":"}.get(wanted, wanted)
-        begin, colon, end = span.partition(":")
-        if not all(part.isdigit() for part in (begin, end) if part):
-            hint = "a number, a span such as 40:50, latest, or all"
-            raise ConfigError.of(f"--step {wanted!r} is no train step", hint=hint)
-        low = int(begin) if begin else first
-        high = int(end) if end else last if colon else low
-        if not (found := [step for step in self._files if low <= step <= high]):
-            hint = f"there are {len(self._files)} steps from {first} to {last}; samples.max_size says for how long"
-            raise ConfigError.of(f"no answers of step {wanted} are kept", hint=hint)
-        return found
+        """Those that are meant; see `chosen_steps`."""
+        return chosen_steps(wanted, self._files, option="--step", limit="samples.max_size")
 
     def read(
         self,

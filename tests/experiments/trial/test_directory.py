@@ -86,6 +86,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.ledger_path: "ledger",
         trial.turns_path: "turns",
         trial.samples_path: "samples",
+        trial.timeline_path: "timeline",
         trial.tasks_path: "tasks.jsonl",
         trial.held_out_tasks_path: "held-out-tasks.jsonl",
         trial.spool_path(1): "spool/rollout_worker-1",

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 
@@ -12,6 +13,7 @@ from corral.experiments.registry import load_experiment
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.samples import samples_file, schema
+from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\x1b[31m<!-- &lt; '
@@ -47,6 +49,21 @@ def add_steps(directory: TrialDirectory, *, first: int, last: int) -> None:
             line |= {"rewards/mean": step / last, "ppo/loss": (-1) ** step * 0.1, HOSTILE: 1.0, "staleness/mean": 1.0}
             line |= {"time/actor_train/inputs_s": 1.0, "time/actor_train/ranks_s": 0.5, "time/actor_train_s": 5.0}
             file.write(json.dumps(line) + "\n")
+
+
+def add_timeline(directory: TrialDirectory, *, steps: int) -> None:
+    """What the master did in these steps, of which most is a wait, and what somebody hostile calls his doing."""
+    lines: list[Clock | Span] = [
+        Clock(worker="master_worker/0", attempt=0, incarnation="a", offset_s=BEGUN_AT, error_s=0.0)
+    ]
+    for step in range(1, steps + 1):
+        start_s = 10.0 * step
+        lines.append(Span(lane=STEPS, name=f"step {step}", start_s=start_s, end_s=start_s + 10, step=step))
+        lines.append(Span(lane=PHASES, name="wait for a batch", start_s=start_s, end_s=start_s + 8, about=HOSTILE))
+        lines.append(Span(lane=PHASES, name="train step", start_s=start_s + 8, end_s=start_s + 10))
+    directory.timeline_path.mkdir(exist_ok=True)
+    text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    spans_path(directory.timeline_path, "master_worker/0").write_bytes(text)
 
 
 def add_answers(directory: TrialDirectory, step: int, texts: list[str], *, ids: list[int]) -> None:

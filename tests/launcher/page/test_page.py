@@ -19,7 +19,7 @@ from corral.launcher.page.choose import choose_trials
 from corral.launcher.page.server import PageServer
 from corral.launcher.page.view import TrialViews
 from tests.chromium import Chromium, Tab, require_chromium
-from tests.launcher.page.page_trials import HOSTILE, add_answers, add_steps, write_trial
+from tests.launcher.page.page_trials import HOSTILE, add_answers, add_steps, add_timeline, write_trial
 
 BIN = Path(sys.executable).parent
 IDS = [2, 3, 4, 5, 1]
@@ -28,6 +28,7 @@ IDS = [2, 3, 4, 5, 1]
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> TrialDirectory:
     directory = write_trial(tmp_path_factory.mktemp("page"), "one")
+    add_timeline(directory, steps=40)
     add_answers(directory, 1, ["nothing", "some needle here"], ids=IDS)
     add_answers(directory, 40, [HOSTILE, HOSTILE * 100_000], ids=IDS * 1000)
     return directory
@@ -94,6 +95,12 @@ def test_events_are_told_and_marked_where_they_were(tab: Tab) -> None:
     )
     assert tab.evaluate("document.querySelectorAll('#event-rows .break').length") == 2
     assert tab.evaluate("document.querySelectorAll('#curve-chart .shapelayer path').length") >= 3
+
+
+def test_the_timeline_of_the_last_steps_is_explained_and_drawn(tab: Tab) -> None:
+    assert "of 200 s in steps 21 to 40, 80% went into" in texts(tab, "#timeline-said")[0]
+    assert tab.evaluate("document.querySelectorAll('#spans .bars .point').length") == 4 * 3
+    assert set(texts(tab, "#spans .ytick")) == {"master_worker/0 phases", "master_worker/0 steps"}
 
 
 def test_numbers_are_found_and_drawn(tab: Tab) -> None:
