@@ -217,9 +217,9 @@ function drawTimeline() {
   if (!timeline) return;
   const { axis, layout } = style();
   const rows = [...new Set(timeline.spans.map((span) => span.row))];
-  const traces = [...new Set(timeline.spans.map((span) => span.lane))].map((lane, place) => {
-    const spans = timeline.spans.filter((span) => span.lane === lane);
-    return { type: "bar", orientation: "h", name: plain(lane), y: spans.map((span) => plain(span.row)), base: spans.map((span) => span.start_s), x: spans.map((span) => span.seconds), text: spans.map((span) => plain(span.what)), textposition: "none",
+  const traces = [...new Set(timeline.spans.map((span) => span.kind))].map((kind, place) => {
+    const spans = timeline.spans.filter((span) => span.kind === kind);
+    return { type: "bar", orientation: "h", name: plain(kind), y: spans.map((span) => plain(span.row)), base: spans.map((span) => span.start_s), x: spans.map((span) => span.seconds), text: spans.map((span) => plain(span.what)), textposition: "none",
       marker: { color: COLOURS[place % COLOURS.length], opacity: 0.75, line: { color: layout.paper_bgcolor, width: 1 } }, hovertemplate: "%{text}: %{x:.3g} s from %{base:.3f} s<extra>%{y}</extra>" };
   });
   Plotly.react("spans", traces, { ...layout, barmode: "overlay", showlegend: true, height: 130 + 22 * rows.length, xaxis: { ...axis, title: { text: `seconds, steps ${timeline.first} to ${timeline.last}` } }, yaxis: { ...axis, autorange: "reversed", dtick: 1 } }, CHART);

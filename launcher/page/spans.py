@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.trial.spans import STEPS
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
 
@@ -27,7 +28,7 @@ def timeline_of(folder: Path) -> dict[str, Any] | None:
         "spans": [
             {
                 "row": f"{span.worker} {span.lane}",
-                "lane": span.lane,
+                "kind": STEPS if span.lane == STEPS else span.name,
                 "what": " ".join(filter(None, [span.name, span.about, *span.waits_for])),
                 "start_s": round(span.start_s - begin_s, 4),
                 "seconds": round(span.seconds, 4),
