@@ -323,19 +323,27 @@ function listSettings() {
   byId("setting-rows").replaceChildren(...keys.map((key) => element("tr", {}, element("td", {}, key), ...cells(key))));
 }
 
-function draw() {
+function drawTexts() {
   if (!data.trials.some((one) => one.name === chosen)) chosen = data.trials.at(-1).name;
   if (!drawn.size) drawn.add(chosen);
   listTrials();
   tellState();
   listMetrics();
   listAnswers();
-  drawTimes();
-  drawTimeline();
   listEvents();
   drawGraph();
   listSettings();
+}
+
+function drawCharts() {
+  drawTimes();
+  drawTimeline();
   return drawCurves();
+}
+
+function draw() {
+  drawTexts();
+  return drawCharts();
 }
 
 async function refresh() {
@@ -365,10 +373,18 @@ function begin() {
   on("close", "click", () => byId("answer").close());
   byId("sort-answers").replaceChildren(...COLUMNS.map((name) => element("option", { value: name }, name)));
   byId("answer-head").replaceChildren(...COLUMNS.map((name) => element("th", {}, name)));
+  drawTexts();
+  document.body.dataset.readableMs = String(performance.now());
+  setTimeout(beginCharts, 50); // compiling the chart library takes a second: what can be read is there before
+}
+
+async function beginCharts() {
+  document.body.append(Object.assign(document.createElement("script"), { textContent: byId("chart-library").textContent }));
+  await drawCharts();
+  document.body.dataset.drawnMs = String(performance.now());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   const seconds = Number(document.body.dataset.refreshS);
   if (seconds) setInterval(refresh, 1000 * seconds);
-  draw().then(() => { document.body.dataset.drawnMs = String(performance.now()); });
 }
 
 begin();

@@ -24,15 +24,16 @@ def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> b
         refresh_s: after how long it asks whoever serves it for new data; None of a file.
     """
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    scripts = [_chart_library(), (_FOLDER / "page.js").read_text()]
+    library, script = _chart_library(), (_FOLDER / "page.js").read_text()
     page = environment.get_template("page.html").render(
         title=title,
         refresh_s=refresh_s,
-        policy=_policy(scripts, is_served=refresh_s is not None),
+        policy=_policy([library, script], is_served=refresh_s is not None),
         style=Markup((_FOLDER / "page.css").read_text()),
         # Within a script element only "<" can end it, or begin another one; JSON may write it otherwise.
         data=Markup(data.decode().replace("<", "\\u003c")),
-        scripts=list(map(Markup, scripts)),
+        library=Markup(library),
+        script=Markup(script),
     )
     return page.encode()
 
