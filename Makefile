@@ -61,7 +61,7 @@ $(MEGATRON_STAMP): $(STAMP)
 lock: setup megatron  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
 	@sh .ci/write-lock $(BIN)/python >.ci/lock.txt.new && mv .ci/lock.txt.new .ci/lock.txt
 
-setup-slurm:  ## install the SLURM daemons that the tests start, a compiler and bubblewrap (Debian and Ubuntu)
+setup-slurm:  ## install the SLURM daemons that the tests start, a compiler, bubblewrap and Chromium (Debian and Ubuntu)
 	@sh .ci/install-slurm
 
 demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO, on this machine
@@ -128,6 +128,8 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/async_gain.py
 	$(BIN)/python benchmarks/evaluation_beside_training.py --steps 40
 	$(BIN)/python benchmarks/kept_samples.py --steps 10
+	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/timeline_cost.py
 	$(BIN)/python benchmarks/staging.py --rounds 3
 	$(BIN)/python benchmarks/control_plane.py --ranks 16 64 --samples 512 --steps 2 --idle-s 2
 	$(BIN)/python benchmarks/split_placement.py

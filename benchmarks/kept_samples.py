@@ -1,9 +1,10 @@
 """What it costs to keep answers for people to read: answers trained on per CPU second, with and without, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/kept_samples.py [--steps 30] [--rounds 2] [--setting samples.prompts_per_step=8]
+        [--without samples.prompts_per_step=0]
 
 The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of the whole
-machine, so nothing else may run beside it. Another --setting is compared with the recipe in the same way.
+machine, so nothing else may run beside it. Another --setting is compared with another --without in the same way.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 RECIPE = ROOT / "experiments" / "recipes" / "arithmetic_grpo.yaml"
-WITHOUT = "samples.prompts_per_step=0"
 DEADLINE_S = 1800
 
 
@@ -27,9 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--setting", default="samples.prompts_per_step=8", help="what is compared with keeping none")
+    parser.add_argument("--setting", default="samples.prompts_per_step=8", help="what is compared with --without")
+    parser.add_argument("--without", default="samples.prompts_per_step=0", help="what that is")
     options = parser.parse_args()
-    rates: dict[str, list[float]] = {WITHOUT: [], options.setting: []}
+    rates: dict[str, list[float]] = {options.without: [], options.setting: []}
     with tempfile.TemporaryDirectory(prefix="corral-kept-") as folder:
         root = Path(folder)
         subprocess.run([sys.executable, "-m", "corral.workers.data.arithmetic", "--out", root / "data"], check=True)

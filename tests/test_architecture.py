@@ -46,8 +46,8 @@ RANKS: dict[str, list[set[str]]] = {
         {"slurm"},
         {"clusters"},
         {"extra_jobs"},
-        {"doctor", "evaluation", "logs", "report", "samples", "status", "submit", "supervisor", "tracking"},
-        {"follow", "stop"},
+        {"doctor", "evaluation", "logs", "samples", "status", "submit", "supervisor", "timeline", "tracking"},
+        {"follow", "page", "stop"},
         {"commands"},
     ],
     "workers": [

@@ -23,6 +23,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
+from corral.experiments.trial.spans import Clock
 from corral.experiments.trial.trust import Trust
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.base import NameService
@@ -30,6 +31,7 @@ from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.redis import RedisNameService
 from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
+from corral.workers.lifecycle.timeline import Timeline
 from corral.workers.lifecycle.worker import (
     StopRequested,
     Worker,
@@ -83,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         with (
             connect_names(trial, secrets, keys) as names,
             StreamSecurity(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
-            Presence(names, key, owner=owner, ttl_s=ttl_s, identity=identity) as presence,
+            Timeline(trial.timeline_path, _clock(arguments), max_mb=plan.timeline.max_size) as timeline,
+            Presence(names, key, owner=owner, ttl_s=ttl_s, identity=identity, timeline=timeline) as presence,
         ):
             presence.enter("setup", is_setting_up=True, deadline_s=plan.supervision.setup_timeout_s)
             context = WorkerContext(
@@ -133,6 +136,17 @@ def _identity(arguments: argparse.Namespace) -> WorkerRecord:
         node=os.environ.get("SLURMD_NODENAME", host),
         attempt=arguments.attempt,
         incarnation=arguments.incarnation,
+    )
+
+
+def _clock(arguments: argparse.Namespace) -> Clock:
+    """A guess, until the name service has been asked for the time."""
+    return Clock(
+        worker=f"{arguments.kind}/{arguments.index}",
+        attempt=arguments.attempt,
+        incarnation=arguments.incarnation,
+        offset_s=time.time() - time.monotonic(),
+        error_s=60.0,
     )
 
 

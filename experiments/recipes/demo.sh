@@ -35,5 +35,6 @@ import json, sys
 accuracy = [line["eval/accuracy"] for line in map(json.loads, open(sys.argv[1])) if "eval/accuracy" in line]
 print(f"held-out accuracy: {accuracy[0]:.2f} after SFT, {accuracy[-1]:.2f} after GRPO")
 PYTHON
+echo; echo "open the page in a browser; rl-view shows a trial's while it runs"
 echo; echo "wrong to the last (rl-samples arithmetic-grpo/demo-$stamp shows more):"
 "$bin/rl-samples" "arithmetic-grpo/demo-$stamp" --step all --where 'reward == 0' --sort=-step -n 10

@@ -5,7 +5,7 @@
         events.jsonl metrics.jsonl trajectories.jsonl     appended to
         secrets/ (0700)   log/ (the trial log)            see secrets.py and log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
-        exits/ checkpoints/ weights/ exports/ ledger/ spool/ report/
+        exits/ checkpoints/ weights/ exports/ ledger/ spool/ page.html
         control/                                          requests from the command line to a running trial
 
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
-_FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "report", "control")
+_FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "control")
 
 
 class TrialExistsError(FileExistsError):
@@ -93,6 +93,8 @@ class TrialDirectory:
     """Which policy versions made what each train step consumed."""
     samples_path = _Below("samples")
     """Of what is trained on, what people may read."""
+    timeline_path = _Below("timeline")
+    """When each worker did what."""
     turns_path = _Below("turns")
     """Finished turns of episodes that are under way, where agents can be played again."""
     secrets_path = _Below("secrets")
@@ -105,7 +107,7 @@ class TrialDirectory:
     exports_path = _Below("exports")
     """Weights that stay: exports/final, exports/best, exports/step-*."""
     ledger_path = _Below("ledger")
-    report_path = _Below("report")
+    page_path = _Below("page.html")
     evaluations_path = _Below("eval")
     """What `rl-eval` found out about versions of the weights."""
     control_path = _Below("control")

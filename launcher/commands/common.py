@@ -118,8 +118,8 @@ def wait_for_trial(facts: "TrialFacts", name: str) -> None:
         ended = wait_for_end(facts)
     code = exit_code(ended)
     print(f"{facts.name} {ended.state}" + (f": {ended.note}" if ended.note else ""))
-    for number, picture in enumerate(sorted(facts.directory.report_path.glob("*.png"))):
-        print(f"{'' if number else 'report':<9}  {picture}")
+    if facts.directory.page_path.exists():
+        print(f"page       {facts.directory.page_path}")
     if code is CommandExit.FAILED:
         print(f"see        rl-logs {name} --errors", file=sys.stderr)
     if code:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -54,10 +55,23 @@ def status(
             root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
         )
         look = page.all_trials if facts is None else partial(page.one_trial, facts)
+        if facts is not None and explain and output in ("table", "wide"):
+            look = partial(_with_times, look, facts.directory.timeline_path)
         if watch:
             _redraw(look)
         else:
             print(look())
+
+
+def _with_times(look: Callable[[], str], timeline: Path) -> str:
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.timeline.sentence import said_of_latest
+
+    try:
+        said = PatientFiles().run(lambda: said_of_latest(timeline), timeline)
+    except TimeoutError as error:
+        said = [str(error)]
+    return "\n".join([look(), *(f"  time     {line}" for line in said)])
 
 
 def _redraw(look: Callable[[], str]) -> None:

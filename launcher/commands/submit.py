@@ -236,7 +236,7 @@ def _print_script(submission: "Submission") -> None:
 
 def _print_graph(submission: "Submission") -> None:
     """The chart, and nothing else, on stdout."""
-    from corral.launcher.report.graph import graph_of, render_mermaid
+    from corral.launcher.page.graph import graph_of, render_mermaid
 
     _print_plan(submission, sys.stderr)
     master = submission.plan.master

@@ -6,11 +6,15 @@ samples/*.parquet ──steps──► rows without their lists ──where─�
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.experiments.config.condition import Condition
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.samples import files_by_step, schema
+from corral.launcher.trial.steps import chosen_steps
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Row = Mapping[str, Any]
 _LISTS = ("ids", "made", "logprobs", "trainer_logprobs", "advantages", "versions")
@@ -32,23 +36,8 @@ class KeptAnswers:
             raise ConfigError.of("this trial has kept no answers", hint=hint)
 
     def steps(self, wanted: str) -> list[int]:
-        """Those that `latest`, `all`, a number or a span such as 40:50, its end included, mean.
-
-        Raises:
-            ConfigError: if none of them is there.
-        """
-        first, last = min(self._files), max(self._files)
-        span = {"latest": f"{last}", "all": ":"}.get(wanted, wanted)
-        begin, colon, end = span.partition(":")
-        if not all(part.isdigit() for part in (begin, end) if part):
-            hint = "a number, a span such as 40:50, latest, or all"
-            raise ConfigError.of(f"--step {wanted!r} is no train step", hint=hint)
-        low = int(begin) if begin else first
-        high = int(end) if end else last if colon else low
-        if not (found := [step for step in self._files if low <= step <= high]):
-            hint = f"there are {len(self._files)} steps from {first} to {last}; samples.max_size says for how long"
-            raise ConfigError.of(f"no answers of step {wanted} are kept", hint=hint)
-        return found
+        """Those that are meant; see `chosen_steps`."""
+        return chosen_steps(wanted, self._files, option="--step", limit="samples.max_size")
 
     def read(
         self,
@@ -82,7 +71,9 @@ class KeptAnswers:
             found = sorted(known, key=lambda each: each[0][name], reverse=falls)
         if named is not None:
             found = [each for each in found if named in (name_of(each[0]), each[0]["uid"])]
-        return [row | (_lists_of(path)[at] if is_whole else {}) for row, path, at in found[:most]]
+        return [
+            row | (_lists_of(path).slice(at, 1).to_pylist()[0] if is_whole else {}) for row, path, at in found[:most]
+        ]
 
 
 def name_of(row: Row) -> str:
@@ -90,19 +81,23 @@ def name_of(row: Row) -> str:
     return f"{row['uid']}#{row['sequence']}"
 
 
+@lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path, columns=list(_SCALARS)).to_pylist()
+    rows = _table(path, _SCALARS).to_pylist()
     return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
 
 
-@lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
-def _lists_of(path: Path) -> list[dict[str, Any]]:
+@lru_cache(maxsize=4)
+def _lists_of(path: Path) -> "pyarrow.Table":
+    return _table(path, _LISTS)
+
+
+def _table(path: Path, columns: Sequence[str]) -> "pyarrow.Table":
     import pyarrow.parquet
 
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path, columns=list(_LISTS)).to_pylist()
-    return rows
+    # Not its read_table, which imports all of pandas where that is installed.
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return file.read(columns=list(columns))
 
 
 def _parsed(where: str | None) -> Callable[[Row], bool]:

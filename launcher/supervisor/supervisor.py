@@ -61,7 +61,7 @@ _TICK_S = 0.1
 _SETUP_MARGIN_S = 30.0  # the worker gives up first, and says why
 _GUARDS_END_S = 2.0
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
-_REPORT_TIMEOUT_S = 60.0
+_PAGE_TIMEOUT_S = 60.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -346,7 +346,7 @@ class Supervisor:
             self.extra_jobs.close()
         self._destroy_secrets()
         if not closing.goes_on:
-            self._draw_report()
+            self._write_page(closing.state)
         if not closing.is_job_ending:
             closing.close()
         return SupervisorExit.FAILED if closing.state is EndState.FAILED else SupervisorExit.ENDED
@@ -366,14 +366,14 @@ class Supervisor:
         except OSError as error:
             self._record("secrets_not_removed", cause=str(error))
 
-    def _draw_report(self) -> None:
+    def _write_page(self, state: EndState) -> None:
         if not self.directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.report", "--trial", str(self.directory.path)]
+        command = [sys.executable, "-m", "corral.launcher.page", "--trial", str(self.directory.path), "--state", state]
         try:
             subprocess.run(
-                command, check=True, capture_output=True, timeout=_REPORT_TIMEOUT_S, preexec_fn=die_with_parent()
+                command, check=True, capture_output=True, timeout=_PAGE_TIMEOUT_S, preexec_fn=die_with_parent()
             )
         except (OSError, subprocess.SubprocessError) as error:
             said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
-            self._record("report_failed", cause=said.decode(errors="replace")[-2000:])
+            self._record("page_failed", cause=said.decode(errors="replace")[-2000:])

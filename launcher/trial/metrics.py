@@ -25,7 +25,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     by_step: dict[int, dict[str, Any]] = {}
     lines = _parse(path.read_bytes()) if path.exists() else []
     for line in sorted(lines, key=lambda line: "train/tokens" in line):  # so that `time` is that of the train step
-        by_step[line["step"]] = newest_of([by_step.get(line["step"], {}), line])
+        known = by_step.setdefault(line["step"], {})
+        known.update({name: value for name, value in line.items() if value is not None})
     return [by_step[step] for step in sorted(by_step)]
 
 

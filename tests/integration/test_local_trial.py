@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from corral.experiments.prompts.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.experiments.trial.evaluation import read_result, result_path
+from corral.launcher.timeline.reader import spans_of, steps_of
+from corral.launcher.timeline.sentence import Figures
 from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
@@ -21,6 +23,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import WORKERS, Material, Trial, read_lines
+from tests.trace_format import check_format
 
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
@@ -76,6 +79,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     assert compared == trained if eta == 0 else 0 < compared < trained
     assert "found      generator and trainer agree at version 0" in trial.run("rl-status")
     check_kept_answers(trial)
+    check_timeline(trial)
     evaluated = [line for line in trial.metrics() if "eval/accuracy" in line]
     steps = [line["step"] for line in evaluated]
     assert (steps[0], steps[-1]) == (0, 11) and steps == sorted(set(steps)), "one at a time, and each once"
@@ -111,6 +115,29 @@ def check_kept_answers(trial: Trial) -> None:
         assert row["said"] and 0.0 <= row["reward"] <= 1.0
         assert row["staleness"] > 0 or row["gap"] < 1e-3
     assert rows[-1]["said"][:4] in trial.run("rl-samples", "--show", f"{rows[-1]['uid']}#{rows[-1]['sequence']}")
+
+
+def check_timeline(trial: Trial) -> None:
+    """Every worker is in it, on one clock, and what the master did makes up the time of its steps."""
+    folder, lines = trial.directory.timeline_path, [line for line in trial.metrics() if "time/train_s" in line]
+    steps = steps_of(folder)
+    assert list(steps) == trial.train_steps()
+    figures = Figures(spans_of(folder, list(steps)))
+    assert sum(figures.master_s.values()) == pytest.approx(figures.wall_s, rel=0.02)
+    assert sum(step.seconds for step in steps.values()) == pytest.approx(figures.wall_s, rel=0.02)
+    for line in lines:  # a line is written shortly before the end of its step
+        assert 0.0 < steps[line["step"]].end_s - line["time"] < 2.0, line["step"]
+    told = figures.master_s["wait for a batch"]
+    assert told == pytest.approx(sum(line["time/wait_s"] for line in lines), abs=0.02 * figures.wall_s)
+    file = folder / "trace.json"
+    assert "spans of steps 1 to 11" in trial.run("rl-trace", "--steps", "all", "-o", str(file))
+    check_format(json.loads(file.read_bytes()))
+    assert {span.worker for span in figures.spans} == set(WORKERS)
+    rooms = {(span.worker.partition("/")[0], span.lane) for span in figures.spans}
+    assert {("rollout_worker", "answers"), ("rollout_worker", "rewards"), ("generation_server", "weights")} < rooms
+    assert "of " in trial.run("rl-trace") and trial.run("rl-trace").splitlines()[0] in trial.run(
+        "rl-status", "--explain"
+    )
 
 
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:

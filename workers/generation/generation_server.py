@@ -55,7 +55,8 @@ class GenerationServer(Worker):
         )
         async with open_session(trust.client()) as session:
             with closing(staging):
-                updates = WeightUpdates(staging, mode=self._spec.weights.update_mode)
+                mode, record = self._spec.weights.update_mode, self.context.presence.record
+                updates = WeightUpdates(staging, mode=mode, record=record)
                 backend = self._make_backend(session)
                 control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
                 try:

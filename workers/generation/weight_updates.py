@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from corral.experiments.config.rollout import UpdateMode
+from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import GenerationBackend, NewWeights
 from corral.workers.generation.server_client import ServerError
 from corral.workers.generation.weight_proof import StaleServerError, WeightProof
+from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.weight_transport.filling import StagedVersion, StagingError
 
 if TYPE_CHECKING:  # it loads torch, and the manager, which speaks to this end, does not
@@ -62,8 +64,13 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class WeightUpdates:
     """What the manager asks a generation worker for."""
 
-    def __init__(self, staging: "WeightStaging", *, mode: UpdateMode) -> None:
-        """mode: what an update does to the requests under way."""
+    def __init__(self, staging: "WeightStaging", *, mode: UpdateMode, record: Record = unrecorded) -> None:
+        """
+        Args:
+            mode: what an update does to the requests under way.
+            record: has what it does.
+        """
+        self._record = record
         self._staging = staging
         self._mode = mode
         self._lock = asyncio.Lock()
@@ -139,6 +146,9 @@ class WeightUpdates:
                 raise
             self._is_doubted = False
             has_changed = time.monotonic()
+            stopped = has_changed - stopped_s
+            self._note("prepare weights", was_staged, stopped, version)
+            self._note("stand still for weights", stopped, has_changed, version)
             if (held := (await backend.held())[0]) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
             await asyncio.to_thread(self._staging.taken_over)
@@ -147,7 +157,7 @@ class WeightUpdates:
                 bytes_read=staged.bytes_read,
                 bytes_received=staged.bytes_received,
                 staged_s=staged.seconds,
-                prepared_s=has_changed - was_staged - stopped_s,
+                prepared_s=stopped - was_staged,
                 stopped_s=stopped_s,
             )
             logger.info(
@@ -156,7 +166,11 @@ class WeightUpdates:
                 *msgspec.structs.astuple(self.last),
             )
 
+    def _note(self, what: str, start_s: float, end_s: float, version: str) -> None:
+        self._record(Span(lane="weights", name=what, start_s=start_s, end_s=end_s, about=version))
+
     async def _stage(self, order: UpdateOrder) -> StagedVersion:
+        started = time.monotonic()
         try:
             return await asyncio.to_thread(
                 self._staging.stage,
@@ -170,3 +184,5 @@ class WeightUpdates:
             raise WeightsTornError(f"weights in {order.weights} were refused: {error}") from error
         except StagingError as error:
             raise ServerError(str(error)) from error
+        finally:
+            self._note("stage weights", started, time.monotonic(), order.version)

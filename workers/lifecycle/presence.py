@@ -1,7 +1,8 @@
 """Presence: what a worker says about itself, published as its leased record in name-resolve.
 
 worker code --enter(phase, waiting_for), beat()--> Presence --at most twice a second--> leased record --> rl-status
-                                                            +--> last_seen/...: the same, without a lease
+                                                      |     +--> last_seen/...: the same, without a lease
+                                                      +--each phase that has ended--> Timeline
 
 The lease says who is there: it ends with the worker, or ten seconds after it froze. What a frozen worker did last is
 read from the copy, which stays until the worker leaves in order.
@@ -25,10 +26,12 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
 from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameExistsError, NameServiceError
 from corral.name_resolve.keys import last_seen_key
+from corral.workers.lifecycle.timeline import Timeline
 from corral.workers.streams.closing import Closing
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,20 @@ class Presence(Closing):
                 ...
     """
 
-    def __init__(self, names: NameService, key: str, *, owner: str, ttl_s: float, identity: WorkerRecord) -> None:
+    def __init__(
+        self,
+        names: NameService,
+        key: str,
+        *,
+        owner: str,
+        ttl_s: float,
+        identity: WorkerRecord,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """timeline: has each phase that has ended, and may be given spans beside them by `record`."""
+        self._timeline = timeline
+        self._lane_since = time.monotonic()
+        self._among_ranks_s = 0.0
         self._lock = threading.Lock()
         self._record = msgspec.structs.replace(identity, is_setting_up=True)
         self._phase_since = self._entered = time.monotonic()
@@ -63,6 +79,8 @@ class Presence(Closing):
         """Publish the last state and give the record up."""
         self._closed.set()
         self._thread.join(timeout=5.0)
+        with self._lock:
+            self._end_phase()
         self._lease.release()
         try:
             self._names.delete(self._memory)
@@ -95,6 +113,8 @@ class Presence(Closing):
             if (phase, waiting_for, tuple(waits_for)) != (before.phase, before.waiting_for, before.waits_for):
                 self._phase_since = time.monotonic()
                 self._dirty = True
+                if (phase, tuple(waits_for)) != (before.phase, before.waits_for):
+                    self._end_phase()
             self._record = msgspec.structs.replace(
                 before,
                 phase=phase,
@@ -142,6 +162,15 @@ class Presence(Closing):
             )
             self._entered = time.monotonic()
 
+    def record(self, span: Span) -> None:
+        """Keep in the timeline what happened beside the phases."""
+        if self._timeline is not None:
+            self._timeline.record(span)
+
+    def note_among_ranks(self, seconds: float) -> None:
+        """So much of the present phase was spent in calls that need the other ranks."""
+        self._among_ranks_s += seconds
+
     def note_restart(self) -> None:
         """Count a new start of what this process serves by."""
         with self._lock:
@@ -153,8 +182,29 @@ class Presence(Closing):
         with self._lock:
             return msgspec.structs.replace(self._record, in_phase_s=time.monotonic() - self._phase_since)
 
+    def _end_phase(self) -> None:
+        """Phases are without gaps: each begins where the one before ends. What is waited for in words may change."""
+        start_s, self._lane_since = self._lane_since, time.monotonic()
+        among_ranks_s, self._among_ranks_s = self._among_ranks_s, 0.0
+        record = self._record
+        self.record(
+            Span(
+                lane=PHASES,
+                name=record.phase,
+                start_s=start_s,
+                end_s=self._lane_since,
+                waits_for=record.waits_for,
+                about=record.waiting_for,
+                among_ranks_s=among_ranks_s,
+            )
+        )
+
     def _text(self) -> str:
-        record = msgspec.structs.replace(self.snapshot(), beat=self._names.clock())
+        asked_s = time.monotonic()
+        beat = self._names.clock()
+        if self._timeline is not None:
+            self._timeline.note_clock(asked_s=asked_s, answered_s=time.monotonic(), clock_s=beat)
+        record = msgspec.structs.replace(self.snapshot(), beat=beat)
         return msgspec.json.encode(record).decode()
 
     def _publish(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from corral.experiments.trial.spans import Span
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.checkpoint import (
     WEIGHTS,
@@ -204,7 +205,10 @@ class Commits(AsyncClosing):
             await self._epoch.disk.run(moment.checkpoint.give_up)
             await self._note_failure(step, problems)
             return
-        self._writing_s += time.monotonic() - started
+        written = time.monotonic()
+        self._writing_s += written - started
+        span = Span(lane="commits", name=f"commit step {step}", start_s=started, end_s=written)
+        self._epoch.context.presence.record(span)
         if self._failed_in_a_row:
             self._failed_in_a_row = 0
             await self._tell(step, is_alarm=False, text=f"step {step} could be committed", causes=[])

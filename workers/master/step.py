@@ -28,6 +28,7 @@ from enum import Enum
 
 import msgspec
 
+from corral.experiments.trial.spans import STEPS, Span
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.best import BestWeights
@@ -78,6 +79,7 @@ class TrainerEpoch:
         self._ledger = self.commits.ledger
         self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=self.gang.news.set)
         self._step = epoch.first_step
+        self._step_since = time.monotonic()
         self._nonfinite_in_a_row = 0
         self._waits = defaultdict[str, float](float)
         """Since the last step's line: seconds, and updates that changed nothing, by metric."""
@@ -130,6 +132,7 @@ class TrainerEpoch:
         await self.weights.publish_first(self.version)
         presence.enter("train")
         presence.beat(version=str(self.version))
+        self._step_since = time.monotonic()
 
     # A batch
 
@@ -141,6 +144,7 @@ class TrainerEpoch:
                 return None
             batch = await source.poll(version=self._step, remaining=self._remaining())
             if batch is not None or self._is_complete():
+                self.epoch.context.presence.enter("train")
                 return batch or []
             producers = source.waits_for()
             self.epoch.context.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=producers)
@@ -180,7 +184,13 @@ class TrainerEpoch:
         epoch, started = self.epoch, time.monotonic()
         with epoch.during("train step", self.gang.workers):
             outcome = await StepRunner(
-                epoch.graph, self.calls, batch, version=self._step, publish=self._publish, on_progress=self._show
+                epoch.graph,
+                self.calls,
+                batch,
+                version=self._step,
+                publish=self._publish,
+                on_progress=self._show,
+                record=epoch.context.presence.record,
             ).run()
         for notice in outcome.notices:
             await epoch.tell(notice, step=self._step + 1)
@@ -211,6 +221,14 @@ class TrainerEpoch:
         if self._exports.is_due(now := self._moment()):
             await self.weights.export(f"step-{self._step:08d}", self.version)
             self._exports.note(now)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Guarantee: the train steps of an epoch are without gaps, and what was tried in vain is of the next one."""
+        start_s, self._step_since = self._step_since, time.monotonic()
+        name = f"step {self._step}"
+        span = Span(lane=STEPS, name=name, start_s=start_s, end_s=self._step_since, step=self._step)
+        self.epoch.context.presence.record(span)
 
     async def _publish(self) -> None:
         """The present step has made weights: they go to whoever generates before the step is over."""

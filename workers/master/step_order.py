@@ -36,8 +36,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
+from corral.experiments.trial.spans import Span
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.model_function_call import ModelFunctionCall, PublishWeightsHook, PushWeightsHook
+from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.master.calls import MeshCalls
 from corral.workers.requests.messages import TrainNotice, TrainReply
 from corral.workers.streams.closing import all_or_first_error
@@ -141,6 +143,8 @@ class StepRunner:
     """Makes the weights that have just changed known to whoever generates."""
     on_progress: Callable[[Sequence[str], Mapping[str, Sequence[str]]], None] = lambda running, waits_for: None
     """Told, whenever a call starts or ends, which calls run, and for each of the others which calls it waits for."""
+    record: Record = unrecorded
+    """Has what each call did and waited for, in a lane of its own."""
 
     def __post_init__(self) -> None:
         self._state = StepState(self.graph, self.batch)
@@ -187,8 +191,8 @@ class StepRunner:
             if is_last_go:
                 await self._hand_on_weights(call)
             self._running.remove(call.name)
-        outcome.seconds[f"time/{call.name}/ranks_s"] += started - asked
-        outcome.seconds[f"time/{call.name}_s"] += time.monotonic() - started
+        self._note(call, "wait for ranks", asked, started, parts=["/ranks"])
+        self._note(call, call.name, started, time.monotonic(), parts=[""])
         state.finish_go(call.name, uids)
         state.drop(dropped)
         outcome.dropped.update(dropped)
@@ -213,9 +217,15 @@ class StepRunner:
         while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
             waits_for, started = self._state.waits_for(call.name), time.monotonic()
             await self._changed.wait()
-            for waited in ("inputs_s", *(f"for_{other}_s" for other in waits_for)):
-                self._outcome.seconds[f"time/{call.name}/{waited}"] += time.monotonic() - started
+            parts = ["/inputs", *(f"/for_{other}" for other in waits_for)]
+            self._note(call, f"wait for {', '.join(waits_for)}", started, time.monotonic(), parts=parts)
         return uids or []
+
+    def _note(self, call: ModelFunctionCall, what: str, start_s: float, end_s: float, *, parts: Sequence[str]) -> None:
+        """Where the time of a call went: in these parts of its metrics, and in its lane."""
+        for part in parts:
+            self._outcome.seconds[f"time/{call.name}{part}_s"] += end_s - start_s
+        self.record(Span(lane=call.name, name=what, start_s=start_s, end_s=end_s))
 
     def _report(self) -> None:
         waiting = {

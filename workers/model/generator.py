@@ -8,6 +8,7 @@ prompt follow from the trial's seed, the prompt's order and the weights alone, i
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from corral.experiments.config.rollout import functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
+from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
@@ -30,6 +32,7 @@ from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.trajectories import judged_answers, make_sample, reward_statistics
+from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
@@ -75,7 +78,17 @@ class Generator:
         ValueError: if the dataset has changed since it was submitted.
     """
 
-    def __init__(self, spec: ModelWorkerSpec, generation: GenerationSpec, *, seed: int, curtain: Curtain) -> None:
+    def __init__(
+        self,
+        spec: ModelWorkerSpec,
+        generation: GenerationSpec,
+        *,
+        seed: int,
+        curtain: Curtain,
+        record: Record = unrecorded,
+    ) -> None:
+        """record: has how long rewards took."""
+        self._record = record
         assert spec.dataset is not None, "the plan has a call that generates, and no dataset to take prompts from"
         self._generation = generation
         self._seed = seed
@@ -109,7 +122,9 @@ class Generator:
             groups = self._answers(decoder, prompts, version=version) if prompts else []
         finally:
             model.train(was_training)
+        started = time.monotonic()
         made = asyncio.run(self._judge_all(prompts, groups, version=version))
+        self._record(Span(lane="rewards", name="reward", start_s=started, end_s=time.monotonic()))
         self._require_a_reward(made, version=version)
         return [*made, *(one for one in read if isinstance(one, Generated))]
 

@@ -51,12 +51,14 @@ from corral.workers.model.host_memory import host_identity
 from corral.workers.model.kept_samples import KeptSamples
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
+from corral.workers.model.rank_waits import RankWaits
 from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
 from corral.workers.requests.messages import (
     CallRequest,
     ClearDataCache,
+    DataTransfer,
     Evaluate,
     Fetch,
     Generate,
@@ -186,6 +188,8 @@ class ModelWorker(Worker):
             self._samples.announce_to(stream.look_again)
             self._saves.announce_to(stream.look_again)
             stack.enter_context(self._saves)  # it ends before the stream does, which it tells
+            if self._spec.world_size > 1 and self.context.plan.timeline.max_size:
+                stack.enter_context(RankWaits(self.context.presence.note_among_ranks))
             while not self.context.stopping.is_set():
                 self.context.presence.enter("idle", waiting_for="requests of the master")
                 envelope = stream.next_blocking(_POLL_S)
@@ -219,7 +223,15 @@ class ModelWorker(Worker):
             )
         )
         secrets = [context.trial.secrets_path]
-        self._models = Models(spec, self._store, contexts, seed=context.plan.seed, secrets=secrets, kept=self._kept)
+        self._models = Models(
+            spec,
+            self._store,
+            contexts,
+            seed=context.plan.seed,
+            secrets=secrets,
+            kept=self._kept,
+            record=context.presence.record,
+        )
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     # Requests that are answered at once, in the stream's thread
@@ -251,7 +263,7 @@ class ModelWorker(Worker):
         started = time.monotonic()
         try:
             if isinstance(envelope.request, CallRequest) and (take := envelope.request.take) is not None:
-                self._plane.take(take.parcels, take.num_tokens)
+                self._take(take)
             payload = self._run(envelope)
             if isinstance(envelope.request, CallRequest) and envelope.request.offloads:
                 self._models.offload(envelope.request.mfc)
@@ -263,6 +275,13 @@ class ModelWorker(Worker):
             raise
         stream.reply(envelope, payload)
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
+
+    def _take(self, take: DataTransfer) -> None:
+        sources = sorted({parcel.source for parcel in take.parcels if self._spec.index in parcel.destinations})
+        waits_for = [f"model_worker/{rank}" for rank in sources]
+        timeout_s = self.context.plan.supervision.step_timeout_s
+        with self.context.presence.during("take samples", waits_for=waits_for, deadline_s=timeout_s):
+            self._plane.take(take.parcels, take.num_tokens)
 
     def _run(self, envelope: Envelope) -> ReplyPayload:
         request, beat = envelope.request, self.context.presence.beat

@@ -37,6 +37,7 @@ from corral.workers.backends.train_state import Numbers, StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator
+from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.generator import Generator
@@ -270,9 +271,11 @@ class Models:
         seed: int,
         secrets: Sequence[Path] = (),
         kept: KeptSamples | None = None,
+        record: Record = unrecorded,
     ) -> None:
         """
         Args:
+            record: has what happens beside the phases.
             kept: takes what people may read of what is trained on.
             secrets: folders that a reward is kept from.
             contexts: this rank's place in the mesh of each model, and of each reallocation, by name.
@@ -285,7 +288,9 @@ class Models:
         }
         with _blamed_on_the_plan():
             self._generator = (
-                Generator(spec, spec.generation, seed=seed, curtain=draw_curtain(secrets)) if spec.generation else None
+                Generator(spec, spec.generation, seed=seed, curtain=draw_curtain(secrets), record=record)
+                if spec.generation
+                else None
             )
         self._evaluators = {
             call.name: _make_evaluator(spec, self._models[call.model_name])

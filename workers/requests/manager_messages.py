@@ -148,6 +148,8 @@ class Route(MessageBody, frozen=True, tag="route"):
 
     url: str | None
     """None: no server is ready; ask again."""
+    server: str = ""
+    """Whose that is, for the timeline."""
     reason: str = ""
     """Why there is none, for `rl-status`."""
     lacks_room: bool = False

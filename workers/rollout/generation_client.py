@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -27,12 +28,14 @@ import aiohttp
 import msgspec
 
 from corral.experiments.config.rollout import SamplingConfig
+from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stream_events import stream_events
 from corral.workers.episodes.turn_request import RequestRefusedError
+from corral.workers.lifecycle.timeline import Record, unrecorded
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,8 @@ class _Group:
     """Of what came before, in other answers; "" if nothing did."""
     watch: Watch | None = None
     place: _Place | None = None
+    placed_s: float = math.inf
+    """When it first had one."""
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -119,6 +124,8 @@ class GenerationClient:
     token_timeout_s: float
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
+    record: Record = unrecorded
+    """Has how long each group of answers took; it waits for the URL of its server."""
     _lengths: _Lengths = field(default_factory=_Lengths, init=False)
     _under_way: Counter[str] = field(default_factory=Counter, init=False)
     """Answers that `complete` makes now, by uid: a group's episodes share a server, and each has its own."""
@@ -154,6 +161,7 @@ class GenerationClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._note(group)
         return [answers[index] for index in sorted(finished)]
 
     async def complete(
@@ -172,12 +180,27 @@ class GenerationClient:
             oldest_version: of the tokens that came before in the same episode: no older weights may go on from them.
         """
         self._under_way[uid] += 1
+        group = _Group(uid, prompt_ids, [answer], sampling, oldest_version, watch)
         try:
-            await self._finish(_Group(uid, prompt_ids, [answer], sampling, oldest_version, watch), 0)
+            await self._finish(group, 0)
         finally:
+            self._note(group)
             self._under_way[uid] -= 1
             if not self._under_way[uid]:
                 del self._under_way[uid]
+
+    def _note(self, group: _Group) -> None:
+        if group.place is not None:
+            span = Span(
+                lane="answers",
+                name="generate",
+                start_s=group.placed_s,
+                end_s=time.monotonic(),
+                waits_for=(group.place.url,),
+                about=group.uid,
+                tokens=sum(len(answer.output_ids) for answer in group.answers),
+            )
+            self.record(span)
 
     async def _finish(self, group: _Group, index: int) -> int:
         """Make one answer, however many requests that takes; its index."""
@@ -209,7 +232,7 @@ class GenerationClient:
             while (url := await self.route(group.uid, self._expected(group), oldest, setback)) is None:
                 setback = None
                 await _pause(0)
-            group.place = _Place(url)
+            group.place, group.placed_s = _Place(url), min(group.placed_s, time.monotonic())
             return group.place
 
     def _expected(self, group: _Group) -> int:

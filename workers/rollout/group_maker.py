@@ -15,6 +15,7 @@ What rewards and agents do wrong ends in one of these; what others are to blame 
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,6 +25,7 @@ from corral.experiments.config.rollout import RolloutConfig, functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
+from corral.experiments.trial.spans import Span
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
@@ -227,8 +229,9 @@ class GroupMaker:
             def seed_of(turn: int, answer: int = answer) -> int:
                 return answer_seed(self.trial_seed, order=order, answer=answer, call=turn)
 
+            started = time.monotonic()
             try:
-                return await player.play(
+                played = await player.play(
                     uid,
                     row,
                     prompt_ids,
@@ -236,6 +239,9 @@ class GroupMaker:
                     client=self.client,
                     seed_of=seed_of,
                 )
+                span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)
+                self.client.record(span)
+                return played
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:
                     raise  # the judge has made its own tries, and a server would refuse again

@@ -14,9 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.trajectories import REWARD_SECONDS
+from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
 from corral.workers.rollout.reward_processes import RewardProcesses
@@ -42,15 +44,23 @@ class RewardJudge:
     """
 
     def __init__(
-        self, reward: RewardSpec, tokenizer: Any, *, stop_token_ids: Collection[int], curtain: Curtain
+        self,
+        reward: RewardSpec,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Collection[int],
+        curtain: Curtain,
+        record: Record = unrecorded,
     ) -> None:
         """
         Args:
+            record: has how long each group has waited.
             curtain: keeps the reward's processes from what it hides.
             stop_token_ids: a last token that is one of them is not part of the answer's text.
         """
         self.curtain = curtain
         """That user code runs behind."""
+        self._record = record
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -79,7 +89,9 @@ class RewardJudge:
         since, shown = time.monotonic(), json.dumps(problem)
         parts = [self._judge_part(name, shown, episodes) for name in self._processes]
         judged = _first_error_raised(await asyncio.gather(*parts, return_exceptions=True))
-        seconds = {REWARD_SECONDS: time.monotonic() - since}
+        ended = time.monotonic()
+        self._record(Span(lane="rewards", name="reward", start_s=since, end_s=ended))
+        seconds = {REWARD_SECONDS: ended - since}
         return [self._sum_of(each, seconds) for each in zip(*judged, strict=True)]
 
     async def _judge_part(self, name: str, problem: str, episodes: Sequence[Episode]) -> list[Judged]:

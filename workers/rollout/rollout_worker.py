@@ -23,9 +23,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from corral.experiments.datasets.row_parser import RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
+from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
@@ -95,6 +98,7 @@ class RolloutWorker(Worker):
         """Why no server may answer, as the manager said last."""
         self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
+        self._server_by_url: dict[str, str] = {}
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -143,12 +147,14 @@ class RolloutWorker(Worker):
             first_token_timeout_s=spec.rollout.first_token_timeout_s,
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
+            record=self._record,
         )
         judge = RewardJudge(
             RewardSpec.of(spec.rollout),
             self._prompts.tokenizer,
             stop_token_ids=self._stop_token_ids,
             curtain=await asyncio.to_thread(draw_curtain, [context.trial.secrets_path]),
+            record=context.presence.record,
         )
         stack.callback(judge.close)
         judge.start()
@@ -297,6 +303,8 @@ class RolloutWorker(Worker):
         self._no_server = route.reason
         if route.url is None:
             self._show_wait(route.reason, route.waits_for)
+        else:
+            self._server_by_url[route.url] = route.server
         return route.url
 
     # The trainer's side
@@ -359,6 +367,11 @@ class RolloutWorker(Worker):
         if loop.time() >= slow.when():
             self._show()
         return answer
+
+    def _record(self, span: Span) -> None:
+        """Of an answer that waited for the URL of its server."""
+        servers = tuple(map(self._server_by_url.__getitem__, span.waits_for))
+        self.context.presence.record(msgspec.structs.replace(span, waits_for=servers))
 
     def _show(self) -> None:
         """What it does, or why there is no prompt for it."""

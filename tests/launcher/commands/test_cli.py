@@ -291,7 +291,7 @@ def test_wait_shows_progress_and_answers_with_the_end(
     assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "w", fileroot=tmp_path / "trials") == 0
     output = capsys.readouterr().out
     assert "step 3/" in output and "reward 0.75" in output
-    assert "small-grpo/w COMPLETE" in output and "curves.png" in output
+    assert "small-grpo/w COMPLETE" in output and "page.html" in output
     assert "rl-status small-grpo/w" in output
 
 

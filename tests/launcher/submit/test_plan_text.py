@@ -12,7 +12,7 @@ from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.launcher.report.graph import graph_of, render_mermaid
+from corral.launcher.page.graph import graph_of, render_mermaid
 from corral.launcher.submit.plan_text import render_plan
 from corral.scheduling.model_function_call import ModelName, OffloadHook, PushWeightsHook
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
