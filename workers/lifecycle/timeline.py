@@ -91,7 +91,7 @@ class Timeline(Closing):
             while not self._closed.wait(_FLUSH_S):
                 self._write()
             self._write()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a disk, or of a name that is no Unicode
             self._closed.set()
             logger.warning("the timeline of %s ends here: %s", self._clock.worker, error)
 

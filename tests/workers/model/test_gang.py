@@ -14,6 +14,7 @@ from corral.name_resolve.keys import TrialKeys
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
 from corral.workers.model.gang import joined_gang, shared_store
+from corral.workers.model.rank_waits import RankWaits
 from tests.name_services import MemoryNameService, NamesAddress, running_names
 from tests.workers.backends.gang_helpers import play
 from tests.workers.master.trials import UUID, context_of, trial_of
@@ -66,7 +67,7 @@ def test_other_gpus_than_planned_end_a_worker_with_an_exit_of_its_own(tmp_path: 
         assert run_to_exit_code(Computing(context)) is WorkerExit.WRONG_DEVICES
 
 
-def test_a_rank_that_is_slower_than_setup_may_be_ends_no_gang_that_has_joined(tmp_path: Path) -> None:
+def test_a_rank_that_is_slower_than_setup_may_be_ends_no_gang_that_has_joined_and_is_seen(tmp_path: Path) -> None:
     with running_names() as names:
         play(be_slow, tmp_path, names, world_size=2, directory=tmp_path)
 
@@ -82,8 +83,11 @@ def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None
         spec = context.specification(ModelWorkerSpec).model_copy(update={"world_size": 2, "index": world.rank})
         with joined_gang(replace(context, names=names), spec) as (parallel, _):
             context.presence.enter("train step", deadline_s=DEADLINE_S)
-            time.sleep(SETUP_S + 1.0 if world.rank == 1 else 0.0)
-            assert parallel.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}
+            waits: list[float] = []
+            with RankWaits(waits.append):
+                time.sleep(SETUP_S + 1.0 if world.rank == 1 else 0.0)
+                assert parallel.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}
+            assert (sum(waits) > 1.0) is (world.rank == 0), "the other rank waits for the slow one"
 
 
 def test_a_gang_of_one_needs_nobody(tmp_path: Path) -> None:
