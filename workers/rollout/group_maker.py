@@ -82,6 +82,8 @@ class GroupMaker:
     trial_seed: int
     group_size: int
     max_prompt_tokens: int
+    train_batch_size: int = 1
+    """Prompts of a train step, by which `rollout.length_schedule` counts."""
     num_prompts: int = _MAX_FAILED_IN_A_ROW
     """Of the worker's share; if all of them fail, nothing is left to try."""
     has_judged: bool = False
@@ -163,13 +165,18 @@ class GroupMaker:
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
 
+    def _client_of(self, order: int) -> GenerationClient:
+        """Who asks for answers as long as those of the prompt's step may be."""
+        longest = self.config.longest_answer(1 + order // self.train_batch_size)
+        return self.client if longest == self.config.sampling.max_new_tokens else self.client.limited_to(longest)
+
     async def _answers(
         self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
     ) -> list[JudgedEpisode]:
         """The single turn: asked once, all judged at the same time."""
         num_answers = self.group_size + self.config.spare_answers
         seeds = group_seeds(self.trial_seed, order=order, group_size=num_answers)
-        answers = await self.client.sample_group(uid, prompt_ids, seeds=seeds, enough=self.group_size)
+        answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=self.group_size)
         rewards = await self.judge.judge(row.fields, [answer.output_ids for answer in answers])
         return judged_answers(
             prompt_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
@@ -233,7 +240,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self.client,
+                    client=self._client_of(order),
                     seed_of=seed_of,
                 )
             except AgentFailedError as error:

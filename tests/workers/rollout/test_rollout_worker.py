@@ -192,6 +192,16 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
         assert sorted(rig.server.seeds[4:]) == sorted(expected[4:]), "the same answers might be rejected for ever"
 
 
+def test_answers_are_as_long_as_the_schedule_says_of_the_step_of_their_prompt(tmp_path: Path) -> None:
+    schedule = {2: 1, 3: 3}  # of answers that end with their second token; each step is one prompt
+    with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout={"length_schedule": schedule}) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+    lengths = {
+        header.uid.partition("#")[0]: [spans[-1].end for spans in header.version_spans] for header in rig.received
+    }
+    assert lengths == {"0:0": [2, 2], "0:1": [1, 1], "0:2": [2, 2]}
+
+
 def test_spare_answers_are_asked_for_and_a_group_has_as_many_as_ever(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+2="], rollout={"spare_answers": 3}, group_size=2) as rig:
         rig.run_until(lambda: len(rig.received) == 1, "a prompt")
