@@ -188,11 +188,14 @@ def check_evaluation(
                 path=path,
             )
     if not on_servers and (
-        evaluation.sampling.temperature > 0.0 or evaluation.sampling.stop or evaluation.answers_per_problem > 1
+        evaluation.sampling.temperature > 0.0
+        or evaluation.sampling.stop
+        or evaluation.answers_per_problem > 1
+        or evaluation.vote
     ):
         yield ConfigProblem(
             "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
-            "leave out evaluation.sampling.temperature, evaluation.sampling.stop and evaluation.answers_per_problem",
+            "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
             path=("evaluation",),
         )
     if kind in ("prompts", "answers"):
