@@ -58,7 +58,7 @@ class HeldOutProblems:
             prompts,
             client=replace(prompts.client, sampling=config.sampling, experts=None),
             config=prompts.config.model_copy(
-                update={"sampling": config.sampling, "spare_answers": 0, "length_schedule": {}}
+                update={"sampling": config.sampling, "spare_answers": 0, "length_schedule": {}, "demonstrations": None}
             ),
             group_size=config.answers_per_problem,
             max_prompt_tokens=config.dataset.max_prompt_tokens,

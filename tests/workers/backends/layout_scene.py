@@ -273,6 +273,9 @@ def train_by_all(engine: MeshEngine) -> Stats:
     near = compute_logprobs(engine, judged) + np.float32(0.3) * np.cos(judged.data["old_logprobs"] * 40)
     judged = judged.with_key("old_logprobs", np.where(response_mask(judged), near, np.float32(0.0)))
     judged = judged.with_key("teacher_logprobs", judged.data["ref_logprobs"])
+    judged.data["versions"] = np.where(
+        judged.data["old_logprobs"] < -4.3, -1, judged.data["versions"]
+    )  # some are shown
     judged = judged.with_key("values", np.cos(judged.data["input_ids"]).astype(np.float32))
     seen = []
     for name in PRESETS:
