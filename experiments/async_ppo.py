@@ -212,6 +212,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dataset=dataset,
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
+                train_batch_size=self.train_batch_size,
                 rollout=self.planned_rollout,
                 experts=self.routed_experts,
                 held_out=held_out,

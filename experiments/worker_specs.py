@@ -375,6 +375,8 @@ class RolloutWorkerSpec(FrozenConfig):
     tokenizer: Path
     """Directory with tokenizer.json."""
     group_size: int = Field(ge=1)
+    train_batch_size: int = Field(default=1, ge=1)
+    """Prompts of a train step."""
     rollout: RolloutConfig
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""

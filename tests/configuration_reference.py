@@ -129,6 +129,8 @@ def _type_name(member: Any) -> str:
         return plain[member]
     if (model := entries(member)) is not None:
         return f"mapping of names to [{_title(model)}](#{_title(model).lower()})"
+    if get_origin(member) is dict and get_args(member)[0] is not str:
+        return "mapping of numbers to numbers"
     return {list: "list of text", tuple: "list of text", dict: "mapping of text to text"}[get_origin(member)]
 
 

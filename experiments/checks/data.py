@@ -187,10 +187,15 @@ def check_evaluation(
                 "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
                 path=path,
             )
-    if not on_servers and (evaluation.sampling.temperature > 0.0 or evaluation.answers_per_problem > 1):
+    if not on_servers and (
+        evaluation.sampling.temperature > 0.0
+        or evaluation.sampling.stop
+        or evaluation.answers_per_problem > 1
+        or evaluation.vote
+    ):
         yield ConfigProblem(
-            "without generation servers held-out problems are answered once, by the most likely tokens",
-            "leave out evaluation.sampling.temperature and evaluation.answers_per_problem",
+            "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
+            "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
             path=("evaluation",),
         )
     if kind in ("prompts", "answers"):

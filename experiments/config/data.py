@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.condition import Condition
+from corral.experiments.config.patterns import FindingPattern
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
 from corral.scheduling.cadence import Frequency
 
@@ -203,6 +204,8 @@ class EvaluationConfig(FrozenConfig):
     """How answers are sampled."""
     answers_per_problem: int = Field(default=1, ge=1)
     """With more than one, accuracy is that of all answers, and eval/pass@k says how often one of k answers is right."""
+    vote: FindingPattern | None = None
+    r"""A regular expression whose first group is what an answer says, where it matches last, such as \\boxed\{(.*?)\}: eval/majority then is how often what most of a problem's answers say is right."""  # noqa: E501
     best: BestConfig | None = None
     """Keep the weights that were evaluated best as exports/best; None keeps the last ones, and what `control` says."""
 

@@ -107,6 +107,8 @@ class SamplingConfig(FrozenConfig):
 
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Tokens that are less than this many times as likely as the likeliest are not sampled; 0.0 samples from all."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end an answer: the token that completes one is its last."""
 
     @model_validator(mode="before")
     @classmethod
@@ -164,6 +166,10 @@ class RolloutConfig(GenerationConfig):
 
     max_head_offpolicyness: int = Field(default=1, ge=0)
     """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
+    demonstrations: str | None = None
+    """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy`."""  # noqa: E501
+    length_schedule: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = {}
+    """Longest answers in tokens by the train step from which on they may be so long, {0: 512, 200: 1024}: at most `sampling.max_new_tokens`, which is said of all other steps. A prompt's step is its place in the order of prompts, so that an answer has the same limit whoever makes it anew."""  # noqa: E501
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Prompts in flight at a time over all rollout workers; None is the train batch size."""
     reorder_window: int | None = Field(default=None, ge=1)
@@ -196,6 +202,26 @@ class RolloutConfig(GenerationConfig):
     """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)
     """So is one that brings no more tokens of an answer for so long; longer than it stands still to read weights."""
+
+    @model_validator(mode="after")
+    def _shows_answers_to_prompts(self) -> Self:
+        if self.demonstrations is not None and self.makes_episodes:
+            raise ValueError("demonstrations are answers to prompts, and no episodes; remove agent or environment")
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_no_longer_answers(self) -> Self:
+        if (longest := max(self.length_schedule.values(), default=0)) > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"length_schedule has {longest} tokens, and sampling.max_new_tokens, by which memory is planned, is "
+                f"{self.sampling.max_new_tokens}; raise that"
+            )
+        return self
+
+    def longest_answer(self, step: int) -> int:
+        """Tokens that an answer to a prompt of a train step may have."""
+        begun = [first for first in self.length_schedule if first <= step]
+        return self.length_schedule[max(begun)] if begun else self.sampling.max_new_tokens
 
     @property
     def makes_episodes(self) -> bool:

@@ -63,6 +63,8 @@ class EvaluationResult(FrozenConfig):
     """Mean over all judged answers."""
     pass_at: dict[int, float] = {}
     """How probable it is that one of so many answers to a problem is correct."""
+    majority: float | None = None
+    """How often what most answers to a problem say is correct, with `evaluation.vote`."""
     mean_response_tokens: float
     """Mean length of an answer."""
     num_prompts: int

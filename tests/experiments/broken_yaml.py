@@ -1030,6 +1030,22 @@ FILE_CASES = (
         overrides=("dataset.sampler=my_prompts:weigh",),
         words=("dataset.sampler", "has none", "experiment: async_ppo"),
     ),
+    BrokenCase(
+        name="vote-for-nothing",
+        overrides=(r"evaluation.vote=\d+",),
+        words=("evaluation.vote", "has no group", "put parentheses"),
+    ),
+    BrokenCase(
+        name="vote-on-one-answer",
+        base=VALID_SFT,
+        overrides=("evaluation.vote=(.+)", "evaluation.dataset={path: train.jsonl, max_prompt_tokens: 8}"),
+        words=("evaluation", "answered once", "leave out"),
+    ),
+    BrokenCase(
+        name="longer-answers-than-memory-is-for",
+        overrides=("rollout.length_schedule={0: 512}",),
+        words=("length_schedule has 512 tokens", "max_new_tokens"),
+    ),
     BrokenCase(name="empty-dataset", files={"train.jsonl": "\n\n"}, words=("no rows", "JSON object"), line=17),
     BrokenCase(
         name="row-without-prompt",

@@ -338,9 +338,9 @@ def test_a_teacher_may_name_its_likeliest_tokens(folder: Path) -> None:
 
 
 def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None:
-    shutil.copy(folder / "train.jsonl", folder / "other.jsonl")
     text = (folder / "ppo.yaml").read_text()
-    data = "dataset:\n  sources: {sums: {path: train.jsonl}, others: {path: other.jsonl}}\n"
+    of_length = "path: train.jsonl, where: len(prompt)"  # which of them is its teacher follows from a field
+    data = f"dataset:\n  sources: {{sums: {{{of_length} <= 4}}, others: {{{of_length} > 4}}}}\n"
     teachers = "teachers: {sums: {path: model}, others: {path: model}}\n"
     (folder / "taught.yaml").write_text(teachers + text.replace("dataset:\n  path: train.jsonl\n", data))
     plan = _plan(folder / "taught.yaml", "ppo.algorithm=distillation", "allocation=hf:d1+teacher_sums=d2,*=d1")

@@ -7,6 +7,8 @@ ledger/ of the last commit and its ancestors --> every sample consumed once
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -73,6 +75,12 @@ def check_every_sample_was_consumed_once(trial: Trial) -> None:
         assert delta["dropped"] == {}
     assert counts == Counter(trial.uids)
     check_ledger_of_checkpoint(trial.directory.path / history.lineage()[0]["directory"], trial)
+
+
+def audited(trial: Trial) -> str:
+    """What the audit command says of it."""
+    command = [sys.executable, "-m", "corral.workers.master.audit", str(trial.directory.path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def check_ledger_of_checkpoint(checkpoint: Path, trial: Trial) -> None:

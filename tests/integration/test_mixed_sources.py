@@ -10,8 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +27,7 @@ from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.arithmetic import write_model
 from corral.workers.data.prompts import PlannedPrompts, split_uid
 from corral.workers.master.drawn_prompts import DrawnPrompts
-from tests.integration.evidence import check_nothing_is_left
+from tests.integration.evidence import audited, check_nothing_is_left
 from tests.integration.paced_rewards import rewards_by_row
 from tests.integration.trial_helpers import ROOT, Material, Trial, read_lines, write_rows
 
@@ -94,11 +92,6 @@ def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[
     trial.wait_for_end()
     check_nothing_is_left(trial)
     return [line["uid"] for line in read_lines(trial.directory.trajectories_path)]
-
-
-def audited(trial: Trial) -> str:
-    command = [sys.executable, "-m", "corral.workers.master.audit", str(trial.directory.path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def prompts_of(trial: Trial) -> tuple[PlannedPrompts, dict[str, list[float]]]:

@@ -1,23 +1,28 @@
 """The shipped recipes under a real SLURM: every worker is a step of one allocation that spans several nodes."""
 
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.slurm.client import SlurmClient
 from tests.integration.evidence import (
+    audited,
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.trial_helpers import WORKERS, Trial
+from tests.integration.trial_helpers import WORKERS, Trial, read_lines
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import job_of
+from tests.test_customize import DOCUMENT, FILES
 
 pytestmark = pytest.mark.slurm
 
@@ -33,15 +38,28 @@ def test_supervised_training_of_the_shipped_recipe_completes(start_job: Callable
     assert trial.status()["job_id"] == job_of(trial)
 
 
-def test_reinforcement_learning_of_the_shipped_recipe_spans_nodes_and_completes(
-    start_job: Callable[..., Trial], cluster: Cluster
+def test_the_shipped_recipe_with_files_of_ones_own_spans_nodes_and_completes(
+    start_job: Callable[..., Trial], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Data, reward, loss and sampler are those of docs/customize.md."""
+    (own,) = re.findall(r"```yaml\n(dataset:\n  transform.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    files = {f"{name}.py": FILES[name] for name in ("my_rows", "my_reward", "gentle_loss", "my_order")}
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    monkeypatch.chdir(folder)
+    settings = {f"{key}.{name}": value for key, keys in yaml.safe_load(own).items() for name, value in keys.items()}
+    paced = {"function": "paced_rewards:digits", "weight": 0.0}  # measures, and holds the trial up for this test
+    settings["rollout.reward"] = json.dumps({"own": {"function": settings["rollout.reward"]}, "paced": paced})
     trial = start_job(
         "grpo",
         num_rows=80,
         pause_s=0.1,
-        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000},
+        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000, **settings},
     )
+    kept = {path.name for path in trial.directory.code_path.iterdir()}
+    assert kept == {*files, "paced_rewards.py"} - {"my_rows.py"}  # rows are made once, when it is submitted
     trial.wait_for_steps(1)
     rows = trial.wait_until_running()
     assert set(rows) == set(WORKERS) and len({row["node"] for row in rows.values()}) >= 2, rows
@@ -56,8 +74,12 @@ def test_reinforcement_learning_of_the_shipped_recipe_spans_nodes_and_completes(
     trial.wait_for_end()
 
     check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
+    assert audited(trial) == "80 prompts trained, 0 dropped, as drawn: skipped 0, repeated 0\n"
+    trial.uids = [line["uid"] for line in read_lines(trial.directory.trajectories_path)]  # rewards say which are drawn
     assert check_no_token_was_too_old(trial, eta=1) == 1
+    for line in (line for line in trial.metrics() if "ppo/loss" in line):
+        assert 0.0 < line["gentle/worse_fraction"] < 1.0 and line["reward/part/own/characters"] > 0.0
+        assert line["rewards/mean"] == pytest.approx(line["reward/part/own"], abs=1e-6)
     check_the_job_is_gone(trial)
     paths = {Path(path).name for path in trial.logs("--path").split()}
     assert paths >= {f"{worker.replace('/', '-')}.log" for worker in WORKERS}

@@ -51,7 +51,8 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
     if "seq_no_eos_mask" in sample.data:
         per_answer["no_eos_fraction"] = np.asarray(sample.data["seq_no_eos_mask"])[ends].sum()
     if "versions" in sample.data:
-        staleness = (version - np.asarray(sample.data["versions"], dtype=np.int64))[responses]
+        versions = np.asarray(sample.data["versions"], dtype=np.int64)
+        staleness = np.where(versions < 0, 0, version - versions)[responses]  # what was shown has no age
         per_token["staleness/mean"] = staleness.sum()
         largest["staleness/max"] = staleness.max(initial=0)
     if ROUTED_EXPERTS in sample.data:

@@ -133,7 +133,7 @@ class GapWatch:
             return {}
         logprobs, entropy = first.scores_of(sample)
         versions = np.asarray(sample.data["versions"], dtype=np.int64)
-        told = response_mask(sample) & comparable(sample.data["old_logprobs"], logprobs)
+        told = response_mask(sample) & comparable(sample.data["old_logprobs"], logprobs) & (versions >= 0)  # none shown
         older = np.flatnonzero(told & (versions != version))
         drift = _drift(_compared(sample, logprobs, entropy, older), context)
         allowed = self._sides.mean_threshold + _LEARNED * self._drift.since(versions[older], version=version)

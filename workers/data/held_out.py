@@ -4,19 +4,23 @@ answers to a problem ──sums_of──► sums ──added to those of other p
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 _CORRECT_FROM = 1.0  # rewards of correct answers reach it; what lies below is partial credit
-_PASS = "pass@"
+_PASS, MAJORITY = "pass@", "majority"
 
 
-def sums_of(rewards: Sequence[float], lengths: Sequence[int], *, asked: int = 1) -> dict[str, float]:
+def sums_of(
+    rewards: Sequence[float], lengths: Sequence[int], *, asked: int = 1, votes: Sequence[str | None] | None = None
+) -> dict[str, float]:
     """The sums of one problem.
 
     Args:
         rewards: of the answers to it; none if they could not be judged.
         lengths: their tokens.
         asked: answers that were asked for.
+        votes: what each of the answers says, None where it says nothing; None where nobody counts them.
     """
     correct = sum(reward >= _CORRECT_FROM for reward in rewards)
     sums = {
@@ -32,7 +36,23 @@ def sums_of(rewards: Sequence[float], lengths: Sequence[int], *, asked: int = 1)
     while k <= asked:
         sums[f"{_PASS}{k}"] = pass_at(k, num=len(rewards), correct=correct)
         k *= 2
+    if votes is not None:
+        sums[MAJORITY] = majority_of(rewards, votes)
     return sums
+
+
+def majority_of(rewards: Sequence[float], votes: Sequence[str | None]) -> float:
+    """How probable it is that what most answers say is correct, where chance decides among what equally many say.
+
+    Wang et al. 2022, https://arxiv.org/abs/2203.11171. If what says the same is judged differently, a share of it is.
+    """
+    saying: dict[str, list[bool]] = defaultdict(list)
+    for reward, vote in zip(rewards, votes, strict=True):
+        if vote is not None:
+            saying[vote].append(reward >= _CORRECT_FROM)
+    most = max(map(len, saying.values()), default=0)
+    shares = [sum(correct) / most for correct in saying.values() if len(correct) == most]
+    return math.fsum(shares) / max(len(shares), 1)
 
 
 def pass_at(k: int, *, num: int, correct: int) -> float:
@@ -55,8 +75,9 @@ def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, fl
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """`accuracy` (share of judged answers with full reward), `reward/mean`, `response_length/mean`, `pass@k`, all of
-    answers that were judged, and missing where none was; beside them `problems` and `unjudged`, which are counted.
+    """`accuracy` (share of judged answers with full reward), `reward/mean`, `response_length/mean`, `pass@k`,
+    `majority`, all of answers that were judged, and missing where none was; beside them `problems` and `unjudged`,
+    which are counted.
     """
     values = {name: sums.get(name, 0.0) for name in ("problems", "unjudged")}
     if judged := sums.get("judged"):
@@ -65,5 +86,6 @@ def means(sums: Mapping[str, float]) -> dict[str, float]:
             "reward/mean": sums["reward"] / judged,
             "response_length/mean": sums["tokens"] / judged,
         }
-        values |= {name: total / sums["judged_problems"] for name, total in sums.items() if name.startswith(_PASS)}
+        of_problems = {name: total for name, total in sums.items() if name.startswith((_PASS, MAJORITY))}
+        values |= {name: total / sums["judged_problems"] for name, total in of_problems.items()}
     return values

@@ -35,7 +35,7 @@ from corral.experiments.trial.evaluation import (
 )
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
-from corral.workers.data.held_out import added, means, pass_at_k
+from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
 from corral.workers.data.prompts import load_held_out_rows
 from corral.workers.evaluation.serving import served_problems
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
@@ -105,6 +105,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         mean_reward=values["reward/mean"],
         mean_response_tokens=values["response_length/mean"],
         pass_at=pass_at_k(values),
+        majority=values.get(MAJORITY),
         num_prompts=progress.num_done,
         num_unjudged=int(values["unjudged"]),
         seconds=round(progress.seconds, 3),

@@ -84,6 +84,7 @@ async def served_problems(
             await stack.enter_async_context(session),
             route,
             sampling=request.evaluation.sampling,
+            tokenizer=prompts.tokenizer,
             stop_token_ids=ends,
             first_token_timeout_s=rollout.first_token_timeout_s,
             token_timeout_s=rollout.token_timeout_s,

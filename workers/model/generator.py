@@ -31,6 +31,7 @@ from corral.workers.engine.requests import AbortFinish, GenerationRequest, Reque
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.stops import stopper
 from corral.workers.episodes.trajectories import judged_answers, make_sample, reward_statistics
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
@@ -198,18 +199,20 @@ class Generator:
     def _as_answer(self, output: RequestOutput) -> PartialAnswer | None:
         if isinstance(output.finish_reason, AbortFinish):  # of a batch that nobody aborts: no finite number to draw by
             return None
-        experts = None
-        if self._generation.experts is not None and output.experts is not None:
-            experts = AnswerExperts(self._generation.experts, output.prompt)
-            experts.append(output.experts[:, list(self._generation.experts.expert_layers)])
-        return PartialAnswer(
+        answer = PartialAnswer(
             max_new_tokens=self._generation.sampling.max_new_tokens,
             output_ids=list(output.output_ids),
             logprobs=list(output.output_logprobs),
             spans=list(output.weight_versions),
             stopped=isinstance(output.finish_reason, StopFinish),
-            experts=experts,
         )
+        if cut := stopper(self._prompts.tokenizer, self._generation.sampling.stop):
+            cut(answer)
+        if self._generation.experts is not None and output.experts is not None:
+            rows = output.experts[: len(output.prompt) + len(answer.output_ids) - 1]
+            answer.experts = AnswerExperts(self._generation.experts, output.prompt)
+            answer.experts.append(rows[:, list(self._generation.experts.expert_layers)])
+        return answer
 
     async def _judge_all(
         self, prompts: Sequence[_Prompt], groups: Sequence[list[PartialAnswer | None]], *, version: str

@@ -12,7 +12,6 @@ rollout worker are in one process, which knows what was said and what was spent 
 import asyncio
 import os
 import random
-import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -24,8 +23,8 @@ import msgspec
 from pydantic import Field, PrivateAttr, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.patterns import FindingPattern, last_found
 from corral.workers.rewards.contract import Problem, StopTrialError
-from corral.workers.rewards.texts import Pattern
 
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
@@ -87,7 +86,7 @@ class Judge(FrozenConfig):
     """As the endpoint calls it."""
     prompt: str
     """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
-    verdict: Pattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
+    verdict: FindingPattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
     """Where the number is in what it says: the first group of the last match."""
     lowest: float = 0.0
     """A number below is none."""
@@ -115,11 +114,9 @@ class Judge(FrozenConfig):
     _known: _Known = PrivateAttr(default_factory=_Known)
 
     @model_validator(mode="after")
-    def _has_one_key_and_a_group(self) -> Self:
+    def _has_one_key_and_the_answer(self) -> Self:
         if self.key_variable and self.key_file is not None:
             raise ValueError("key_variable and key_file both say where the key is; remove one")
-        if re.compile(self.verdict).groups < 1:
-            raise ValueError(f"verdict {self.verdict!r} has no group; put parentheses around the number")
         if "{answer" not in self.prompt:
             raise ValueError("prompt has no {answer}; the judge would not see it")
         return self
@@ -187,10 +184,10 @@ class Judge(FrozenConfig):
         return reply.choices[0].message.content or ""
 
     def _verdict_of(self, said: str) -> float:
-        found = [match[1] for match in re.finditer(self.verdict, said)]
-        if not found:
+        found = last_found(self.verdict, said)
+        if found is None:
             raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-_SHOWN:]!r}")
-        number = float(found[-1])
+        number = float(found)
         if not self.lowest <= number <= self.highest:
             raise ValueError(f"the judge's verdict {number} is not between {self.lowest:g} and {self.highest:g}")
         return number

@@ -6,11 +6,12 @@ Length, Repetition              penalties               0.0 down to -1.0
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.patterns import Pattern
 from corral.workers.rewards.contract import Problem
 
 
@@ -54,18 +55,6 @@ def _chosen(answer: str) -> str:
     alone = _ALONE.match(answer.strip().rpartition("\n")[2])
     return alone[1] if alone else ""
 
-
-def check_pattern(pattern: str) -> str:
-    """The pattern; ValueError if it is no regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"must be a regular expression: {error}") from error
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(check_pattern)]
-"""A regular expression of Python's `re`."""
 
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.episodes.log import EpisodeLog, Turn
-from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.stops import stopper
 from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.turn_journal import EpisodeJournal, question_of
@@ -80,13 +80,14 @@ class EpisodeSession:
         question = question_of(turn.prompt_ids, sampling, stops) if self.journal else b""
         if self.journal is not None and self.journal.take(question, turn.answer):
             return
+        own_ids = set(request.stop_token_ids) - set(self.client.stop_token_ids)
         await self.client.complete(
             self.uid,
             turn.prompt_ids,
             turn.answer,
             sampling=sampling,
             oldest_version=self.log.oldest_version,
-            watch=self._stopper(request),
+            watch=stopper(self.tokenizer, (*sampling.stop, *request.stop), own_ids),
         )
         if self.journal is not None:
             self.journal.append(question, turn.answer)
@@ -121,20 +122,3 @@ class EpisodeSession:
                 "top_k": own.top_k if request.top_k is None else request.top_k,
             }
         )
-
-    def _stopper(self, request: TurnRequest) -> Callable[[PartialAnswer], None] | None:
-        """Cuts an answer behind the first of the tokens, or the one that completes one of the texts."""
-        stop_ids = set(request.stop_token_ids) - set(self.client.stop_token_ids)
-        if not request.stop and not stop_ids:
-            return None
-
-        def has_stop(ids: Sequence[int]) -> bool:
-            text: str = self.tokenizer.decode(list(ids)) if request.stop else ""
-            return any(stop in text for stop in request.stop) or not stop_ids.isdisjoint(ids)
-
-        def cut(answer: PartialAnswer) -> None:
-            ids = answer.output_ids
-            if has_stop(ids):
-                answer.cut(next(end for end in range(1, len(ids) + 1) if has_stop(ids[:end])))
-
-        return cut

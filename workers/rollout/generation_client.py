@@ -15,6 +15,7 @@ A server that says nothing for so long is lost. Nothing is while none is ready: 
 """
 
 import asyncio
+import copy
 import itertools
 import logging
 import math
@@ -33,6 +34,7 @@ from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
+from corral.workers.episodes.stops import Watch, stopper
 from corral.workers.episodes.stream_events import stream_events
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded
@@ -62,10 +64,6 @@ class Setback:
 RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
 """(uid, tokens that a server is expected to hold for it, oldest version of those that have come or "", what has just
 happened to an answer) -> a server's URL, or None while none is ready."""
-
-
-Watch = Callable[[PartialAnswer], None]
-"""Looks at an answer whenever tokens have come, and may cut it."""
 
 
 class _Lengths:
@@ -122,6 +120,8 @@ class GenerationClient:
     stop_token_ids: Sequence[int]
     first_token_timeout_s: float
     token_timeout_s: float
+    tokenizer: Any = None
+    """Reads answers where texts of `sampling` end them."""
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
     record: Record = unrecorded
@@ -129,6 +129,12 @@ class GenerationClient:
     _lengths: _Lengths = field(default_factory=_Lengths, init=False)
     _under_way: Counter[str] = field(default_factory=Counter, init=False)
     """Answers that `complete` makes now, by uid: a group's episodes share a server, and each has its own."""
+
+    def limited_to(self, max_new_tokens: int) -> "GenerationClient":
+        """The same, with all that it knows, for answers of at most so many tokens."""
+        limited = copy.copy(self)
+        object.__setattr__(limited, "sampling", self.sampling.model_copy(update={"max_new_tokens": max_new_tokens}))
+        return limited
 
     async def sample_group(
         self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None
@@ -153,7 +159,7 @@ class GenerationClient:
             )
             for seed in seeds
         ]
-        group = _Group(uid, prompt_ids, answers, self.sampling)
+        group = _Group(uid, prompt_ids, answers, self.sampling, watch=stopper(self.tokenizer, self.sampling.stop))
         tasks = [asyncio.create_task(self._finish(group, index)) for index in range(len(answers))]
         try:
             finished = [await done for done in itertools.islice(asyncio.as_completed(tasks), enough)]

@@ -29,6 +29,7 @@ from corral.experiments.trial.spans import Span
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample, reward_statistics
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
@@ -84,6 +85,8 @@ class GroupMaker:
     trial_seed: int
     group_size: int
     max_prompt_tokens: int
+    train_batch_size: int = 1
+    """Prompts of a train step, by which `rollout.length_schedule` counts."""
     num_prompts: int = _MAX_FAILED_IN_A_ROW
     """Of the worker's share; if all of them fail, nothing is left to try."""
     has_judged: bool = False
@@ -165,17 +168,37 @@ class GroupMaker:
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
 
+    def _client_of(self, order: int) -> GenerationClient:
+        """Who asks for answers as long as those of the prompt's step may be."""
+        longest = self.config.longest_answer(1 + order // self.train_batch_size)
+        return self.client if longest == self.config.sampling.max_new_tokens else self.client.limited_to(longest)
+
     async def _answers(
         self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
     ) -> list[JudgedEpisode]:
-        """The single turn: asked once, all judged at the same time."""
-        num_answers = self.group_size + self.config.spare_answers
-        seeds = group_seeds(self.trial_seed, order=order, group_size=num_answers)
-        answers = await self.client.sample_group(uid, prompt_ids, seeds=seeds, enough=self.group_size)
-        rewards = await self.judge.judge(row.fields, [answer.output_ids for answer in answers])
-        return judged_answers(
-            prompt_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
-        )
+        """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
+        shown = self._shown(row)
+        num_made = self.group_size - len(shown)
+        seeds = group_seeds(self.trial_seed, order=order, group_size=num_made + self.config.spare_answers)
+        answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
+        outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
+        judged = await self.judge.judge(row.fields, outputs)
+        rewards, parts = [one.reward for one in judged], [one.statistics for one in judged]
+        made = judged_answers(prompt_ids, answers, rewards[:num_made], parts=parts[:num_made])
+        rest = zip(shown, rewards[num_made:], parts[num_made:], strict=True)
+        return [*made, *(JudgedEpisode([branch], reward, parts=said) for branch, reward, said in rest)]
+
+    def _shown(self, row: DatasetRow) -> list[Branch]:
+        """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""
+        answer = row.fields.get(self.config.demonstrations or "")
+        if not isinstance(answer, str) or self.group_size < 2:
+            return []
+        ids, is_given = self.prompts.encode_learned(row.prompt, answer, tools=row.tools)
+        start = is_given.index(False)
+        end = is_given.index(True, start) if True in is_given[start:] else len(ids)
+        if start > self.max_prompt_tokens or end - start > self.config.sampling.max_new_tokens:
+            return []
+        return [Branch([Segment(ids[:start]), Segment(ids[start:end], is_trained=True)])]
 
     async def _episodes(
         self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
@@ -236,7 +259,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self.client,
+                    client=self._client_of(order),
                     seed_of=seed_of,
                 )
                 span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)

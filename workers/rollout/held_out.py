@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
+from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 
@@ -51,10 +53,13 @@ class HeldOutProblems:
         self._rows = rows
         self._orders = {name: {row_id: order for order, row_id in enumerate(rows[name])} for name in rows}
         self._num_answers = config.answers_per_problem
+        self._vote = config.vote
         self._groups = replace(
             prompts,
             client=replace(prompts.client, sampling=config.sampling, experts=None),
-            config=prompts.config.model_copy(update={"sampling": config.sampling, "spare_answers": 0}),
+            config=prompts.config.model_copy(
+                update={"sampling": config.sampling, "spare_answers": 0, "length_schedule": {}, "demonstrations": None}
+            ),
             group_size=config.answers_per_problem,
             max_prompt_tokens=config.dataset.max_prompt_tokens,
         )
@@ -73,5 +78,12 @@ class HeldOutProblems:
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
         lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]
         versions = {span.version for episode in episodes for answer in episode.answers for span in answer.spans}
-        sums = sums_of([episode.reward for episode in episodes], lengths, asked=self._num_answers)
+        votes = [self._vote_of(episode) for episode in episodes] if self._vote else None
+        sums = sums_of([episode.reward for episode in episodes], lengths, asked=self._num_answers, votes=votes)
         return Answered(problem=problem, sums=sums, versions=sorted(versions))
+
+    def _vote_of(self, episode: JudgedEpisode) -> str | None:
+        """What its last answer says, without white space around it."""
+        last = episode.answers[-1].output_ids if episode.answers else []
+        said = last_found(self._vote or "", self._groups.judge.text_of(last))
+        return said and said.strip()

@@ -161,7 +161,7 @@ def test_a_job_starts_a_server_of_the_trials_own_kind(tmp_path: Path, model: Pat
     embedded = EvaluationRequest.model_validate_json(request_in_batches(directory, batch_size=8).read_bytes())
     sglang = SglangConfig(python=sglang_python(SglangConfig()), probe_timeout_s=600.0)
     server = embedded.server.model_copy(update={"backend": "sglang", "sglang": sglang})
-    evaluation = embedded.evaluation.model_copy(update={"answers_per_problem": 2})
+    evaluation = embedded.evaluation.model_copy(update={"answers_per_problem": 2, "vote": "(.+)"})
     results = []
     for step, update in ((1, {}), (2, {"server": server}), (3, {"evaluation": evaluation})):
         asked = embedded.model_copy(update={"result": result_path(directory.evaluations_path, step), **update})
@@ -178,7 +178,7 @@ def test_a_job_starts_a_server_of_the_trials_own_kind(tmp_path: Path, model: Pat
     by_embedded, by_sglang, of_two = results
     assert 0.0 < by_embedded.mean_reward == pytest.approx(by_sglang.mean_reward)
     assert of_two.mean_reward == pytest.approx(by_embedded.mean_reward), "greedy answers are one answer"
-    assert of_two.pass_at == {2: of_two.accuracy}
+    assert of_two.pass_at == {2: of_two.accuracy} and of_two.majority == of_two.accuracy
 
 
 def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:

@@ -2,7 +2,8 @@
 
 import math
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from corral.experiments.config.algorithm import PPOConfig
 from corral.workers.algorithms.functional.policy_losses import (
     behaviour_weights,
     cispo,
@@ -18,6 +20,10 @@ from corral.workers.algorithms.functional.policy_losses import (
     ppo_clip,
 )
 from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.luffy import Luffy
+from corral.workers.algorithms.self_imitation import SelfImitation
+from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.token_scores import TokenScores
 
 NUM_TOKENS = 200
 LENGTHS = [1, 40, 0, 7, 100, 52]
@@ -232,6 +238,50 @@ def test_cispo_clips_the_weight_and_never_the_gradient(low: float, high: float |
     assert float(loss_sum.detach()) == pytest.approx(loss, abs=1e-6)
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad, gradient, atol=1e-6)
+
+
+def test_self_imitation_adds_what_came_out_better_whatever_the_clip_says() -> None:
+    t, mask = Tokens(), torch.ones(NUM_TOKENS, dtype=torch.bool)
+    logprobs = torch.tensor(t.current, requires_grad=True)
+    keys = {"advantages": torch.tensor(t.advantages), "proximal_logprobs": torch.tensor(t.proximal), "loss_mask": mask}
+    made = SelfImitation(coef=0.3)(
+        TokenScores(logprobs, torch.zeros(NUM_TOKENS)), cast(MicroBatch, SimpleNamespace(tensors=keys)), PPOConfig()
+    )
+    made.losses.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    for i in range(NUM_TOKENS):
+        loss, slope = slow_ppo_token(t.current[i], t.proximal[i], t.advantages[i], low=0.2, high=0.2, c_clip=None)
+        better = max(t.advantages[i], 0.0)
+        assert float(made.losses.detach()[i]) == pytest.approx(loss - 0.3 * better * t.current[i], abs=1e-9)
+        assert float(logprobs.grad[i]) == pytest.approx(slope - 0.3 * better, abs=1e-9)
+    assert made.stats["self_imitation/fraction"].tolist() == (t.advantages > 0).tolist()
+
+
+def test_luffy_learns_what_was_shown_by_a_shape_of_its_probability() -> None:
+    t = Tokens()
+    is_shown = np.arange(NUM_TOKENS) % 3 == 0
+    logprobs = torch.tensor(np.where(is_shown, np.minimum(t.current, 0.0), t.current), requires_grad=True)
+    keys = {
+        "advantages": torch.tensor(t.advantages),
+        "old_logprobs": torch.tensor(np.where(is_shown, 0.0, t.old)),
+        "loss_mask": torch.ones(NUM_TOKENS, dtype=torch.bool),
+        "versions": torch.tensor(np.where(is_shown, -1, 3)),
+    }
+    scores, batch = TokenScores(logprobs, torch.zeros(NUM_TOKENS)), cast(MicroBatch, SimpleNamespace(tensors=keys))
+    made = Luffy(gamma=0.2)(scores, batch, PPOConfig(use_decoupled_loss=False))
+    made.losses.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    for i in range(NUM_TOKENS):
+        logprob, advantage = float(logprobs.detach()[i]), t.advantages[i]
+        loss, slope = slow_ppo_token(logprob, t.old[i], advantage, low=0.2, high=0.2, c_clip=None)
+        if is_shown[i]:
+            p = math.exp(logprob)
+            loss, slope = -advantage * p / (p + 0.2), -advantage * 0.2 * p / (p + 0.2) ** 2
+        assert float(made.losses.detach()[i]) == pytest.approx(loss, abs=1e-9)
+        assert float(logprobs.grad[i]) == pytest.approx(slope, abs=1e-9)
+    assert made.stats["luffy/shown_fraction"].tolist() == is_shown.tolist()
+    with pytest.raises(ValueError, match="set ppo.use_decoupled_loss: false"):
+        Luffy()(scores, batch, PPOConfig())
 
 
 BOUNDS = {"token": (0.6, 1.5), "answer": (0.01, 100.0), "answer_mean": (0.9, 1.05)}

@@ -17,7 +17,7 @@ import torch
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.gang_helpers import DEADLINE_S, play
 from tests.workers.backends.layout_scene import (
     NUM_STEPS,
     SAVED_AFTER,
@@ -159,7 +159,8 @@ def make_variants(
     directory: Path, cases: Sequence[tuple[str, str]], *, make: MakeEngine = make_engine, world_size: int
 ) -> VariantScene:
     model = save_tiny("qwen2", directory / "model")
-    play(play_variants, model, cases, directory, make, world_size=world_size, directory=directory)
+    arguments = (model, cases, directory, make)
+    play(play_variants, *arguments, world_size=world_size, directory=directory, deadline_s=2 * DEADLINE_S)
     alone = {
         name: train_variant(VARIANTS[name], model, ParallelContext(), directory / name)
         for name in dict.fromkeys(name for name, _ in cases)
@@ -174,7 +175,7 @@ def assert_like_one_rank(scene: VariantScene, name: str, layout: str) -> None:
         seen = scene.ranks[number][f"{name} {layout}"]
         for stats, own in zip(seen["stats"], expected["stats"], strict=True):
             assert stats == pytest.approx(own, rel=variant.tolerance, abs=variant.tolerance / 10)
-        for key, values in expected["said"].items():
+        for key, values in expected["said"].items() if mesh_of(layout).dims.dp == 1 else ():  # else of its own answers
             np.testing.assert_allclose(seen["said"][key], values, atol=variant.tolerance)
         if variant.dtype == torch.float32:
             assert seen.get("generated") == expected.get("generated")

@@ -16,14 +16,17 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.algorithm import DPOConfig, PPOConfig
 from corral.experiments.config.model import LoraConfig, Recompute
+from corral.experiments.config.presets import PRESETS, fill_in
 from corral.scheduling.keys import teacher_keys
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
-from corral.workers.algorithms.base import compute_logprobs
+from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.pair_losses import PAIR_LOSSES
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.preferences import DPOInterface
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
@@ -38,6 +41,13 @@ SAVED_AFTER = 2
 """Steps before the state that other layouts go on from."""
 OPTIMIZER = optimizer_config(lr=5e-3, weight_decay=0.1, gradient_clipping=0.5)
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [20, 8, 21, 6]]  # ragged, and odd in sum
+PAIRS = [[5, 17], [30, 4], [3, 12], [10, 8, 11, 6]]
+_OF_A_STEP = (
+    "ppo/loss",
+    "dpo/loss",
+    "train/grad_norm",
+    "train/tokens",
+)  # others are of a sample of each rank's answers
 _RANKS = {"d2": (2, 3)}  # others take all four, or as many as they need
 
 
@@ -53,6 +63,8 @@ class Variant:
     tolerance: float = 1e-4
     top_k: int = 0
     """Above 0 by distillation over so many tokens."""
+    by_all: bool = False
+    """A step by every algorithm and every loss of pairs that ships, one after the other."""
 
 
 Stats = list[dict[str, float]]
@@ -242,6 +254,7 @@ VARIANTS = {
     "muon": Variant(muon=True),
     "bfloat16": Variant(dtype=torch.bfloat16, tolerance=5e-2),
     "taught": Variant(top_k=3),
+    "every algorithm": Variant(by_all=True),
     "lora": Variant(lora=LoraConfig(rank=2, alpha=8.0)),
     "lora of a critic": Variant(
         head="value", lora=LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -253,13 +266,34 @@ VARIANTS = {
 }
 
 
+def train_by_all(engine: MeshEngine) -> Stats:
+    """What each algorithm and each loss of pairs has made of one engine, in turn."""
+    judged, pairs = (share_of(make_sample(lengths, seed=7), engine.context) for lengths in (LENGTHS, PAIRS))
+    # By a policy near the engine's own, so that ratios are near 1; the critic's values are of no matter.
+    near = compute_logprobs(engine, judged) + np.float32(0.3) * np.cos(judged.data["old_logprobs"] * 40)
+    judged = judged.with_key("old_logprobs", np.where(response_mask(judged), near, np.float32(0.0)))
+    judged = judged.with_key("teacher_logprobs", judged.data["ref_logprobs"])
+    judged.data["versions"] = np.where(
+        judged.data["old_logprobs"] < -4.3, -1, judged.data["versions"]
+    )  # some are shown
+    judged = judged.with_key("values", np.cos(judged.data["input_ids"]).astype(np.float32))
+    seen = []
+    for name in PRESETS:
+        settings = {"algorithm": name}
+        config = PPOConfig.model_validate(settings | fill_in(settings, max_new_tokens=30)[0])
+        seen.append(PPOActorInterface(config).train_step(engine, judged, version=0))
+    for loss in PAIR_LOSSES:
+        seen.append(DPOInterface(DPOConfig.model_validate({"loss": loss})).train_step(engine, pairs, version=0))
+    return [{name: value for name, value in stats.items() if name in _OF_A_STEP} for stats in seen]
+
+
 def train_variant(
     variant: Variant, model: Path, context: ParallelContext, directory: Path, make: MakeEngine = make_engine
 ) -> dict[str, Any]:
     """Two steps, with the memory given back in between; what the model says afterwards, and its weights."""
     engine = make(model, context, variant)
-    stats = []
-    for step in range(2):
+    stats = train_by_all(engine) if variant.by_all else []
+    for step in range(0 if variant.by_all else 2):
         sample = share_of(batch(step), context)
         if variant.top_k:
             config = PPOConfig.model_validate({"algorithm": "distillation", "distillation": {"top_k": variant.top_k}})

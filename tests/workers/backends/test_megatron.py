@@ -50,6 +50,7 @@ CHAINS = tuple(zip(LAYOUTS, (*LAYOUTS[3:], *LAYOUTS[:3]), strict=True))
 HEADS = (("value", "t2c2"), ("scalar", "c2"), ("scalar", "t2"), ("value", "p2"))
 ADAPTERS = (("lora", "t2p2"), ("lora with dropout", "d1"), ("lora of a critic", "t2c2"))
 TAUGHT = (("taught", "t2p2"), ("taught", "c2"))
+ALGORITHMS = (("every algorithm", "p2"),)
 LOW = ("bfloat16", "p2")
 
 
@@ -86,12 +87,15 @@ def test_more_than_two_stages_train_and_go_on_with_tied_and_untied_outputs(kind:
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> VariantScene:
     return make_variants(
-        tmp_path_factory.mktemp("heads"), (*HEADS, *ADAPTERS, *TAUGHT, LOW), make=make_megatron, world_size=4
+        tmp_path_factory.mktemp("heads"),
+        (*HEADS, *ADAPTERS, *TAUGHT, *ALGORITHMS, LOW),
+        make=make_megatron,
+        world_size=4,
     )
 
 
-@pytest.mark.parametrize(("name", "layout"), (*HEADS, *ADAPTERS, *TAUGHT))
-def test_critics_reward_models_adapters_and_the_taught_train_as_with_the_fsdp_backend(
+@pytest.mark.parametrize(("name", "layout"), (*HEADS, *ADAPTERS, *TAUGHT, *ALGORITHMS))
+def test_critics_reward_models_adapters_the_taught_and_every_algorithm_train_as_with_the_fsdp_backend(
     name: str, layout: str, heads: VariantScene
 ) -> None:
     assert_like_one_rank(heads, name, layout)

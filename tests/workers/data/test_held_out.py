@@ -2,12 +2,13 @@
 
 import itertools
 from functools import reduce
+from statistics import mean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.data.held_out import added, means, pass_at, sums_of
+from corral.workers.data.held_out import added, majority_of, means, pass_at, sums_of
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4)
 
@@ -26,6 +27,25 @@ def test_means_are_those_of_all_answers(rewards: list[list[float]]) -> None:
 def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_that_have_a_right_one(num: int, correct: int, k: int) -> None:
     draws = list(itertools.combinations([True] * correct + [False] * (num - correct), k))
     assert pass_at(k, num=num, correct=correct) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from(["7", "8", "9", None])), max_size=7))
+def test_the_majority_is_what_a_voter_would_find_who_draws_among_the_most_frequent_answers(
+    answers: list[tuple[float, str | None]],
+) -> None:
+    votes = [vote for _, vote in answers if vote is not None]
+    winners = [vote for vote in set(votes) if all(votes.count(vote) >= votes.count(other) for other in votes)]
+    right = [mean([reward for reward, vote in answers if vote == winner]) for winner in winners]
+    found = sums_of([reward for reward, _ in answers], [1] * len(answers), asked=7, votes=[vote for _, vote in answers])
+    assert found["majority"] == pytest.approx(mean(right) if right else 0.0)
+
+
+def test_the_majority_is_a_mean_over_problems_beside_pass_at_k() -> None:
+    assert majority_of([0.0, 1.0, 1.0], ["7", "8", "8"]) == 1.0
+    wrong = sums_of([0.0, 0.0, 1.0, 0.5], [1] * 4, asked=4, votes=["7", "7", "8", "9"])
+    tied = sums_of([0.0, 1.0], [1] * 2, asked=4, votes=["7", "8"])
+    found = means(reduce(added, [wrong, tied, sums_of([], [], asked=4)]))
+    assert (found["majority"], found["pass@4"]) == (0.25, 1.0)
 
 
 def test_what_could_not_be_judged_is_counted_and_in_no_mean() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,11 @@ def test_a_text_ends_an_answer_with_the_token_that_completes_it(model: Path, tmp
         first = texts.index(wanted) + 1
         assert cut.stopped and cut.output_ids == whole.output_ids[:first]
         assert len(cut.logprobs) == len(cut.versions()) == first
+        # And where the trial's sampling says so, with no agent that asks.
+        sampling = session.client.sampling.model_copy(update={"stop": (wanted,)})
+        client = replace(session.client, tokenizer=session.tokenizer, sampling=sampling)
+        (single,) = await client.sample_group("0:a", PROMPT, seeds=[100])
+        assert single.stopped and (single.output_ids, single.logprobs) == (cut.output_ids, cut.logprobs)
 
     play(model, episode, tokenizer=write_tokenizer(tmp_path), max_new_tokens=64)
 

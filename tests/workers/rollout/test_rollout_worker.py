@@ -19,7 +19,7 @@ from corral.workers.manager import gserver_manager
 from corral.workers.requests.manager_messages import Allocate, Allocation
 from tests.workers.checkpoint.test_committed_ledger import Trainer
 from tests.workers.data.tiny_tokenizer import ids_of
-from tests.workers.rollout.rollout_rig import FakeGenerationServer, RolloutRig
+from tests.workers.rollout.rollout_rig import EOS, FakeGenerationServer, RolloutRig
 
 HERE = __name__
 
@@ -190,6 +190,31 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
         expected = [seed for order in range(3) for seed in group_seeds(rig.plan.seed, order=order, group_size=2)]
         assert sorted(rig.server.seeds[:4]) == sorted(expected[:4])
         assert sorted(rig.server.seeds[4:]) == sorted(expected[4:]), "the same answers might be rejected for ever"
+
+
+def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
+    fields = [{"shown": "3"}, {}, {"shown": "12345"}]  # the last one is longer than an answer may be
+    rollout = {"demonstrations": "shown"}
+    with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout=rollout, group_size=3, fields=fields) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+    assert len(rig.server.seeds) == 8
+    first, *others = (
+        each for _, each in sorted(zip((header.uid for header in rig.received), rig.tensors, strict=True))
+    )
+    assert first["input_ids"][-2:].tolist() == [*ids_of("3"), EOS] and not first["prompt_mask"][-2:].any()
+    assert first["versions"][-2:].tolist() == [-1, -1] and first["old_logprobs"][-2:].tolist() == [0.0, 0.0]
+    not_made = [int((~each["prompt_mask"]).sum() - (each["versions"] >= 0).sum()) for each in (first, *others)]
+    assert not_made == [2, 0, 0]
+
+
+def test_answers_are_as_long_as_the_schedule_says_of_the_step_of_their_prompt(tmp_path: Path) -> None:
+    schedule = {2: 1, 3: 3}  # of answers that end with their second token; each step is one prompt
+    with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout={"length_schedule": schedule}) as rig:
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+    lengths = {
+        header.uid.partition("#")[0]: [spans[-1].end for spans in header.version_spans] for header in rig.received
+    }
+    assert lengths == {"0:0": [2, 2], "0:1": [1, 1], "0:2": [2, 2]}
 
 
 def test_spare_answers_are_asked_for_and_a_group_has_as_many_as_ever(tmp_path: Path) -> None:
