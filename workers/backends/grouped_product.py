@@ -59,7 +59,12 @@ def _each(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """[T, a], [groups, a, b] -> [T, b]."""
     if _fits(*matrices.shape[1:], dtype=tokens.dtype):
         return F.grouped_mm(tokens, matrices, offs=ends)
-    return torch.cat([part @ matrix for part, matrix in zip(_split(tokens, ends), matrices, strict=True)])
+    products = tokens.new_empty(len(tokens), matrices.shape[2])
+    for part, matrix, place in zip(_split(tokens, ends), matrices, _split(products, ends), strict=True):
+        torch.mm(
+            part, matrix, out=place
+        )  # not `aten.mm`, whose results recompute.py keeps: a grouped product's it does not
+    return products
 
 
 def _between(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
