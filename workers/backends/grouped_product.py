@@ -61,9 +61,8 @@ def _each(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(tokens, matrices, offs=ends)
     products = tokens.new_empty(len(tokens), matrices.shape[2])
     for part, matrix, place in zip(_split(tokens, ends), matrices, _split(products, ends), strict=True):
-        torch.mm(
-            part, matrix, out=place
-        )  # not `aten.mm`, whose results recompute.py keeps: a grouped product's it does not
+        # into its place: the results of `aten.mm`, which recompute.py keeps, would be kept beside it
+        torch.mm(part, matrix, out=place)
     return products
 
 

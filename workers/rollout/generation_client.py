@@ -33,6 +33,7 @@ from corral.workers.episodes.partial_answer import MalformedEventError, PartialA
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stream_events import stream_events
 from corral.workers.episodes.turn_request import RequestRefusedError
+from corral.workers.streams.closing import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,7 @@ class GenerationClient:
         try:
             finished = [await done for done in itertools.islice(asyncio.as_completed(tasks), enough)]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         return [answers[index] for index in sorted(finished)]
 
     async def complete(
