@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "step.md"
 ROW = re.compile(r"\| `(?P<file>[^`]+\.py)` \| `(?P<function>[^`]+)` \|(?: `(?P<word>[^`]+)`)? \|")
-MOST_FILES = {"A train step": 18, "An asynchronous step": 30}
-"""That the ways enter; an asynchronous step enters those of a train step as well."""
+MOST_FILES = {"A train step": 18, "An asynchronous step": 29}
+"""That the ways enter; an asynchronous step enters those of a train step as well, but for its algorithm."""
+ALGORITHM_OF_A_TRAIN_STEP = "workers/algorithms/sft.py"
 TRAJECTORY, MOST_FILES_OF_A_TRAJECTORY = ("It is delivered", "It is in a batch"), 10
 
 
@@ -93,6 +94,8 @@ def test_the_ways_enter_few_files() -> None:
     for part in parts:
         before += "\n\n" + part
         title, files = part.splitlines()[0], {hop.file for hops in tables(before) for hop in hops}
+        if title == "An asynchronous step":
+            files.remove(ALGORITHM_OF_A_TRAIN_STEP)
         print(f"{title}: {len(files)} files")
         assert len(files) <= MOST_FILES[title], f"{len(files)} files: {sorted(files)}"
 

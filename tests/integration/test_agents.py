@@ -38,4 +38,5 @@ def test_a_trial_trains_on_episodes_of_several_turns(start_trial: Callable[..., 
     assert all(line["eval/problems"] == 8 and line["eval/unjudged"] == 0 for line in evaluated) and len(evaluated) == 2
     trial.run("rl-eval", "--local")
     result = read_result(result_path(trial.directory.evaluations_path, trial.train_steps()[-1]))
-    assert result is not None and result.mean_reward == pytest.approx(evaluated[-1]["eval/reward/mean"])
+    assert result is not None and (result.source, result.num_prompts) == ("exports/final", 8)
+    assert result.mean_reward == pytest.approx(evaluated[-1]["eval/reward/mean"])

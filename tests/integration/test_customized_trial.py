@@ -11,6 +11,7 @@ import yaml
 
 from corral.experiments.plan import RunPlan
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
+from tests.integration.test_stop_and_resume import check_stopped, last_committed_step
 from tests.integration.trial_helpers import RECIPES, Material, Trial
 from tests.test_customize import DOCUMENT, FILES
 
@@ -42,17 +43,21 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     monkeypatch.chdir(folder)  # where a user's files lie, and rl-submit is started
     trial = start_trial(
         "grpo",  # whose paths are those that the file has, too
-        num_rows=80,
+        num_rows=64,
         pause_s=0.02,
         file=file,
         overrides={
             "ref.path": material.model,
             "reward_model.path": material.model,
             "rollout.sampling.stop": json.dumps(list("0123456789")),
+            "control.commit_every_steps": 4,
         },
     )
     trial.wait_for_steps(1)
     assert "STOPPED" in trial.run("rl-stop")
+    check_stopped(trial, by_epoch=1)
+    # The step that was under way has ended, and everything that was trained is committed.
+    assert last_committed_step(trial) == trial.train_steps()[-1] > 0
     folder.rename(tmp_path / "moved_away")  # the trial keeps what it was submitted with, and goes on from anywhere
     monkeypatch.chdir("/")
     trial.full_speed()
@@ -66,7 +71,7 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     assert {key.name for key in plan.master.declared_keys} == {"fluency", "model_rewards", "surprise"}
     assert "surprise" in calls["actor_train"].input_keys and "fluency" not in calls["actor_train"].input_keys
     steps = [line for line in trial.metrics() if "ppo/loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, 11))
+    assert [line["step"] for line in steps] == list(range(1, 9))
     for line in steps:
         assert 0.0 < line["gentle/worse_fraction"] < 1.0
         assert line["rewards/mean"] < 0.0  # a share of digits is not, a log-probability is

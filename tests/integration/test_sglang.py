@@ -1,4 +1,4 @@
-"""The arithmetic GRPO recipe with a real server of SGLang, whose scheduler is killed in the middle."""
+"""The arithmetic GRPO recipe with a real server of SGLang, and one whose scheduler is killed in the middle."""
 
 import contextlib
 import os
@@ -31,14 +31,35 @@ def schedulers(trial: Trial) -> list[int]:
     return [child.pid for child in worker.children(recursive=True) if "scheduler" in child.name()]
 
 
-def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: Callable[..., Trial]) -> None:
+# That a scheduler's death is noticed is in test_backends.py, and a backend's restart in test_generation_server.py.
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"])
+def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
+    start_trial: Callable[..., Trial], is_killed: bool
+) -> None:
     trial = start_trial(
-        num_rows=80,
+        num_rows=64,
         pause_s=0.1,
         overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000, "sglang.probe_timeout_s": 20},
     )
     secrets = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
     trial.wait_for_steps(1, timeout_s=_START_S)
+    if is_killed:
+        _kill_scheduler(trial)
+    assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
+    trial.full_speed()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_no_token_was_too_old(trial, eta=1)
+    assert trial.train_steps() == list(range(1, 9))
+    check_generator_and_trainer_agreed(trial)
+    log = trial.directory.worker_log(0, "sglang", 0).read_text()
+    assert log.count("The server is fired up and ready to roll!") == 1 + is_killed
+
+
+def _kill_scheduler(trial: Trial) -> None:
+    """And until another one answers."""
     [scheduler] = schedulers(trial)
     os.kill(scheduler, signal.SIGKILL)
     note = trial.wait_for(
@@ -50,17 +71,6 @@ def test_a_trial_goes_on_after_the_scheduler_of_sglang_was_killed(start_trial: C
     rows = trial.wait_until_running()
     restarts = {worker: row["restarts"] for worker, row in rows.items()}
     assert restarts.pop("generation_server/0") >= 1 and not any(restarts.values())
-    assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
-    trial.full_speed()
-    trial.wait_for_end()
-
-    check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
-    check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == list(range(1, 11))
-    check_generator_and_trainer_agreed(trial)
-    log = trial.directory.worker_log(0, "sglang", 0).read_text()
-    assert log.count("The server is fired up and ready to roll!") == 2
 
 
 class Traces:

@@ -59,7 +59,11 @@ def _each(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """[T, a], [groups, a, b] -> [T, b]."""
     if _fits(*matrices.shape[1:], dtype=tokens.dtype):
         return F.grouped_mm(tokens, matrices, offs=ends)
-    return torch.cat([part @ matrix for part, matrix in zip(_split(tokens, ends), matrices, strict=True)])
+    products = tokens.new_empty(len(tokens), matrices.shape[2])
+    for part, matrix, place in zip(_split(tokens, ends), matrices, _split(products, ends), strict=True):
+        # into its place: the results of `aten.mm`, which recompute.py keeps, would be kept beside it
+        torch.mm(part, matrix, out=place)
+    return products
 
 
 def _between(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

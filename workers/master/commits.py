@@ -35,7 +35,7 @@ from corral.workers.master.metrics import StepLines
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.messages import TrainNotice
-from corral.workers.streams.closing import AsyncClosing, all_or_first_error
+from corral.workers.streams.closing import AsyncClosing, all_or_first_error, cancel
 
 _LINE_SIZES = "lines"  # in a checkpoint's manifest
 _MOST_FAILURES = 3  # in a row; a disk that stays full must not let an hour of training pass for nothing
@@ -105,8 +105,7 @@ class Commits(AsyncClosing):
     async def close(self) -> None:
         """The epoch is over: what is on its way is left behind, unless its entry is being appended."""
         if self._in_flight is not None:
-            self._in_flight.cancel()
-            await asyncio.gather(self._in_flight, return_exceptions=True)
+            await cancel(self._in_flight)
 
     def cut_lines(self) -> None:
         """Cut the lines back to what the commit covers that this epoch continues."""

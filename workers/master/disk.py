@@ -17,7 +17,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LogWriter
-from corral.workers.streams.closing import AsyncClosing
+from corral.workers.streams.closing import AsyncClosing, cancel
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,7 @@ class LogWatch(AsyncClosing):
         return self
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def check(self) -> None:
         """Costs nothing; says what the last look saw.

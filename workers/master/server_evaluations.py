@@ -24,7 +24,7 @@ from corral.workers.master.best import BestWeights
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
 from corral.workers.requests.manager_messages import Evaluate, Evaluation, ManagerReply, ManagerRequest
-from corral.workers.streams.closing import AsyncClosing
+from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.errors import StreamTimeoutError
 from corral.workers.streams.rpc import AsyncRequestClient
 
@@ -62,8 +62,7 @@ class ServerEvaluations(AsyncClosing):
     async def close(self) -> None:
         """What runs is left behind."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
         await self._manager.close()
 
     @property

@@ -25,6 +25,7 @@ import msgspec
 
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.programs import Program, Started
+from corral.workers.streams.closing import cancel
 from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done
 
 logger = logging.getLogger(__name__)
@@ -192,9 +193,7 @@ class AgentProcesses:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for watch in list(self._watches):
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await cancel(*self._watches)
         for process in self._processes:
             await process.end()
 

@@ -38,6 +38,7 @@ from corral.workers.episodes.stops import Watch, stopper
 from corral.workers.episodes.stream_events import stream_events
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded
+from corral.workers.streams.closing import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +165,7 @@ class GenerationClient:
         try:
             finished = [await done for done in itertools.islice(asyncio.as_completed(tasks), enough)]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             self._note(group)
         return [answers[index] for index in sorted(finished)]
 

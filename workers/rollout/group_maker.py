@@ -37,6 +37,7 @@ from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.streams.closing import cancel
 from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
@@ -230,9 +231,7 @@ class GroupMaker:
                 if len(ended) == self.group_size:
                     break
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         ended.sort(key=lambda each: each[0])
         rewards = [reward for _, _, reward in ended]
         if self.judge.takes_groups:

@@ -41,6 +41,11 @@ async def all_or_first_error(*awaited: Coroutine[Any, Any, Any] | asyncio.Future
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels what of them has not ended, and returns when all have, whatever came of them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

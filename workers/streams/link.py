@@ -18,6 +18,7 @@ from typing import Generic
 import zmq
 
 from corral.name_resolve.errors import NameServiceError
+from corral.workers.streams.closing import cancel
 from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (
     MalformedMessageError,
@@ -172,8 +173,7 @@ class DealerLink(Generic[BodyT]):
             raise self.failure
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
         self.failure = self.failure or StreamClosedError(f"the link to {self._server} is closed")
 
     async def _run(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from corral.workers.streams.calls import ErrorReply, ReplyCache, error_reply, remote_error
-from corral.workers.streams.closing import AsyncClosing
+from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.errors import PeerDeadError, StreamClosedError, StreamError, StreamTimeoutError
 from corral.workers.streams.link import DealerLink
@@ -85,9 +85,7 @@ class AsyncRequestServer(AsyncClosing, Generic[RequestT]):
         return self._router.knows(peer)
 
     async def close(self) -> None:
-        for answer in self._unanswered:
-            answer.cancel()
-        await asyncio.gather(*self._unanswered, return_exceptions=True)
+        await cancel(*self._unanswered)
         self._router.close()
 
     def _receive(self, peer: Peer, message: Message[RequestT]) -> None:

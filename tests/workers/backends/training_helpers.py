@@ -1,5 +1,6 @@
 """Tiny models and samples for the training tests."""
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def memory_changes(run: Callable[[], object]) -> list[int]:
     """Bytes taken, and given back as negative ones, in their order; what `run` returns is given back after them."""
+    gc.collect()  # or what came while an earlier profile was taken, and is garbage now, would go in this one
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         returned = run()
     del returned
