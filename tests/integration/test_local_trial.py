@@ -120,10 +120,11 @@ def check_timeline(trial: Trial) -> None:
     figures = Figures(spans_of(folder, list(steps)))
     assert sum(figures.master_s.values()) == pytest.approx(figures.wall_s, rel=0.02)
     assert sum(step.seconds for step in steps.values()) == pytest.approx(figures.wall_s, rel=0.02)
-    for line in lines:  # a line is written shortly before the end of its step
-        assert 0.0 < steps[line["step"]].end_s - line["time"] < 2.0, line["step"]
+    for line in lines:  # a line is written before the end of its step, and not a step before
+        step = steps[line["step"]]
+        assert step.start_s < line["time"] < step.end_s, line["step"]
     told = figures.master_s["wait for a batch"]
-    assert told == pytest.approx(sum(line["time/wait_s"] for line in lines), abs=0.02 * figures.wall_s)
+    assert told == pytest.approx(sum(line["time/wait_s"] for line in lines), abs=0.1 * figures.wall_s)
     file = folder / "trace.json"
     assert "spans of steps 1 to 11" in trial.run("rl-trace", "--steps", "all", "-o", str(file))
     check_format(json.loads(file.read_bytes()))
