@@ -34,6 +34,7 @@ from corral.experiments.config.cluster import (
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
+from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
@@ -95,6 +96,8 @@ class Experiment(FrozenConfig):
     """How the trial is submitted to SLURM."""
     supervision: SupervisionConfig = SupervisionConfig()
     """Restart budgets and deadlines."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Where its numbers go while it runs."""
 
     _declared: dict[str, Declared] = PrivateAttr(default_factory=dict)
 

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import naming_users_line
 from corral.experiments.specs import worker_specs
@@ -58,6 +59,7 @@ class RunPlan(FrozenConfig):
     cluster: ClusterConfig
     launch: LaunchConfig
     supervision: SupervisionConfig
+    tracking: TrackingConfig = TrackingConfig()
     scheduling: ExperimentScheduling
     workers: list[WorkerSpec]
     code: dict[str, str] = {}
@@ -179,6 +181,7 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
         cluster=experiment.cluster,
         launch=experiment.launch,
         supervision=experiment.supervision,
+        tracking=experiment.tracking,
         scheduling=scheduling,
         workers=workers,
     )
