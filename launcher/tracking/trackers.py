@@ -6,6 +6,7 @@ from typing import Any
 
 from corral.experiments.errors import ConfigError
 from corral.launcher.tracking.mlflow_run import MLflowRun
+from corral.launcher.tracking.news import NewsCommand
 from corral.launcher.tracking.prometheus import PrometheusFile
 from corral.launcher.tracking.tensorboard import TensorBoard
 from corral.launcher.tracking.tracker import MakeTracker
@@ -16,6 +17,7 @@ TRACKERS: Mapping[str, MakeTracker] = {
     "wandb": WandbRun,
     "mlflow": MLflowRun,
     "prometheus": PrometheusFile,
+    "command": NewsCommand,
 }
 
 

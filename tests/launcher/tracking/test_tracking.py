@@ -15,6 +15,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.tracking.lines import CommittedLines
+from corral.launcher.tracking.news import NewsCommand
 from corral.launcher.tracking.prometheus import PrometheusFile
 from corral.launcher.tracking.tracker import TrackedTrial
 from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
@@ -150,6 +151,27 @@ def test_prometheus_reads_the_newest_numbers_with_units_by_its_conventions(
     assert found["corral_rewards_mean"] == 0.5 and found["corral_train_tokens_total"] == 20.0
     tracker.close()
     assert not list(shared.iterdir())
+
+
+def test_a_command_hears_of_each_rule_once_when_it_begins_to_speak_and_its_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, trial = planned_trial(tmp_path)
+    heard = tmp_path / "heard"
+    command = [sys.executable, "-c", f"import sys; open({str(heard)!r}, 'a').write(sys.stdin.read()); sys.exit(3)"]
+    plan = json.loads(trial.plan_path.read_bytes())
+    plan["config"]["tracking"] = {"to": ["command"], "command": command}
+    trial.plan_path.write_text(json.dumps(plan))
+    tracker = NewsCommand(tmp_path / "unused", TrackedTrial.of(trial))
+    for step in range(1, 60):
+        suffers = 11 <= step <= 30 or step > 45
+        tracker.add(step, 0.0, {"train/tokens": 9.0, "no_eos_fraction": 0.9 if suffers else 0.0})
+        tracker.flush()
+    tracker.close()
+    lines = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert [line["trial"] for line in lines] == ["small-sft/t"] * 2
+    assert [line["step"] for line in lines] == [14, 49] and all("cut off" in line["text"] for line in lines)
+    assert capfd.readouterr().out.count("returned non-zero exit status 3") == 2
 
 
 def test_no_environment_variable_of_a_trial_leaves_it(tmp_path: Path) -> None:
