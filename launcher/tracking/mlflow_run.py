@@ -13,7 +13,7 @@ from typing import Any
 
 from corral.launcher.tracking.tracker import TrackedTrial, emptied, package
 
-_TAG = "corral.trial"
+_TAG = "corral_trial"
 _MOST = 1000  # metrics in a request
 
 
@@ -34,7 +34,7 @@ class MLflowRun:
             number = experiment.experiment_id
         else:
             number = client.create_experiment(name, None if uri else str(folder / "artifacts"))
-        while found := client.search_runs([number], f"tags.`{_TAG}` = '{trial.uuid}'"):
+        while found := client.search_runs([number], f"tags.{_TAG} = '{trial.uuid}'"):
             for run in found:
                 client.delete_run(run.info.run_id)
         self._client = client

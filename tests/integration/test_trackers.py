@@ -1,10 +1,11 @@
 """Trackers of a trial that is killed, stopped and resumed have each step once; their deaths are none of its own."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 
-from tests.integration.trial_helpers import Trial
+from tests.integration.trial_helpers import ROOT, Trial
 from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
 
 READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow}
@@ -39,5 +40,11 @@ def test_trackers_have_each_step_once_over_their_deaths_the_masters_and_a_resume
     for read in READERS.values():
         check_same(read(trial.directory), written(trial.directory))
     (path,) = (trial.directory.path / "tracking" / "prometheus").iterdir()
-    assert in_prometheus(path)["corral_step"] == 12
+    found = in_prometheus(path)
+    assert found["corral_step"] == 12
+    shown = set(re.findall(r"corral_\w+", (ROOT / "docs" / "grafana.json").read_text()))
+    assert shown <= {name.partition("/")[0] for name in found} | {
+        "corral_gpu_memory_used_bytes",
+        "corral_gpu_utilization_ratio",
+    }
     assert not trial.events("unit_given_up")
