@@ -1,5 +1,6 @@
 """Rewards that make trials suffer, imported by their workers."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,5 +16,10 @@ def halved(problem: Mapping[str, Any], answer: str) -> float:
 
 
 def mostly_nothing(problem: Mapping[str, Any], answer: str) -> float:
-    """The same of one row in four; of the others nothing."""
-    return halved(problem, answer) if sum(map(ord, str(problem["id"]))) % 4 == 0 else 0.0
+    """The same of one row in three; of the others nothing."""
+    return halved(problem, answer) if sum(map(ord, str(problem["id"]))) % 3 == 0 else 0.0
+
+
+def by_chance(problem: Mapping[str, Any], answer: str) -> float:
+    """From which nothing can be learned, though every group has a gradient."""
+    return random.random()
