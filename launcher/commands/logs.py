@@ -60,8 +60,8 @@ def logs(
         facts = find_in_time(files, trial, fileroot or default_fileroot())
         directory = facts.directory
         if bundle is not None:
-            number = write_bundle(directory, bundle, others=_others(facts), with_texts=with_texts)
-            print(f"{number} files in {bundle}, {'with' if with_texts else 'without'} prompts and answers")
+            num_files = write_bundle(directory, bundle, others=_others(facts), with_texts=with_texts)
+            print(f"{num_files} files in {bundle}, {'with' if with_texts else 'without'} prompts and answers")
             return
         if errors:
             number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
