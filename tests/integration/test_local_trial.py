@@ -120,7 +120,7 @@ def check_kept_answers(trial: Trial) -> None:
 def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
     """The commands that the documents name as answers, on an answer that is kept."""
     row = answer["uid"].partition(":")[2]
-    asked = [one[1].strip("`") for one in table_below(ROOT / "docs/operations.md", "Questions")[2:]]
+    asked = [one[1].strip("`") for one in table_below(ROOT / "docs/operations.md", "Questions")[1:]]
     assert len(asked) == 10
     for command in asked:
         for name, value in (("TRIAL", "{}"), ("problem-17", row), ("--step 40", f"--step {answer['step']}")):
@@ -130,7 +130,7 @@ def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
         exit_code = CommandExit.SUFFERS if "--check" in words else 0  # answers of an untrained model have no end
         said = run_program(words, environment=trial.environment, exit_code=exit_code)
         if row in command:
-            assert answer["said"][:4].replace("\n", "⏎") in said, said
+            assert answer["uid"] in said, said
 
 
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:

@@ -12,6 +12,7 @@ UNSTEADY: Mapping[str, object] = {
     "rollout.reward": "suffering_rewards:by_chance",
     "actor.optimizer.lr": 0.01,
     "actor.optimizer.warmup_steps_proportion": 0.0,
+    "actor.optimizer.lr_schedule": "constant",
     "ppo.n_minibatches": 2,
 }
 SUFFERING: Mapping[str, Mapping[str, object]] = {
@@ -22,7 +23,7 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
         "rollout.drop_uniform_groups": True,
         "train_batch_size": 2,
     },
-    "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.01},
+    "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
     "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
     "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
     "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},
