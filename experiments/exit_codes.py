@@ -20,6 +20,8 @@ class CommandExit(IntEnum):
     """With --wait: the trial did."""
     STOPPED = 7
     """With --wait: somebody stopped the trial."""
+    SUFFERS = 8
+    """With --check: a rule of the watchers speaks, or an alarm."""
 
 
 class UserError(Exception):

@@ -35,6 +35,7 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.config.timeline import TimelineConfig
+from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, copied_mb, memory_warning
@@ -98,6 +99,8 @@ class Experiment(FrozenConfig):
     """Restart budgets and deadlines."""
     timeline: TimelineConfig = TimelineConfig()
     """What is kept of when each worker did what."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Where its numbers go while it runs."""
 
     _declared: dict[str, Declared] = PrivateAttr(default_factory=dict)
 

@@ -17,6 +17,7 @@ from pydantic import Field
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.config.timeline import TimelineConfig
+from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import naming_users_line
 from corral.experiments.specs import worker_specs
@@ -60,6 +61,7 @@ class RunPlan(FrozenConfig):
     launch: LaunchConfig
     supervision: SupervisionConfig
     timeline: TimelineConfig = TimelineConfig()
+    tracking: TrackingConfig = TrackingConfig()
     scheduling: ExperimentScheduling
     workers: list[WorkerSpec]
     code: dict[str, str] = {}
@@ -182,6 +184,7 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
         launch=experiment.launch,
         supervision=experiment.supervision,
         timeline=experiment.timeline,
+        tracking=experiment.tracking,
         scheduling=scheduling,
         workers=workers,
     )

@@ -17,6 +17,7 @@ from typing import Any
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks.data import check_batch, check_evaluation, check_model, check_sampler, check_vocabulary
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
+from corral.experiments.checks.tracking import check_trackers
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.data import MixedSourceConfig
 from corral.experiments.config.model import ModelConfig
@@ -161,6 +162,7 @@ def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
         if role in experiment.beside_first:
             yield from check_vocabulary(model, models[experiment.roles[0]], key=key_of(role))
     yield from experiment.find_own_problems()
+    yield from check_trackers(experiment.tracking)
     has_rollout_workers = experiment.source == "trajectories"
     yield from check_sampler(experiment.dataset, experiment.evaluation, has_rollout_workers=has_rollout_workers)
     if dataset.num_rows is not None:

@@ -27,7 +27,7 @@ _PATH = re.compile(r"[\w.-]+(?:/[\w.*-]+)*/?")
 _MODULE = re.compile(r"\bcorral(?:\.\w+)+(?::\w+)?")
 _SETTING = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 _METRIC = re.compile(r"(?:rewards|response_length|staleness|ppo|train|data|time|eval)/[\w/]+")
-_OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
+_OPTION = re.compile(r"(?<![\w=-])--?[a-z][a-z-]*")
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
@@ -169,7 +169,8 @@ def test_what_workers_wait_in_is_named_as_they_name_it() -> None:
 def test_every_dependency_is_justified_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras["megatron"] + extras["tensorboard"]
+    requirements = project["dependencies"] + extras["megatron"]
+    requirements += [one for tracker in ("tensorboard", "wandb", "mlflow") for one in extras[tracker]]
     installed = {re.split(r"[=<>~\[]", requirement)[0].lower() for requirement in requirements}
     rows = table_below(ROOT / "docs/architecture.md", "Dependencies")
     assert {row[0] for row in rows} - {"package", "---"} == installed

@@ -1,7 +1,9 @@
 """rl-logs: what workers print, and what went wrong first."""
 
+import json
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +14,11 @@ from corral.launcher.commands.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
     from corral.launcher.logs.lines import LineFilter
+    from corral.launcher.trial.find import TrialFacts
 
 _DEFAULT_LINES = 100
 _WORKERS_HELP = "kind, kind/index, redis or supervisor; default all workers."
+_BUNDLE_HELP = "Pack what is needed to understand a failure elsewhere, without secrets."
 _SINCE_HELP = "Only what was printed since: 10m, 2h, 08:14, or a date and time."
 
 
@@ -38,12 +42,15 @@ def logs(
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
+    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FILE", help=_BUNDLE_HELP)] = None,
+    with_texts: Annotated[bool, typer.Option("--with-texts", help="In a bundle, prompts and answers, too.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Show what a trial's workers print."""
     with user_errors():
         from corral.launcher.files.patient_files import PatientFiles
         from corral.launcher.follow import follow_trial
+        from corral.launcher.logs.bundle import write_bundle
         from corral.launcher.logs.failures import describe_failures
         from corral.launcher.logs.files import LogFinder, attempt_number, print_tails
         from corral.launcher.logs.lines import end_of_lines
@@ -52,6 +59,10 @@ def logs(
         chosen, files = _line_filter(since, grep), PatientFiles()
         facts = find_in_time(files, trial, fileroot or default_fileroot())
         directory = facts.directory
+        if bundle is not None:
+            num_files = write_bundle(directory, bundle, others=_others(facts), with_texts=with_texts)
+            print(f"{num_files} files in {bundle}, {'with' if with_texts else 'without'} prompts and answers")
+            return
         if errors:
             number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
             print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
@@ -68,6 +79,29 @@ def logs(
         if follow:
             with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
                 follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
+
+
+def _others(facts: "TrialFacts") -> dict[str, bytes]:
+    """What a bundle has beside the trial's files: how it stands, this machine, and what SLURM knows of its jobs."""
+    from corral.experiments.trial.journal import read_journal
+    from corral.launcher.doctor.judge import render
+    from corral.launcher.doctor.look import look_here
+    from corral.launcher.slurm.client import SlurmClient, SlurmError
+    from corral.launcher.status.reader import polite_reader
+    from corral.launcher.status.text import render_json
+
+    found = {
+        "status.json": render_json(polite_reader().read([facts])).encode(),
+        "doctor.txt": render(list(look_here(facts.directory.path.parents[1]))).encode(),
+    }
+    jobs = [str(event["job_id"]) for event in read_journal(facts.directory.journal_path) if event.get("job_id")]
+    records: dict[str, object] = {}
+    for job_id in dict.fromkeys(jobs):
+        try:
+            records[job_id] = SlurmClient().job(job_id) or SlurmClient().accounted_state(job_id)
+        except SlurmError as error:
+            records[job_id] = str(error)
+    return found | ({"slurm.json": json.dumps(records).encode()} if records else {})
 
 
 def _line_filter(since: str | None, grep: str | None) -> "LineFilter":

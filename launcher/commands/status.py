@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import (
     TRIAL_HELP,
     Fileroot,
@@ -20,7 +21,11 @@ from corral.launcher.commands.common import (
 )
 from corral.launcher.commands.completion import complete_trial
 
+if TYPE_CHECKING:
+    from corral.launcher.trial.find import TrialFacts
+
 _REDRAW_S = 5.0
+_CHECK_HELP = "Only what the watchers and alarms say of one trial; exit 8 if they say something."
 
 
 def status(
@@ -35,6 +40,7 @@ def status(
     ] = "table",
     explain: Annotated[bool, typer.Option("--explain", help="The facts behind each word.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the progress of one trial until it has ended.")] = False,
+    check: Annotated[bool, typer.Option("--check", help=_CHECK_HELP)] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
@@ -48,6 +54,11 @@ def status(
             if trial is None or facts is None:
                 raise typer.BadParameter("--wait needs the name of one trial")
             wait_for_trial(facts, trial)
+            return
+        if check:
+            if facts is None:
+                raise typer.BadParameter("--check needs the name of one trial")
+            _check(facts)
             return
         from corral.launcher.status.page import StatusPage
 
@@ -72,6 +83,18 @@ def _with_times(look: Callable[[], str], timeline: Path) -> str:
     except TimeoutError as error:
         said = [str(error)]
     return "\n".join([look(), *(f"  time     {line}" for line in said)])
+
+
+def _check(facts: "TrialFacts") -> None:
+    from corral.launcher.status.reader import polite_reader
+    from corral.launcher.terminal import printable
+
+    (status,) = polite_reader().read([facts])
+    spoken = [*(one for one in status.findings if one.is_alarm), *status.watch]
+    for one in spoken:
+        print(printable(f"step {one.step}: {one.text}; {one.details}"))
+    if spoken:
+        raise typer.Exit(CommandExit.SUFFERS)
 
 
 def _redraw(look: Callable[[], str]) -> None:

@@ -10,8 +10,7 @@ import typer
 from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, leaving, run, user_errors
 from corral.launcher.commands.completion import complete_trial
 
-_LOOK_S = 2.0
-_TO_HELP = "tensorboard, or the import path of a tracker of your own."
+_TO_HELP = "tensorboard, wandb, mlflow, prometheus, or the import path of a tracker of your own."
 
 
 def track(
@@ -25,36 +24,23 @@ def track(
     """Hand a trial's numbers to a tracker, each train step and evaluation once."""
     with user_errors():
         from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.tracking.lines import CommittedLines
-        from corral.launcher.tracking.trackers import tracker_named
+        from corral.launcher.tracking.hand_on import hand_on
+        from corral.launcher.tracking.tracker import TrackedTrial
         from corral.launcher.trial.find import default_fileroot
 
         sys.path.insert(0, os.getcwd())
-        make, files = tracker_named(to), PatientFiles()
+        files = PatientFiles()
         facts = find_in_time(files, trial, fileroot or default_fileroot())
-        folder = facts.directory.path / "tracking" / to.replace(":", ".")
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        lines, tracker, num_lines = CommittedLines(facts.directory), make(folder, facts.name), 0
+        tracked = files.run(lambda: TrackedTrial.of(facts.directory), facts.directory.plan_path)
+
+        def wait(timeout_s: float) -> bool:
+            if follow:
+                time.sleep(timeout_s)
+            return follow
+
         with leaving(f"(the trial goes on; rl-track {facts.name} begins anew)"):
-            while True:
-                new = files.run(lambda: list(lines.new()), facts.directory.path)
-                if lines.begins_anew:
-                    tracker.close()
-                    tracker, num_lines = make(folder, facts.name), 0
-                for line in new:
-                    values = {name: float(value) for name, value in line.items() if _is_metric(name, value)}
-                    tracker.add(int(line["step"]), float(line["time"]), values)
-                    num_lines += 1
-                tracker.flush()
-                if lines.is_done or not follow:
-                    break
-                time.sleep(_LOOK_S)
-        tracker.close()
-        print(f"{num_lines} lines of {facts.name} to {to}, in {folder}")
-
-
-def _is_metric(name: str, value: object) -> bool:
-    return name not in ("step", "time") and isinstance(value, int | float)
+            num_lines = hand_on(tracked, to, wait=wait, files=files)
+            print(f"{num_lines} lines of {facts.name} to {to}")
 
 
 def main() -> None:

@@ -10,28 +10,25 @@
 A worker on a node that failed, or in an attempt that SLURM ended, died of that, though its exit was seen first.
 """
 
-import json
 import re
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.launcher.terminal import format_moment, printable
+from corral.launcher.trial.dropped import MAX_COMMITS, dropped_prompts
 from corral.launcher.trial.exits import is_consequence, is_out_of_memory, read_exits, tail_lines
 from corral.launcher.trial.history import JournalView
 
 _MAX_FOLLOWED = 20
 _MAX_DETAILS = 20
 _MAX_UIDS = 5  # of prompts that were dropped for one reason
-_MAX_LEDGER_FILES = 1000
 _OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")
 _ENDS = ("attempt_ended", "trial_ended")
 _SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
@@ -99,18 +96,14 @@ def _alarms(events: Sequence[Mapping[str, Any]], attempt: int | None) -> Iterato
 
 def _dropped(directory: TrialDirectory) -> Iterator[str]:
     """Prompts that agents, rewards or servers have failed on for good, in all attempts."""
-    deltas = sorted((path for path in directory.ledger_path.glob("*-*-*.json")), key=_epoch_and_step)
-    reasons = dict[str, str]()  # those of a commit that was taken back come again
-    for path in deltas[-_MAX_LEDGER_FILES:]:
-        with suppress(OSError, ValueError):  # whoever needs the ledger says what is wrong with it
-            reasons |= json.loads(path.read_bytes())["dropped"]
+    reasons, is_cut = dropped_prompts(directory)
     uids_by_reason = defaultdict[str, list[str]](list)
     for uid, reason in reasons.items():
         if not reason.startswith(DROPPED_AS_FILTERED):
             uids_by_reason[reason].append(uid)
     if not uids_by_reason:
         return
-    only = f" by the last {_MAX_LEDGER_FILES} commits" if len(deltas) > _MAX_LEDGER_FILES else ""
+    only = f" by the last {MAX_COMMITS} commits" if is_cut else ""
     yield f"dropped prompts: {sum(map(len, uids_by_reason.values()))}{only}"
     often_first = sorted(uids_by_reason.items(), key=lambda each: -len(each[1]))
     for reason, uids in often_first[:_MAX_FOLLOWED]:
@@ -118,10 +111,6 @@ def _dropped(directory: TrialDirectory) -> Iterator[str]:
         yield f"  {len(uids)} x {reason}: {', '.join(uids[:_MAX_UIDS])}{more}"
     if len(often_first) > _MAX_FOLLOWED:
         yield f"  ... and {len(often_first) - _MAX_FOLLOWED} other reasons"
-
-
-def _epoch_and_step(delta: Path) -> tuple[int, ...]:
-    return tuple(int(number) for number in delta.name.split("-")[:2])
 
 
 def find_incidents(exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Incident]:

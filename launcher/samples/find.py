@@ -6,6 +6,7 @@ samples/*.parquet ──steps──► rows without their lists ──where─�
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.config.condition import Condition
@@ -47,12 +48,14 @@ class KeptAnswers:
         sort: str = "",
         most: int | None = None,
         named: str | None = None,
+        row: str | None = None,
         is_whole: bool = True,
     ) -> list[dict[str, Any]]:
         """The rows that are wanted.
 
         Args:
             named: only the sequence of this name, or all of the prompt with this uid.
+            row: only those to this row of the data, the first of each step.
             is_whole: whether with their lists, which take most of the time.
             where: a condition on a row's numbers and texts, such as `reward < 1 and length > 20`.
             sort: a field to go by, from low to high, or with - before it from high to low; as they lie without one.
@@ -62,7 +65,7 @@ class KeptAnswers:
             ConfigError: if the condition is none, or names a field that there is not.
         """
         holds = _parsed(where)
-        found = [(row, path, at) for step in steps for path in self._files[step] for at, row in _scalars(path)]
+        found = [(one, path, at) for step in steps for path in self._files[step] for at, one in _scalars(path)]
         found = [each for each in found if holds(each[0])]
         if sort:
             name, falls = sort.removeprefix("-"), sort.startswith("-")
@@ -71,9 +74,31 @@ class KeptAnswers:
             found = sorted(known, key=lambda each: each[0][name], reverse=falls)
         if named is not None:
             found = [each for each in found if named in (name_of(each[0]), each[0]["uid"])]
+        if row is not None:
+            found = list({each[0]["step"]: each for each in reversed(found) if each[0]["row"] == row}.values())[::-1]
         return [
-            row | (_lists_of(path).slice(at, 1).to_pylist()[0] if is_whole else {}) for row, path, at in found[:most]
+            one | (_lists_of(path).slice(at, 1).to_pylist()[0] if is_whole else {}) for one, path, at in found[:most]
         ]
+
+
+def by_prompt(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One line for each prompt of the data, the one with the lowest mean reward first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["row"], []).append(row)
+    lines = [
+        {
+            "row": name,
+            "answers": len(of_prompt),
+            "reward": fmean(row["reward"] for row in of_prompt),
+            "best": max(row["reward"] for row in of_prompt),
+            "length": fmean(row["length"] for row in of_prompt),
+            "last_step": max(row["step"] for row in of_prompt),
+            "prompt": of_prompt[0]["prompt"],
+        }
+        for name, of_prompt in found.items()
+    ]
+    return sorted(lines, key=lambda line: (line["reward"], line["row"]))
 
 
 def name_of(row: Row) -> str:

@@ -4,7 +4,9 @@ What a model or a data set wrote goes to a terminal: nothing of it that would mo
 its title, gets there.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -20,6 +22,8 @@ _LEGENDS: Mapping[Colour, str] = {
     "gap": "the redder, the further generator and trainer are apart",
     "advantage": "green: made likelier; red: made less likely",
 }
+_TEXTS = ("ANSWER", "ROW", "PROMPT")
+_WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 _SHADES = 5
 _FULL_SCALE: Mapping[Colour, float] = {"logprob": 5.0, "gap": 0.5, "advantage": 2.0}  # nats, nats, deviations
 _REDS = ("default", "color(223)", "color(216)", "color(209)", "color(203)", "bold color(196)")
@@ -28,10 +32,7 @@ _GREENS = ("default", "color(193)", "color(156)", "color(119)", "color(82)", "bo
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line each."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("STEP", "ANSWER", "REWARD", "ADVANTAGE", "TOKENS", "AGE", "GAP"):
-        table.add_column(name, justify="left" if name == "ANSWER" else "right", no_wrap=True)
-    table.add_column("SAID", no_wrap=True, overflow="ellipsis", ratio=1)
+    table = _table(("STEP", "ANSWER", "REWARD", "ADVANTAGE", "TOKENS", "AGE", "GAP"), "SAID")
     for row in rows:
         table.add_row(
             str(row["step"]),
@@ -43,6 +44,52 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             "-" if row["gap"] is None else f"{row['gap']:.2g}",
             Text(printable(row["said"].replace("\n", "⏎"))),
         )
+    return table
+
+
+def prompts_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """A prompt of the data each."""
+    table = _table(("ROW", "ANSWERS", "REWARD", "BEST", "TOKENS", "LAST STEP"), "PROMPT")
+    for line in lines:
+        numbers = (line["reward"], line["best"], line["length"])
+        row, prompt = (Text(printable(line[name].replace("\n", "⏎"))) for name in ("row", "prompt"))
+        table.add_row(row, str(line["answers"]), *(f"{one:.4g}" for one in numbers), str(line["last_step"]), prompt)
+    return table
+
+
+def dropped_table(reason_by_uid: Mapping[str, str]) -> Table:
+    """A prompt that was dropped each."""
+    table = _table(("PROMPT",), "WHY")
+    for uid, reason in reason_by_uid.items():
+        table.add_row(Text(printable(uid)), Text(printable(reason)))
+    return table
+
+
+def as_diff(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Answers to one prompt, each beside the one before it: its new words are green, those that have gone are red."""
+    shown: list[RenderableType] = [Text(printable(rows[0]["prompt"]), "dim")] if rows else []
+    before: list[str] = []
+    for row in rows:
+        words, text = _WORDS.findall(row["said"]), Text()
+        for kind, a, b, c, d in SequenceMatcher(None, before, words, autojunk=False).get_opcodes():
+            if kind != "equal" and before:
+                text.append(_lines(before[a:b]), "red strike")
+            text.append(_lines(words[c:d]), "default" if kind == "equal" or not before else "green")
+        facts = f"step {row['step']}, {name_of(row)}, reward {row['reward']:.4g}"
+        shown += [Text(printable(facts), "bold"), text]
+        before = words
+    return Group(*shown)
+
+
+def _lines(words: Sequence[str]) -> str:
+    return "\n".join(map(printable, "".join(words).split("\n")))
+
+
+def _table(names: Sequence[str], last: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+    table.add_column(last, no_wrap=True, overflow="ellipsis", ratio=1)
     return table
 
 

@@ -77,7 +77,7 @@ class Evidence:
     groups_kept_down: frozenset[str] = frozenset()
     """Kinds of worker that rl-stop keeps down."""
     given_up: Mapping[str, str] = field(default_factory=dict)
-    """Workers that the trial goes on without, and why."""
+    """Workers and trackers that the trial goes on without, and why."""
     zombies: tuple[str, ...] = ()
     """What still lives of another attempt."""
     failure: Mapping[str, Any] | None = None

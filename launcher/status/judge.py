@@ -131,7 +131,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_join(note, *evidence.zombies, *evidence.damage, *_alarms(evidence)),
+        note=_join(note, *evidence.zombies, *evidence.damage, *_alarms(evidence), *_lost_trackers(evidence)),
         numbers=headline(metrics),
         pace=pace_of(lines),
         metrics=metrics,
@@ -316,6 +316,15 @@ def _how_attempt_ended(evidence: Evidence) -> str:
 
 def _alarms(evidence: Evidence) -> list[str]:
     return [f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm]
+
+
+def _lost_trackers(evidence: Evidence) -> list[str]:
+    names = {f"tracker/{index}": name for index, name in enumerate(evidence.facts.trackers)}
+    return [
+        f"nothing goes to {names[tracker]} any more: {cause}; see rl-logs TRIAL {tracker}, rl-track makes up for it"
+        for tracker, cause in evidence.given_up.items()
+        if tracker in names
+    ]
 
 
 def _join(*parts: str) -> str:

@@ -180,7 +180,7 @@ def _open(facts: TrialFacts) -> Evidence:
         job_id=_job_id(directory, view),
         ended=ended,
         attempt_ended=attempt_ended,
-        given_up=view.given_up(facts.workers),
+        given_up=view.given_up([*facts.workers, *(f"tracker/{index}" for index in range(len(facts.trackers)))]),
         history=view.history(),
         findings=view.findings(),
     )

@@ -111,6 +111,7 @@ def look_again(plan: RunPlan, directory: TrialDirectory) -> KeptCode:
 
 def _import_paths(plan: RunPlan) -> Iterator[str]:
     yield str(plan.config.get("experiment", ""))
+    yield from plan.tracking.to
     for worker in plan.all_of(RolloutWorkerSpec):
         yield from (part.function for part in worker.rollout.reward.values())
         yield from (worker.rollout.agent, worker.dataset.config.sampler or "")

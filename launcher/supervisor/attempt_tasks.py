@@ -1,4 +1,4 @@
-"""What runs of an attempt: its workers and its Redis server, from their starts to their exits.
+"""What runs of an attempt: its workers, trackers and Redis server, from their starts to their exits.
 
 start --TaskRunner, RedisServer--> processes --collect--> TaskExit: who, with what, why
                 +--refused: a TaskExit too, at the next collect
@@ -19,9 +19,10 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
+from corral.launcher.runners.local import LocalRunner
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.unit_specs import REDIS_UNIT, WorkerCommand
+from corral.launcher.supervisor.unit_specs import REDIS_UNIT, TRACKER, WorkerCommand, tracker_command
 from corral.launcher.trial.exits import ExitKind, TaskExit, record_exit
 from corral.launcher.trial.redis_server import RedisServer
 from corral.scheduling.worker_information import parse_worker_id
@@ -45,6 +46,8 @@ class AttemptTasks:
     worker_command: WorkerCommand
     lost_allocation: str = ""
     """Why a part of the trial's own job is gone; "" while all of it is there."""
+    _beside: TaskRunner = field(default_factory=lambda: LocalRunner(bind_address="", gpus_by_worker={}))
+    """Starts trackers where the supervisor is."""
     _running: dict[str, Task] = field(default_factory=dict)
     _redis_runs: bool = False
     _failed_starts: list[TaskExit] = field(default_factory=list)
@@ -75,8 +78,9 @@ class AttemptTasks:
         """Asks tasks to end, or ends them; those that have ended already are left out."""
         if REDIS_UNIT in tasks and self._redis_runs:
             self.redis.kill()
-        if workers := [task for task in tasks if task in self._running]:
-            self.runner.signal(workers, kill=kill)
+        for runner, own in ((self.runner, False), (self._beside, True)):
+            if running := [task for task in tasks if task in self._running and _is_tracker(task) is own]:
+                runner.signal(running, kill=kill)
 
     def end_frozen_redis(self) -> None:
         """It runs, and has not answered for some time."""
@@ -96,8 +100,9 @@ class AttemptTasks:
         if returncode and self._was_out_of_memory(worker):
             returncode = WorkerExit.OUT_OF_MEMORY
         ended = TaskExit(worker, returncode, kind)
-        record = partial(record_exit, self.directory, self.attempt.attempt, ended)
-        self.recorder.keep(partial(record, pid=task.pid, node=task.node, ended_at=time.time()))
+        if not _is_tracker(worker):  # whose ends explain nothing
+            record = partial(record_exit, self.directory, self.attempt.attempt, ended)
+            self.recorder.keep(partial(record, pid=task.pid, node=task.node, ended_at=time.time()))
         self.recorder.event(
             "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
         )
@@ -121,13 +126,13 @@ class AttemptTasks:
             return ""
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
-        kind, index = parse_worker_id(worker)
-        log_path = self.directory.worker_log(self.attempt.attempt, kind, index)
+        kind, _, number = worker.partition("/")
+        log_path = self.directory.worker_log(self.attempt.attempt, kind, int(number))
         try:
             self._require_files(log_path)
-            task = self.runner.start(
+            task = (self._beside if _is_tracker(worker) else self.runner).start(
                 worker,
-                self.worker_command(self.directory, kind, index, self.attempt, incarnation),
+                self._command(worker, incarnation),
                 environment=self._environment(worker),
                 log_path=log_path,
             )
@@ -139,14 +144,19 @@ class AttemptTasks:
         self._running[worker] = task
         self.recorder.event("worker_started", worker=worker, pid=task.pid, node=task.node, incarnation=incarnation)
 
-    def _environment(self, worker: str) -> dict[str, str]:
-        kind, index = parse_worker_id(worker)
-        return {
-            **self.plan.scheduling[kind].scheduling_of(index).env_vars,
-            "CORRAL_BIND_ADDRESS": self.runner.bind_address(worker),
-            OUT_OF_MEMORY_VARIABLE: str(self.directory.out_of_memory_path(worker)),
-            "PYTHONUNBUFFERED": "1",
-        }
+    def _command(self, task: str, incarnation: str) -> Sequence[str]:
+        if _is_tracker(task):
+            return tracker_command(self.directory, self.plan.tracking.to[int(task.partition("/")[2])])
+        kind, index = parse_worker_id(task)
+        return self.worker_command(self.directory, kind, index, self.attempt, incarnation)
+
+    def _environment(self, task: str) -> dict[str, str]:
+        shared = {OUT_OF_MEMORY_VARIABLE: str(self.directory.out_of_memory_path(task)), "PYTHONUNBUFFERED": "1"}
+        if _is_tracker(task):
+            return shared
+        kind, index = parse_worker_id(task)
+        own = self.plan.scheduling[kind].scheduling_of(index).env_vars
+        return {**own, "CORRAL_BIND_ADDRESS": self.runner.bind_address(task), **shared}
 
     def _start_redis(self) -> None:
         try:
@@ -174,3 +184,7 @@ class AttemptTasks:
             kind = ExitKind.FILES_AWAY
         self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind))
         self.recorder.event(event, worker=task, cause=str(error), kind=kind.value)
+
+
+def _is_tracker(task: str) -> bool:
+    return task.partition("/")[0] == TRACKER

@@ -49,7 +49,14 @@ from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
 from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
-from corral.launcher.supervisor.unit_specs import REDIS_UNIT, UnitNodes, WorkerCommand, units_of_plan, worker_command
+from corral.launcher.supervisor.unit_specs import (
+    REDIS_UNIT,
+    TRACKER,
+    UnitNodes,
+    WorkerCommand,
+    units_of_plan,
+    worker_command,
+)
 from corral.launcher.supervisor.units import TrialPhase, UnitMachine
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind, TaskExit
@@ -287,7 +294,7 @@ class Supervisor:
                     self._tasks.start(self._tasks_by_unit[unit])
                     if unit == REDIS_UNIT:
                         self._silence.redis_started(time.monotonic())
-                    else:
+                    elif unit.partition("/")[0] != TRACKER:  # trackers have no record in Redis
                         for task in self._tasks_by_unit[unit]:
                             self._silence.started(task)
                 case SignalTask(task, kill):

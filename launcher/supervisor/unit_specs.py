@@ -1,7 +1,8 @@
 """What of a plan is started: restart units, the command line of each worker, and which units run in extra jobs.
 
-plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker
+plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker, each tracker
           --worker_command--> python -m corral.workers --plan ... --kind ... --index ...
+          --tracker_command--> python -m corral.launcher.tracking --trial ... --to ...
 extra jobs --NodesEvent(allocation)--> UnitNodes.drive --unit by unit--> UnitMachine.nodes_granted --> actions
 unit machine --CheckNodes(unit)--> UnitNodes.check --allocation--> extra jobs
 """
@@ -20,6 +21,8 @@ from corral.launcher.supervisor.actions import Action
 from corral.launcher.supervisor.units import TRAINER_UNIT, TrialPhase, UnitMachine, UnitSpec
 
 REDIS_UNIT = "redis"
+TRACKER = "tracker"
+"""What is started beside the supervisor as tracker/0, tracker/1, ... for each name in tracking.to."""
 
 WorkerCommand = Callable[[TrialDirectory, str, int, AttemptRecord, str], Sequence[str]]
 """(trial, kind, index, attempt, incarnation) -> command line."""
@@ -39,14 +42,21 @@ def worker_command(
     return [sys.executable, "-m", "corral.workers", *(str(part) for option in values.items() for part in option)]
 
 
+def tracker_command(directory: TrialDirectory, to: str) -> list[str]:
+    """The command line of a tracker."""
+    return [sys.executable, "-m", "corral.launcher.tracking", "--trial", str(directory.path), "--to", to]
+
+
 def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
-    """Restart units: Redis, all training ranks together, every other worker by itself."""
+    """Restart units: Redis, all training ranks together, every other worker by itself, and so every tracker."""
     workers = [f"{worker.kind}/{worker.index}" for worker in plan.workers]
     ranks = tuple(worker for worker in workers if worker.startswith(f"{TRAINER_UNIT}/"))
     units = [UnitSpec(name=REDIS_UNIT, tasks=(REDIS_UNIT,), is_service=True)]
     if ranks:
         units.append(UnitSpec(name=TRAINER_UNIT, tasks=ranks))
-    return units + [UnitSpec(name=worker, tasks=(worker,)) for worker in workers if worker not in ranks]
+    units += [UnitSpec(name=worker, tasks=(worker,)) for worker in workers if worker not in ranks]
+    trackers = [f"{TRACKER}/{index}" for index in range(len(plan.tracking.to))]
+    return units + [UnitSpec(name=tracker, tasks=(tracker,), is_beside=True) for tracker in trackers]
 
 
 class UnitNodes:
@@ -67,7 +77,8 @@ class UnitNodes:
 
     def give_up(self, unit: str) -> None:
         """Nothing of the unit is started any more: its nodes are not needed."""
-        self._extra_jobs.give_up(self._allocation_by_unit[unit].name)
+        if unit in self._allocation_by_unit:
+            self._extra_jobs.give_up(self._allocation_by_unit[unit].name)
 
     def with_needs(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
         """The restart units, told which of them run in extra jobs."""

@@ -57,6 +57,8 @@ class UnitSpec:
     """Units without whose nodes it is not started: its deadlines must not count the time that jobs are queued."""
     is_optional: bool = False
     """The trial can do without it: out of budget, it is given up alone."""
+    is_beside: bool = False
+    """Nothing of the trial depends on it: the same, and no exit of its own ends the trial."""
 
 
 MAX_PAUSE_S = 30.0
@@ -147,7 +149,7 @@ class UnitMachine:
         self._signalled.discard(task)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
-        if ended.returncode in _FINAL:
+        if ended.returncode in _FINAL and not unit.spec.is_beside:
             return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)
@@ -290,7 +292,7 @@ class UnitMachine:
         unit.charged += first.is_charged
         if unit.charged > self._budgets.max_restarts:
             cause = f"{first}; {unit.spec.name} used up its {self._budgets.max_restarts} restarts"
-            if unit.spec.is_optional:
+            if unit.spec.is_optional or unit.spec.is_beside:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
             return self._terminate(EndState.FAILED, cause, now)

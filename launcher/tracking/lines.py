@@ -5,14 +5,15 @@ metrics.jsonl   ████████████████░░░░    
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState
 
-Line = Mapping[str, Any]
+Line = dict[str, Any]
+_CHUNK_BYTES = 8 << 20  # of a long trial, memory for some lines at a time
 
 
 class CommittedLines:
@@ -31,7 +32,7 @@ class CommittedLines:
         return self._log.state.is_done
 
     def new(self) -> Iterator[Line]:
-        """Those since the last call.
+        """Those since the last call, or the first ones of many; none once all were given.
 
         Raises:
             OSError: if a file cannot be read; no line is lost by it.
@@ -46,9 +47,10 @@ class CommittedLines:
         try:
             with self._directory.metrics_path.open("rb") as file:
                 file.seek(self._read_bytes)
-                data = file.read() if end is None else file.read(end - self._read_bytes)
+                data = file.read(_CHUNK_BYTES if end is None else min(_CHUNK_BYTES, end - self._read_bytes))
         except FileNotFoundError:
             return
+        data = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(data)
         yield from map(json.loads, data.splitlines())
 

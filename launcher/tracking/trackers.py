@@ -1,72 +1,24 @@
-"""Trackers: what a trial's numbers are handed to, line by line.
+"""The trackers that ship, by name, and those of users, by import path."""
 
-A tracker begins anew with every start of rl-track, and is given all lines from the first on. So whatever ended it
-before, each line is there once: nothing has to be remembered, and nothing can be told twice.
-"""
-
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from corral.experiments.errors import ConfigError
+from corral.launcher.tracking.mlflow_run import MLflowRun
+from corral.launcher.tracking.news import NewsCommand
+from corral.launcher.tracking.prometheus import PrometheusFile
+from corral.launcher.tracking.tensorboard import TensorBoard
+from corral.launcher.tracking.tracker import MakeTracker
+from corral.launcher.tracking.wandb_run import WandbRun
 
-
-class Tracker(Protocol):
-    """One of the user's own is a class or function of this form, named by its import path."""
-
-    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Numbers of a train step, or of an evaluation of the policy after it, by their names.
-
-        Args:
-            time_s: when they were written, in seconds since 1970.
-        """
-
-    def flush(self) -> None:
-        """What was added is to be seen."""
-
-    def close(self) -> None:
-        """Nothing more will come."""
-
-
-MakeTracker = Callable[[Path, str], Tracker]
-"""From the folder that it may write into, and the trial's name."""
-
-
-class TensorBoard:
-    """Event files: `tensorboard --logdir TRIAL_DIRECTORY/tracking`."""
-
-    def __init__(self, folder: Path, trial: str) -> None:
-        """
-        Raises:
-            ConfigError: if the package is not there.
-        """
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            hint = "pip install 'corral-rl[tensorboard]'"
-            raise ConfigError.of(f"tensorboard is not installed here: {error}", hint=hint) from error
-        shutil.rmtree(folder, ignore_errors=True)
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
-
-    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        summary = self._summary(
-            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        )
-        self._writer.add_event(self._event(wall_time=time_s, step=step, summary=summary))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-TRACKERS: Mapping[str, MakeTracker] = {"tensorboard": TensorBoard}
+TRACKERS: Mapping[str, MakeTracker] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandbRun,
+    "mlflow": MLflowRun,
+    "prometheus": PrometheusFile,
+    "command": NewsCommand,
+}
 
 
 def tracker_named(name: str) -> MakeTracker:

@@ -42,6 +42,8 @@ class TrialFacts:
     lease_ttl_s: float
     setup_timeout_s: float
     stop_grace_s: float
+    trackers: tuple[str, ...] = ()
+    """What its numbers go to, which the supervisor calls tracker/0, tracker/1, ..."""
 
     @property
     def name(self) -> str:
@@ -130,6 +132,7 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
+            trackers=tuple(plan.get("tracking", {}).get("to", ())),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise PlanDamagedError(

@@ -41,6 +41,8 @@ class PastAttempt:
 class Finding:
     """Something that a train step has found out."""
 
+    topic: str = ""
+    """What it is about, the same whenever it is found."""
     is_alarm: bool = False
     """Whether it is wrong; training goes on with it."""
     text: str

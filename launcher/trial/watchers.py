@@ -95,7 +95,8 @@ def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
         values = [line[rule.metric] for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
         if len(values) == rule.steps and (mean := fmean(values)) > rule.above:
             text = rule.text.format(value=mean)
-            found.append(Finding(text=f"{text}, over {rule.steps} steps", details=rule.remedy, step=steps[-1]["step"]))
+            text = f"{text}, over {rule.steps} steps"
+            found.append(Finding(topic=rule.metric, text=text, details=rule.remedy, step=steps[-1]["step"]))
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks import generation as generation_checks
+from corral.experiments.checks import tracking as tracking_checks
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.experiments.sft import SFTExperiment
@@ -175,6 +176,21 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
     ] == []
     assert list(_ppo(folder).find_warnings()) == []
     assert list(_ppo(folder, "weights.transport=delta", "actor.dtype=bfloat16").find_warnings()) == []
+
+
+def test_trackers_that_could_not_run_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _ppo(folder, "tracking.to=[prometheus, own.module:Lines]").tracking.to == ("prometheus", "own.module:Lines")
+    refused = {
+        "tracking.to=[wand]": "there is no tracker 'wand'",
+        "tracking.to=[command]": "give both, or neither",
+        "tracking.command=[mail-me]": "give both, or neither",
+        "tracking.to=[mlflow]": "pip install 'corral-rl",
+    }
+    monkeypatch.setattr(tracking_checks, "find_spec", lambda name: None)
+    for override, words in refused.items():
+        with pytest.raises(ConfigError) as error:
+            _ppo(folder, override)
+        assert words in str(error.value)
 
 
 def test_adapters_do_not_travel_where_none_are_trained(folder: Path) -> None:

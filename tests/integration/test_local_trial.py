@@ -1,6 +1,7 @@
 """A GRPO trial on this machine, from rl-submit to its report: five kinds of real processes, and their own Redis."""
 
 import json
+import shlex
 import socket
 import statistics
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from corral.experiments.exit_codes import CommandExit
 from corral.experiments.prompts.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import Figures
@@ -21,7 +23,8 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.trial_helpers import WORKERS, Material, Trial, read_lines
+from tests.integration.trial_helpers import ROOT, WORKERS, Material, Trial, read_lines, run_program
+from tests.test_docs import table_below
 from tests.trace_format import check_format
 
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
@@ -109,6 +112,7 @@ def check_kept_answers(trial: Trial) -> None:
         assert len(row["ids"]) == len(row["trainer_logprobs"]) == len(row["advantages"])
         assert row["said"] and 0.0 <= row["reward"] <= 1.0
         assert row["staleness"] > 0 or row["gap"] < 1e-3
+    check_questions(trial, rows[-1])
     assert rows[-1]["said"][:4] in trial.run("rl-samples", "--show", f"{rows[-1]['uid']}#{rows[-1]['sequence']}")
 
 
@@ -134,6 +138,22 @@ def check_timeline(trial: Trial) -> None:
     assert "of " in trial.run("rl-trace") and trial.run("rl-trace").splitlines()[0] in trial.run(
         "rl-status", "--explain"
     )
+
+
+def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
+    """The commands that the documents name as answers, on an answer that is kept."""
+    row = answer["uid"].partition(":")[2]
+    asked = [one[1].strip("`") for one in table_below(ROOT / "docs/operations.md", "Questions")[1:]]
+    assert len(asked) == 10
+    for command in asked:
+        for name, value in (("TRIAL", "{}"), ("problem-17", row), ("--step 40", f"--step {answer['step']}")):
+            command = command.replace(name, str(value))
+        words = [word.replace("{}", str(trial.directory.path)) for word in shlex.split(command)]
+        words = [str(trial.directory.path / word) if word.endswith(".tar.gz") else word for word in words]
+        exit_code = CommandExit.SUFFERS if "--check" in words else 0  # answers of an untrained model have no end
+        said = run_program(words, environment=trial.environment, exit_code=exit_code)
+        if row in command:
+            assert answer["uid"] in said, said
 
 
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:

@@ -14,6 +14,7 @@ from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, Super
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import EngineConfig, RolloutConfig
+from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.plan import RunPlan, TrialIdentity
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
@@ -60,6 +61,7 @@ def make_plan(
     launch: Mapping[str, Any] | None = None,
     cluster: Mapping[str, Any] | None = None,
     task: Mapping[str, Any] | None = None,
+    tracking: Sequence[str] = (),
     gpu: int = 0,
     gpu_type: str | None = None,
 ) -> RunPlan:
@@ -137,6 +139,7 @@ def make_plan(
         cluster=ClusterConfig(**({"gpus_per_node": 0, "cpus_per_node": 8, "mem_per_node": 4000} | dict(cluster or {}))),
         launch=LaunchConfig(**(launch or {})),
         supervision=SupervisionConfig(**({"restart_pause_s": 0.02, "stop_grace_s": 5.0} | dict(supervision or {}))),
+        tracking=TrackingConfig(to=tuple(tracking)),
         scheduling=ExperimentScheduling(
             master_worker=TasksGroup(count=1, scheduling=small),
             model_worker=group(model_workers),

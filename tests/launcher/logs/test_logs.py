@@ -2,19 +2,27 @@
 
 import json
 import re
+import subprocess
+import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
 from corral.launcher.logs.lines import LineFilter, end_of_lines, parse_since, select_lines
+from corral.launcher.trial.exits import TaskExit, record_exit
+from tests.launcher.conftest import MakeTrial
+from tests.launcher.trials import StubTrial
 
 
 @pytest.fixture
@@ -341,6 +349,51 @@ def test_since_finds_the_place_in_a_long_log(tmp_path: Path) -> None:
             select_lines(log, files=PatientFiles(), count=None, chosen=LineFilter(since=start + second))
             == lines[second:]
         )
+
+
+def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make_trial: MakeTrial) -> None:
+    key, row, said = 'a key of 24 letters: "\\', '{"question": "what is it?"}', "it is a zebra"
+    trial = make_trial({}, task={"env_vars": {"API": key, "THREADS": "1"}})
+    trial.prepare()
+    directory = trial.directory
+    hidden = [key, *(secret.reveal() for secret in TrialSecrets.load(directory.secrets_path).values())]
+    directory.start_attempt_logs(0)
+    lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), "a last word"]
+    directory.worker_log(0, "rollout_worker", 0).write_text("\n".join(lines))
+    ended = TaskExit("rollout_worker/0", 1)
+    record_exit(directory, 0, ended, pid=1, node="here", ended_at=time.time())
+    write_event(directory, 0.0, "worker_failed", attempt=0, cause=f"with {key}")
+    directory.metrics_path.write_text('{"step": 1}\n')
+    directory.samples_path.mkdir()
+    (directory.samples_path / "step-00000001-e1-r0.parquet").write_text(said)
+    whole = read_bundle(trial, "whole.tar.gz", "--with-texts")
+    plain = read_bundle(trial, "plain.tar.gz")
+    for name in ("plan.json", "events.jsonl", "metrics.jsonl", "status.json", "doctor.txt", "versions.json"):
+        assert f"trial/{name}" in plain
+    assert b"a last word" in plain["trial/logs/attempt-0/rollout_worker-0.log"]
+    for content in (whole, plain):
+        everything = b"".join(content.values())
+        for secret in hidden:
+            assert secret.encode() not in everything and json.dumps(secret)[1:-1].encode() not in everything
+    assert b"what is it?" not in b"".join(plain.values()) and said.encode() not in b"".join(plain.values())
+    assert b"what is it?" in b"".join(whole.values()) and said.encode() in b"".join(whole.values())
+    again = run_logs(trial, "--bundle", str(directory.path / "plain.tar.gz"))
+    assert again.returncode == CommandExit.BAD_CONFIGURATION and "name a new file" in again.stderr
+
+
+def run_logs(trial: StubTrial, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "rl-logs"), str(trial.directory.path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def read_bundle(trial: StubTrial, name: str, *arguments: str) -> dict[str, bytes]:
+    path = trial.directory.path / name
+    done = run_logs(trial, "--bundle", str(path), *arguments)
+    assert done.returncode == 0, done.stderr
+    assert path.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(path) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive}
+        return {name: file.read() for name, file in files.items() if file is not None}
 
 
 def test_lines_that_match_are_counted_after_they_are_chosen(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
-from corral.launcher.samples.find import KeptAnswers, name_of
-from corral.launcher.samples.show import as_table, as_whole
+from corral.launcher.samples.find import KeptAnswers, by_prompt, name_of
+from corral.launcher.samples.show import as_diff, as_table, as_whole, dropped_table, prompts_table
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
 from corral.workers.backends.parallel_context import ParallelContext
@@ -112,6 +112,27 @@ def test_answers_are_found_by_what_is_so_of_them(tmp_path: Path, tokenizer: Path
         kept.steps("40")
     with pytest.raises(ConfigError, match="kept no answers"):
         KeptAnswers(tmp_path / "elsewhere")
+
+
+def test_prompts_that_are_never_solved_come_first_and_answers_to_one_are_compared(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    keep(tmp_path, tokenizer, {step: learned(num_prompts=4, seed=step) for step in range(3)})
+    kept = KeptAnswers(tmp_path)
+    rows = kept.read(kept.steps("all"), is_whole=False)
+    lines = by_prompt(rows)
+    for line in lines:
+        rewards = [row["reward"] for row in rows if row["row"] == line["row"]]
+        assert (line["answers"], line["reward"], line["best"]) == (6, sum(rewards) / 6, max(rewards))
+    assert [line["reward"] for line in lines] == sorted(line["reward"] for line in lines) and len(lines) == 4
+    of_one = kept.read(kept.steps("all"), row="2", is_whole=False)
+    assert [(row["step"], name_of(row)) for row in of_one] == [(step, "0:2#0") for step in (1, 2, 3)]
+    said = [{**row, "said": text} for row, text in zip(of_one, ("it is 4", "it is 5 \x1b[31m", "no"), strict=True)]
+    console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"), force_terminal=True)
+    console.print(as_diff(said), prompts_table(lines), dropped_table({"0:7": "reward_error: late"}))
+    styled = console.export_text(styles=True, clear=False)
+    assert "\x1b[9;31m4" in styled and "\x1b[32m5" in styled and "\x1b[31m\x1b" not in styled
+    assert "reward_error: late" in console.export_text()
 
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_more_than_text(tmp_path: Path, tokenizer: Path) -> None:

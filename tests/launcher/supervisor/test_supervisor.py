@@ -7,9 +7,33 @@ import subprocess
 
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.status.reader import StatusReader
+from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until
+
+TRACKERS = """\
+import sys
+
+
+def refuses(folder, trial):
+    sys.exit(2)
+
+
+class Notes:
+    def __init__(self, folder, trial):
+        self.folder = folder.parent
+
+    def add(self, step, time_s, values):
+        pass
+
+    def flush(self):
+        (self.folder / "flushed").touch()
+
+    def close(self):
+        (self.folder / "closed").touch()
+"""
 
 
 def test_a_trial_that_is_done_ends_complete_and_leaves_nothing(make_trial: MakeTrial) -> None:
@@ -98,6 +122,26 @@ def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_tri
     assert trial.events("redis_frozen")[0]["pid"] == redis["pid"]
     assert {event["port"] for event in trial.events("redis_started")} == {redis["port"]}
     assert len(trial.starts("model_worker/0")) == 1
+
+
+def test_a_tracker_that_never_works_is_given_up_and_named_and_the_trial_goes_on(make_trial: MakeTrial) -> None:
+    broken, works = "own_tracker:refuses", "own_tracker:Notes"
+    trial = make_trial({"master_worker/0": ["master"]}, tracking=(broken, works), supervision={"max_restarts": 1})
+    trial.directory.code_path.mkdir()
+    (trial.directory.code_path / "own_tracker.py").write_text(TRACKERS)
+    trial.start()
+    (given_up,) = trial.wait_for("unit_given_up")
+    assert given_up["unit"] == "tracker/0" and "exit 2" in given_up["cause"]
+    wait_until((trial.directory.path / "tracking" / "flushed").exists, "the other tracker to be at work")
+    facts = read_facts(trial.directory)
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    assert f"nothing goes to {broken} any more" in status.note and works not in status.note
+    assert [one for one in trial.events("worker_exited") if not one["worker"].startswith("tracker/")] == []
+    _stop(trial)
+    assert trial.wait() == 0
+    assert trial.ended()["state"] == "STOPPED" and (trial.directory.path / "tracking" / "closed").exists()
+    assert trial.processes() == []
 
 
 def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:

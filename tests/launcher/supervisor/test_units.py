@@ -292,6 +292,18 @@ def test_an_optional_unit_out_of_budget_is_given_up_alone() -> None:
     assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
 
 
+@pytest.mark.parametrize("returncode", [1, -9, WorkerExit.BAD_CONFIGURATION, WorkerExit.CANNOT_CONTINUE])
+def test_what_is_beside_the_trial_is_given_up_alone_however_it_ends(returncode: int) -> None:
+    tracker = UnitSpec(name="tracker/0", tasks=("tracker/0",), is_beside=True)
+    machine, now = UnitMachine((*UNITS, tracker), BUDGETS), 0.0
+    for _ in range(BUDGETS.max_restarts + 1):
+        machine.tick(now)
+        (action,) = machine.exited(TaskExit("tracker/0", returncode), now)
+        now += 50.0
+    assert isinstance(action, GiveUpUnit) and action.unit == "tracker/0"
+    assert machine.phase is TrialPhase.RUNNING and machine.tick(now + 1000.0) == []
+
+
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
     machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
     assert machine.tick(0.0) == []

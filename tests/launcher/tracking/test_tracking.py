@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.tracking.lines import CommittedLines
+from corral.launcher.tracking.news import NewsCommand
+from corral.launcher.tracking.prometheus import PrometheusFile
+from corral.launcher.tracking.tracker import TrackedTrial
+from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
 from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, trial_of
 
 BIN = Path(sys.executable).parent
@@ -95,24 +99,88 @@ def test_what_a_damaged_commit_takes_back_has_all_be_told_again(
     assert list(lines.new()) == [] and not lines.begins_anew
 
 
+@pytest.mark.parametrize("to", ["tensorboard", "wandb", pytest.param("mlflow", marks=pytest.mark.slow)])
 def test_trackers_have_what_metrics_jsonl_has_however_often_they_were_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = planned_trial(tmp_path)
     assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # which stays, with all runs
     for _ in range(2):
-        assert f"{NUM_STEPS} lines of small-sft/t to tensorboard" in rl_track(trial.path)
-    events = EventAccumulator(str(trial.path / "tracking" / "tensorboard"))
-    events.Reload()
+        assert f"{NUM_STEPS} lines of small-sft/t to {to}" in rl_track(trial.path, "--to", to)
+    read = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow}[to]
+    check_same(read(trial), written(trial))
+
+
+def test_a_tracker_of_ones_own_is_given_all_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = planned_trial(tmp_path)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
     lines = lines_of(trial.metrics_path)
-    for name in ("sft/loss", "data/samples_trained"):
-        found = [(event.step, event.value, event.wall_time) for event in events.Scalars(name)]
-        assert found == [(line["step"], pytest.approx(line[name]), pytest.approx(line["time"])) for line in lines]
     (trial.path / "own_tracker.py").write_text(OWN)
     rl_track(trial.path, "--to", "own_tracker:Lines", "--follow")
     own = [json.loads(line) for line in (trial.path / "tracking" / "own.jsonl").read_text().splitlines()]
     assert [step for step, _ in own] == [line["step"] for line in lines]
     assert all(values.items() <= line.items() for (_, values), line in zip(own, lines, strict=True))
+
+
+def test_prometheus_reads_the_newest_numbers_with_units_by_its_conventions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = planned_trial(tmp_path)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    lines = lines_of(trial.metrics_path)
+    for unit in ("model_worker", "redis"):
+        Journal(trial.journal_path).append("unit_restarting", attempt=0, unit=unit)
+    rl_track(trial.path, "--to", "prometheus")
+    (path,) = (trial.path / "tracking" / "prometheus").iterdir()
+    found = in_prometheus(path)
+    assert found["corral_step"] == NUM_STEPS and found["corral_restarts_total"] == 2
+    assert found["corral_data_samples_trained_total"] == lines[-1]["data/samples_trained"]
+    assert found["corral_step_seconds/train"] == lines[-1]["time/train_s"]
+    assert found["corral_last_line_timestamp_seconds"] == lines[-1]["time"]
+    shared = tmp_path / "textfiles"
+    shared.mkdir()
+    monkeypatch.setenv("CORRAL_TEXTFILE_DIR", str(shared))
+    tracker = PrometheusFile(trial.path / "unused", TrackedTrial.of(trial))
+    for _ in range(2):
+        tracker.add(7, 1.0, {"rewards/mean": 0.5, "train/tokens": 10.0})
+    tracker.flush()
+    (path,) = shared.iterdir()
+    found = in_prometheus(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert found["corral_rewards_mean"] == 0.5 and found["corral_train_tokens_total"] == 20.0
+    tracker.close()
+    assert not list(shared.iterdir())
+
+
+def test_a_command_hears_of_each_rule_once_when_it_begins_to_speak_and_its_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, trial = planned_trial(tmp_path)
+    heard = tmp_path / "heard"
+    command = [sys.executable, "-c", f"import sys; open({str(heard)!r}, 'a').write(sys.stdin.read()); sys.exit(3)"]
+    plan = json.loads(trial.plan_path.read_bytes())
+    plan["config"]["tracking"] = {"to": ["command"], "command": command}
+    trial.plan_path.write_text(json.dumps(plan))
+    tracker = NewsCommand(tmp_path / "unused", TrackedTrial.of(trial))
+    for step in range(1, 60):
+        suffers = 11 <= step <= 30 or step > 45
+        tracker.add(step, 0.0, {"train/tokens": 9.0, "no_eos_fraction": 0.9 if suffers else 0.0})
+        tracker.flush()
+    tracker.close()
+    lines = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert [line["trial"] for line in lines] == ["small-sft/t"] * 2
+    assert [line["step"] for line in lines] == [14, 49] and all("cut off" in line["text"] for line in lines)
+    assert capfd.readouterr().out.count("returned non-zero exit status 3") == 2
+
+
+def test_no_environment_variable_of_a_trial_leaves_it(tmp_path: Path) -> None:
+    _, trial = planned_trial(tmp_path)
+    plan = json.loads(trial.plan_path.read_bytes())
+    plan["config"]["groups"]["master_worker"]["scheduling"] = {"env_vars": {"KEY": "hidden"}, "mem": 7}
+    trial.plan_path.write_text(json.dumps(plan))
+    config = TrackedTrial.of(trial).config
+    assert config["groups"]["master_worker"]["scheduling"] == {"mem": 7} and "hidden" not in json.dumps(config)
 
 
 def test_a_tracker_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """Each rule speaks of a trial that suffers from what it is about, and none of one that does not."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.launcher.trial.watchers import RULES, findings_of
 
+RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "healthy-metrics.json").read_bytes())
+"""By trial of the recipes, the numbers that rules look at, step by step; of supervised ones the last thirty."""
 HEALTHY = {
     "train/tokens": 1000.0,
     "no_eos_fraction": 0.05,
@@ -51,11 +55,18 @@ def test_a_rule_speaks_of_what_it_is_about_and_only_once_it_has_seen_enough(metr
     (rule,) = (rule for rule in RULES if rule.metric == metric)
     lines = lines_of(30, **SUFFERING[metric])
     (found,) = findings_of(lines)
-    assert not found.is_alarm and found.step == 30 and found.details == rule.remedy
+    assert found.topic == metric and not found.is_alarm and found.step == 30 and found.details == rule.remedy
     assert f"over {rule.steps} steps" in found.text and "{" not in found.text
     assert findings_of(lines[: rule.steps - 1]) == []
     recovered = lines_of(60)[30 : 30 + rule.steps]
     assert findings_of([*lines, {"step": 30, "eval/accuracy": 0.5}, *recovered]) == []
+
+
+@pytest.mark.parametrize("trial", sorted(RECORDED))
+def test_nothing_is_said_at_any_step_of_recorded_trials_that_learned(trial: str) -> None:
+    columns = RECORDED[trial]
+    lines = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    assert [found for end in range(len(lines)) if (found := findings_of(lines[: end + 1]))] == []
 
 
 def test_nothing_is_said_of_a_healthy_trial_a_solved_one_or_one_with_other_numbers() -> None:

@@ -11,7 +11,7 @@ import runpy
 import sys
 from typing import Any
 
-import uvicorn  # type: ignore[import-not-found]
+import uvicorn
 
 if __name__ == "__main__":
     descriptor = int(sys.argv.pop(1))

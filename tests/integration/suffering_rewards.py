@@ -1,0 +1,25 @@
+"""Rewards that make trials suffer, imported by their workers."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+
+def nothing(problem: Mapping[str, Any], answer: str) -> float:
+    """Whatever is said."""
+    return 0.0
+
+
+def halved(problem: Mapping[str, Any], answer: str) -> float:
+    """The share of digits in the answer, and never all that a reward may be."""
+    return sum(character.isdigit() for character in answer) / max(len(answer), 1) / 2
+
+
+def mostly_nothing(problem: Mapping[str, Any], answer: str) -> float:
+    """The same of one row in three; of the others nothing."""
+    return halved(problem, answer) if sum(map(ord, str(problem["id"]))) % 3 == 0 else 0.0
+
+
+def by_chance(problem: Mapping[str, Any], answer: str) -> float:
+    """From which nothing can be learned, though every group has a gradient."""
+    return random.random()

@@ -1,0 +1,45 @@
+"""Rules of the watchers speak of trials that suffer from what they are about."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from corral.launcher.trial.metrics import last_lines
+from corral.launcher.trial.watchers import RULES, findings_of
+from tests.integration.trial_helpers import Trial
+
+UNSTEADY: Mapping[str, object] = {
+    "rollout.reward": "suffering_rewards:by_chance",
+    "actor.optimizer.lr": 0.01,
+    "actor.optimizer.warmup_steps_proportion": 0.0,
+    "actor.optimizer.lr_schedule": "constant",
+    "ppo.n_minibatches": 2,
+}
+SUFFERING: Mapping[str, Mapping[str, object]] = {
+    "no_eos_fraction": {"rollout.sampling.max_new_tokens": 1},
+    "rewards_are_equal": {"rollout.reward": "suffering_rewards:nothing"},
+    "data/dropped_of_issued": {
+        "rollout.reward": "suffering_rewards:mostly_nothing",
+        "rollout.drop_uniform_groups": True,
+        "train_batch_size": 2,
+    },
+    "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
+    "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
+    "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
+    "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", SUFFERING)
+def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(metric: str, start_trial: Callable[..., Trial]) -> None:
+    settings = {"train_batch_size": 4, "evaluation.every_steps": 1000, "control.commit_every_steps": 4}
+    trial = start_trial(num_rows=120, overrides={**settings, **SUFFERING[metric]})
+    trial.wait_for_end()
+    (rule,) = (rule for rule in RULES if rule.metric == metric)
+    found = findings_of(last_lines(trial.directory.metrics_path))
+    assert rule.remedy in [finding.details for finding in found]
+
+
+def test_every_rule_has_its_trial() -> None:
+    assert SUFFERING.keys() == {rule.metric for rule in RULES}
