@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
-from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.plan import SCHEMA_VERSION, RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.registry import load_experiment, load_with_source
 from corral.experiments.worker_specs import (
@@ -189,7 +189,7 @@ def test_edited_plan_is_refused(folder: Path, old: bytes, new: bytes) -> None:
 def test_a_plan_of_another_version_is_refused_with_a_way_out(folder: Path) -> None:
     plan = _plan(folder / "sft.yaml")
     text = plan.model_copy(update={"schema_version": 1}).to_json()
-    with pytest.raises(ValueError, match="plans of form 1, this one reads form 7.*submit a new trial"):
+    with pytest.raises(ValueError, match=f"plans of form 1, this one reads form {SCHEMA_VERSION}.*submit a new trial"):
         RunPlan.from_json(text)
 
 
