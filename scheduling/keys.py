@@ -120,6 +120,14 @@ def routed_experts_key(*, num_layers: int, top_k: int) -> Key:
     return Key(ROUTED_EXPERTS, "per_token", "int16", (num_layers, top_k))
 
 
+REWARD_PARTS = "reward_parts"
+
+
+def reward_parts_key(num_parts: int) -> Key:
+    """What each part of the reward has said of an answer, for people: nothing is computed from it. NaN: nothing."""
+    return Key(REWARD_PARTS, "per_answer", "float32", (num_parts,))
+
+
 TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
 
 

@@ -6,7 +6,6 @@ samples/step-00000040-e2-r0.parquet     of train step 40, as epoch 2 has trained
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,16 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"step-(?P<step>\d{8,})-e(?P<epoch>\d+)-r\d+\.parquet", re.ASCII)
 
 
-@cache
-def schema() -> "pyarrow.Schema":
-    """Of every file; lists have one value for each token of `ids`."""
+PART = "part_"
+"""What a part of the reward is called in a row, before its name."""
+
+
+def schema(parts: Sequence[str] = ()) -> "pyarrow.Schema":
+    """Of every file; lists have one value for each token of `ids`.
+
+    Args:
+        parts: names of the reward's, where there are several.
+    """
     import pyarrow  # only who keeps or reads some pays for it
 
     numbers, is_made = pyarrow.list_(pyarrow.float32()), pyarrow.list_(pyarrow.bool_())
@@ -42,6 +48,7 @@ def schema() -> "pyarrow.Schema":
         ("advantages", numbers),
         ("versions", pyarrow.list_(pyarrow.int32())),  # train steps of the weights that made it; -1 on given tokens
     ]
+    fields += [(f"{PART}{name}", pyarrow.float32()) for name in parts]  # what it has said, before its weight
     return pyarrow.schema(fields)
 
 

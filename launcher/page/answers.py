@@ -9,6 +9,7 @@ from typing import Any
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
+from corral.experiments.trial.samples import PART
 from corral.launcher.samples.find import KeptAnswers, name_of
 
 OF_A_STEP = 8
@@ -57,6 +58,9 @@ def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
     return {
         "name": name_of(row),
         **{name: row[name] for name in _SHOWN},
+        "parts": {
+            name.removeprefix(PART): value for name, value in row.items() if name.startswith(PART) and value is not None
+        },
         **texts,
         "tokens": tokens if tokens["texts"] else None,
         "tokens_left_out": num_left_out,

@@ -255,7 +255,7 @@ function listAnswers() {
 function openAnswer(row) {
   const dialog = byId("answer");
   byId("answer-title").textContent = visible(row.name);
-  byId("answer-facts").textContent = `step ${row.step}, reward ${number(row.reward)}, advantage ${number(row.advantage)}, ${row.length} tokens made${row.is_cut ? ", cut off" : ""}, age ${row.staleness}`;
+  byId("answer-facts").textContent = `step ${row.step}, reward ${number(row.reward)}, advantage ${number(row.advantage)}, ${row.length} tokens made${row.is_cut ? ", cut off" : ""}, age ${row.staleness}${Object.entries(row.parts).map(([name, value]) => `, ${name} ${number(value)}`).join("")}`;
   byId("colour").onchange = () => colourAnswer(row);
   colourAnswer(row);
   dialog.showModal();

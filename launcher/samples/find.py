@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.experiments.config.condition import Condition
 from corral.experiments.errors import ConfigError
-from corral.experiments.trial.samples import files_by_step, schema
+from corral.experiments.trial.samples import files_by_step
 from corral.launcher.trial.steps import chosen_steps
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 _LISTS = ("ids", "made", "logprobs", "trainer_logprobs", "advantages", "versions")
-_SCALARS = tuple(name for name in schema().names if name not in _LISTS)
-"""What conditions may ask, with `row`, the prompt's name in the data set."""
 
 
 class KeptAnswers:
@@ -35,6 +33,9 @@ class KeptAnswers:
         if not self._files:
             hint = "samples.prompts_per_step says how many are kept; the first are there after the first train step"
             raise ConfigError.of("this trial has kept no answers", hint=hint)
+        newest = self._files[max(self._files)][0]
+        self.fields = ("row", *_scalars_in(newest))
+        """What conditions may ask; `row` is the prompt's name in the data set."""
 
     def steps(self, wanted: str) -> list[int]:
         """Those that are meant; see `chosen_steps`."""
@@ -64,13 +65,13 @@ class KeptAnswers:
         Raises:
             ConfigError: if the condition is none, or names a field that there is not.
         """
-        holds = _parsed(where)
+        holds = self._parsed(where)
         found = [(one, path, at) for step in steps for path in self._files[step] for at, one in _scalars(path)]
         found = [each for each in found if holds(each[0])]
         if sort:
             name, falls = sort.removeprefix("-"), sort.startswith("-")
-            _require_fields([name])
-            known = [each for each in found if each[0][name] is not None]
+            self._require_fields([name])
+            known = [each for each in found if each[0].get(name) is not None]
             found = sorted(known, key=lambda each: each[0][name], reverse=falls)
         if named is not None:
             found = [each for each in found if named in (name_of(each[0]), each[0]["uid"])]
@@ -79,6 +80,26 @@ class KeptAnswers:
         return [
             one | (_lists_of(path).slice(at, 1).to_pylist()[0] if is_whole else {}) for one, path, at in found[:most]
         ]
+
+    def _parsed(self, where: str | None) -> Callable[[Row], bool]:
+        if where is None:
+            return lambda row: True
+        try:
+            condition = Condition.parse(where)
+        except ValueError as error:
+            raise ConfigError.of(f"--where: {error}") from error
+        self._require_fields(condition.fields)
+
+        def holds(row: Row) -> bool:
+            values = [row.get(name) for name in condition.fields]
+            return None not in values and bool(condition.holds(*values))
+
+        return holds
+
+    def _require_fields(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.fields:
+                raise ConfigError.of(f"answers have no {name!r}", hint=f"there are {', '.join(self.fields)}")
 
 
 def by_prompt(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -108,7 +129,7 @@ def name_of(row: Row) -> str:
 
 @lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    rows = _table(path, _SCALARS).to_pylist()
+    rows = _table(path, _scalars_in(path)).to_pylist()
     return [(at, {"row": row["uid"].partition(":")[2], **row}) for at, row in enumerate(rows)]
 
 
@@ -117,32 +138,16 @@ def _lists_of(path: Path) -> "pyarrow.Table":
     return _table(path, _LISTS)
 
 
+def _scalars_in(path: Path) -> list[str]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        return [name for name in file.schema_arrow.names if name not in _LISTS]
+
+
 def _table(path: Path, columns: Sequence[str]) -> "pyarrow.Table":
     import pyarrow.parquet
 
     # Not its read_table, which imports all of pandas where that is installed.
     with pyarrow.parquet.ParquetFile(path) as file:
         return file.read(columns=list(columns))
-
-
-def _parsed(where: str | None) -> Callable[[Row], bool]:
-    if where is None:
-        return lambda row: True
-    try:
-        condition = Condition.parse(where)
-    except ValueError as error:
-        raise ConfigError.of(f"--where: {error}") from error
-    _require_fields(condition.fields)
-
-    def holds(row: Row) -> bool:
-        values = [row[name] for name in condition.fields]
-        return None not in values and bool(condition.holds(*values))
-
-    return holds
-
-
-def _require_fields(names: Sequence[str]) -> None:
-    there = ("row", *_SCALARS)
-    for name in names:
-        if name not in there:
-            raise ConfigError.of(f"answers have no {name!r}", hint=f"there are {', '.join(there)}")

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from corral.experiments.trial.samples import PART
 from corral.launcher.samples.find import name_of
 from corral.launcher.terminal import printable
 
@@ -99,12 +100,19 @@ def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> Renderab
         f"{name_of(row)}   step {row['step']}, reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
         f"{row['length']} tokens made{', cut off' if row['is_cut'] else ''}, age {row['staleness']}"
     )
+    parts = [
+        f"{name.removeprefix(PART)} {row[name]:.4g}" for name in row if name.startswith(PART) and row[name] is not None
+    ]
+    if parts:
+        facts += f"\nreward of {', '.join(parts)}"
     text = Text()
     for token, is_made, value in zip(row["ids"], row["made"], _values(row, colour), strict=True):
         lines = tokenizer.decode([token], skip_special_tokens=False).split("\n")
         said = "\n".join(map(printable, lines))
         text.append(said, _style(value, colour) if is_made else "dim")
-    return Group(Text(printable(facts), "bold"), Text(f"{_LEGENDS[colour]}; dim: given", "dim"), text)
+    return Group(
+        Text("\n".join(map(printable, facts.split("\n"))), "bold"), Text(f"{_LEGENDS[colour]}; dim: given", "dim"), text
+    )
 
 
 def _values(row: Mapping[str, Any], colour: Colour) -> Sequence[float]:

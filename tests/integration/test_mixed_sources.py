@@ -23,6 +23,7 @@ import pytest
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GserverManagerSpec
+from corral.launcher.samples.find import KeptAnswers
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.arithmetic import write_model
 from corral.workers.data.prompts import PlannedPrompts, split_uid
@@ -125,6 +126,11 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(
         assert short <= 0.0 <= line["reward/seconds"] <= line["reward/seconds/max"]
     assert steps and any(line["reward/part/short"] < 0.0 for line in steps)
     assert all(0.0 < line["ppo/teacher_kl"] < 10.0 for line in steps)
+    answers = KeptAnswers(trial.directory.samples_path)
+    for kept in answers.read(answers.steps("all"), is_whole=False):
+        most, rest, short = (kept[f"part_{name}"] for name in PARTS)
+        assert kept["reward"] == pytest.approx(0.75 * most + 0.25 * rest, abs=1e-6) and short <= 0.0
+    assert answers.read(answers.steps("all"), where="part_short < 0", sort="part_most", is_whole=False)
     named = {name for line in trial.metrics() for name in line if "/source/" in name}
     kinds = ("reward", "response_length", "no_eos_fraction")
     assert named == {f"{kind}/source/{name}" for kind in kinds for name in ("many", "few")}

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.scheduling.keys import ROUTED_EXPERTS
+from corral.scheduling.keys import REWARD_PARTS, ROUTED_EXPERTS, Key, reward_parts_key
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from corral.workers.episodes.log import Branch, Segment
@@ -26,6 +26,8 @@ from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import Rows, nothing_known
 
 Array = npt.NDArray[Any]
+REWARD_PART = "reward/part/"
+"""What the statistic of an answer that a part of the reward has made begins with, before the part's name."""
 REWARD_SECONDS = "reward/seconds"
 """Name of the statistic of an answer: from its end to its reward."""
 
@@ -96,12 +98,14 @@ def make_sample(
     episodes: Sequence[JudgedEpisode],
     *,
     experts: RoutedExpertsSpec | None = None,
+    parts: Sequence[str] = (),
     says_episodes: bool = False,
 ) -> SequenceSample:
     """The packed sample of one group.
 
     Args:
         experts: of a mixture whose trainer is told whom to choose.
+        parts: of the reward, whose numbers go along for people to read.
         says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
     """
     # One from which nothing is learned has no number: the trainer counts from 0 without a gap.
@@ -122,10 +126,14 @@ def make_sample(
     if says_episodes:
         values["episodes"] = [np.asarray([number], np.int32) for number, _ in numbered]
         values["turn_rewards"] = [_before(each, _turn_rewards, np.float32) for each in branches]
-    if experts is None:
-        return SequenceSample.from_group(uid, values)
-    values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
-    return SequenceSample.from_group(uid, values, specs=key_specs([experts.key]))
+    declared: list[Key] = []
+    if parts:
+        declared.append(reward_parts_key(len(parts)))
+        values[REWARD_PARTS] = [_numbers_of_parts(episodes[number], parts) for number, _ in numbered]
+    if experts is not None:
+        declared.append(experts.key)
+        values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
+    return SequenceSample.from_group(uid, values, specs=key_specs(declared))
 
 
 def version_spans(branch: Branch) -> list[VersionSpan]:
@@ -168,6 +176,10 @@ def _turn_rewards(branch: Branch) -> Iterator[Array]:
         if len(rewards):
             rewards[-1] = segment.reward
         yield rewards
+
+
+def _numbers_of_parts(episode: JudgedEpisode, parts: Sequence[str]) -> Array:
+    return np.asarray([episode.parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts], np.float32)
 
 
 def _concatenated(parts: Sequence[Sequence[Any] | Array], dtype: npt.DTypeLike) -> Array:

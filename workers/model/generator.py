@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from corral.experiments.config.rollout import functions_of
+from corral.experiments.config.rollout import functions_of, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -231,5 +231,5 @@ class Generator:
         judged = judged_answers(
             prompt.token_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
         )
-        sample = make_sample(prompt.uid, judged, experts=self._generation.experts)
+        sample = make_sample(prompt.uid, judged, experts=self._generation.experts, parts=told_parts(self._reward.parts))
         return prompt.answered(sample, version=version, statistics=reward_statistics(judged))

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.prompts.tokens import load_tokenizer
-from corral.experiments.trial.samples import samples_file, schema
-from corral.scheduling.keys import EPISODES, KeyLayout
+from corral.experiments.trial.samples import PART, samples_file, schema
+from corral.scheduling.keys import EPISODES, REWARD_PARTS, KeyLayout
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.streams.closing import Closing
 
@@ -40,16 +40,26 @@ class KeptSamples(Closing):
         kept.offer(sample, version=39)     # it was trained on in step 40
     """
 
-    def __init__(self, config: SamplesConfig, folder: Path, *, tokenizer: Path, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        config: SamplesConfig,
+        folder: Path,
+        *,
+        tokenizer: Path,
+        rank: int,
+        num_ranks: int,
+        parts: Sequence[str] = (),
+    ) -> None:
         """
         Args:
+            parts: of the reward, whose numbers samples have.
             tokenizer: directory of the model whose tokens they are.
             num_ranks: data-parallel ranks, which share what is kept and the space for it.
         """
         most = config.prompts_per_step
         self._most = None if most is None else -(-most // num_ranks)
         self._max_bytes = config.max_size * _MB // num_ranks
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._parts = folder, rank, parts
         self._tokenizer_directory = tokenizer
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
         self._running: Future[None] | None = None
@@ -88,7 +98,7 @@ class KeptSamples(Closing):
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = samples_file(self._folder, step=version + 1, epoch=epoch, rank=self._rank)
             part = path.with_suffix(".part")
-            table = pyarrow.Table.from_pylist(rows, schema=schema())
+            table = pyarrow.Table.from_pylist(rows, schema=schema(self._parts))
             pyarrow.parquet.write_table(table, part, compression="zstd")
             part.rename(path)
             self._remove_oldest()
@@ -123,6 +133,7 @@ class KeptSamples(Closing):
         trainer = values.get("proximal_logprobs")
         gaps = None if trainer is None else np.abs(trainer - values["old_logprobs"])[made]
         versions = values["versions"][made]
+        told = [None if np.isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
         return {
             "answer": int(values[EPISODES][0]) if EPISODES in values else at,
             "sequence": at,
@@ -140,4 +151,5 @@ class KeptSamples(Closing):
             "trainer_logprobs": trainer,
             "advantages": advantages,
             "versions": values["versions"],
+            **{f"{PART}{name}": number for name, number in zip(self._parts, told, strict=True)},
         }

@@ -39,6 +39,7 @@ from typing import Protocol, assert_never
 import torch
 from transformers.utils import logging as transformers_logging
 
+from corral.experiments.config.rollout import told_parts
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.workers.backends.parallel_context import mesh_contexts
@@ -220,6 +221,7 @@ class ModelWorker(Worker):
                 tokenizer=spec.tokenizer,
                 rank=spec.index,
                 num_ranks=len(context.plan.master.sample_ranks),
+                parts=told_parts(spec.reward.parts),
             )
         )
         secrets = [context.trial.secrets_path]

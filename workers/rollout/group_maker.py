@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 
-from corral.experiments.config.rollout import RolloutConfig, functions_of
+from corral.experiments.config.rollout import RolloutConfig, functions_of, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
@@ -129,7 +129,8 @@ class GroupMaker:
                 f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
         says_episodes = self.player is not None
-        sample = make_sample(uid, episodes, experts=self.client.experts, says_episodes=says_episodes)
+        parts = told_parts(self.config.reward)
+        sample = make_sample(uid, episodes, experts=self.client.experts, parts=parts, says_episodes=says_episodes)
         statistics = told | reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
             tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)

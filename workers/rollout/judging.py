@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
-from corral.workers.episodes.trajectories import REWARD_SECONDS
+from corral.workers.episodes.trajectories import REWARD_PART, REWARD_SECONDS
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
@@ -110,8 +110,8 @@ class RewardJudge:
         """Of one episode: what each part has said of it."""
         parts, statistics = self._reward.parts, dict(seconds)
         for name, one in zip(parts, judged, strict=True):
-            statistics[f"reward/part/{name}"] = one.reward
-            statistics |= {f"reward/part/{name}/{what}": value for what, value in one.statistics.items()}
+            statistics[f"{REWARD_PART}{name}"] = one.reward
+            statistics |= {f"{REWARD_PART}{name}/{what}": value for what, value in one.statistics.items()}
         weighted = [part.weight * one.reward for part, one in zip(parts.values(), judged, strict=True)]
         try:
             return Judged(checked_reward(math.fsum(weighted)), statistics)

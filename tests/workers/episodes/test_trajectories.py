@@ -31,6 +31,8 @@ def test_what_parts_of_a_reward_say_is_a_mean_of_the_group_and_then_of_the_step_
     means = reward_statistics(group)
     assert means == {"reward/seconds": 2.0, "reward/seconds/max": 3.0, "reward/part/right": 1.0}
     assert reward_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
+    sample = make_sample("0:a", group, parts=("right", "absent"))
+    np.testing.assert_array_equal(sample.data["reward_parts"], [0.5, np.nan, 1.5, np.nan])
     slower = {name: value + 4.0 for name, value in means.items()}
     nothing = {"order": 0, "owner": 0, "num_tokens": (), "versions": frozenset(), "keys": frozenset()}
     samples = [BufferedSample(uid="0:a", scalars=each, **nothing) for each in (means, slower, {})]
