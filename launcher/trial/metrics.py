@@ -15,7 +15,7 @@ import msgspec
 
 from corral.experiments.trial.directory import read_tail
 
-_TAIL_BYTES = 65536
+_TAIL_BYTES = 1 << 18
 _TAIL_LINES = 100
 _PACE_STEPS = 20  # long enough to even out evaluations and commits, short enough to show a change
 
@@ -31,7 +31,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last lines that hold a step, oldest first; at most 64 KiB of them."""
+    """The last lines that hold a step, oldest first; at most 256 KiB of them."""
     return _parse(b"\n".join(read_tail(path, _TAIL_BYTES).split(b"\n")[-_TAIL_LINES:]))
 
 

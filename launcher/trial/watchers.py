@@ -71,6 +71,21 @@ RULES = (
         text="the policy always says the same (entropy below 0.01 nats a token), and is not always right",
         remedy="start anew from earlier weights with ppo.eps_clip_high, ppo.entropy_coef, or a lower rate",
     ),
+    # Gao et al. 2022, https://arxiv.org/abs/2210.10760: what a reward measures badly is found as the KL grows.
+    Rule(
+        metric="ppo/ref_kl",
+        above=0.5,
+        text="the policy is {value:.2g} nats a token away from the reference",
+        remedy="raise ppo.kl.coef, or lower actor.optimizer.lr; rl-samples TRIAL shows what it says now",
+    ),
+    # Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783: some losses make wrong answers longer and longer.
+    Rule(
+        metric="length_growth",
+        above=2.0,
+        steps=5,
+        text="answers are {value:.2g} times as long as twenty steps before",
+        remedy="rl-samples TRIAL --sort=-length shows them; ppo.overlong_buffer charges for length",
+    ),
     Rule(
         metric="rewards_are_equal",
         above=0.99,
@@ -80,6 +95,7 @@ RULES = (
 )
 _NO_ENTROPY = 0.01  # nats per token
 _SOLVED = 0.95
+_GROWTH_STEPS = 20
 
 
 def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -90,6 +106,7 @@ def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """
     steps = [_with_derived(line) for line in lines if "train/tokens" in line]
     _add_dropped(steps)
+    _add_growth(steps)
     found = []
     for rule in RULES:
         values = [line[rule.metric] for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
@@ -118,3 +135,11 @@ def _add_dropped(steps: Sequence[dict[str, Any]]) -> None:
             dropped, trained = (line[name] - before[name] for name in names)
             if dropped >= 0 and trained > 0:  # else a failure took steps back
                 line["data/dropped_of_issued"] = dropped / (dropped + trained)
+
+
+def _add_growth(steps: Sequence[dict[str, Any]]) -> None:
+    """Of each step's answers, how much longer they are than some steps before."""
+    name = "response_length/mean"
+    for before, line in zip(steps, steps[_GROWTH_STEPS:], strict=False):
+        if is_number(line.get(name)) and is_number(before.get(name)) and before[name] > 0:
+            line["length_growth"] = line[name] / before[name]

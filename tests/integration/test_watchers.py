@@ -6,7 +6,7 @@ import pytest
 
 from corral.launcher.trial.metrics import last_lines
 from corral.launcher.trial.watchers import RULES, findings_of
-from tests.integration.trial_helpers import Trial
+from tests.integration.trial_helpers import Material, Trial
 
 UNSTEADY: Mapping[str, object] = {
     "rollout.reward": "suffering_rewards:by_chance",
@@ -26,14 +26,24 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
     "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
     "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
     "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
+    "ppo/ref_kl": UNSTEADY | {"ppo.kl.coef": 1e-6},
+    "length_growth": {"rollout.length_schedule": "{0: 1, 24: 8}", "rollout.reward": "suffering_rewards:by_chance"},
     "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", SUFFERING)
-def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(metric: str, start_trial: Callable[..., Trial]) -> None:
-    settings = {"train_batch_size": 4, "evaluation.every_steps": 1000, "control.commit_every_steps": 4}
+def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(
+    metric: str, start_trial: Callable[..., Trial], material: Material
+) -> None:
+    settings: dict[str, object] = {
+        "train_batch_size": 4,
+        "evaluation.every_steps": 1000,
+        "control.commit_every_steps": 4,
+    }
+    if metric == "ppo/ref_kl":
+        settings["ref.path"] = material.model
     trial = start_trial(num_rows=120, overrides={**settings, **SUFFERING[metric]})
     trial.wait_for_end()
     (rule,) = (rule for rule in RULES if rule.metric == metric)

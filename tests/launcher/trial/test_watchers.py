@@ -18,6 +18,8 @@ HEALTHY = {
     "train/skipped_early_stop": 0.0,
     "ppo/capped_fraction": 0.01,
     "ppo/entropy": 0.3,
+    "ppo/ref_kl": 0.02,
+    "response_length/mean": 40.0,
     "rewards/mean": 0.6,
     "rewards/std": 0.4,
 }
@@ -28,17 +30,20 @@ SUFFERING: Mapping[str, Mapping[str, Any]] = {
     "train/skipped_early_stop": {"train/skipped_early_stop": 1.0},
     "ppo/capped_fraction": {"ppo/capped_fraction": 0.4},
     "entropy_is_gone": {"ppo/entropy": 0.001},
+    "ppo/ref_kl": {"ppo/ref_kl": 0.8},
+    "length_growth": {"growth": 1.05},
     "rewards_are_equal": {"rewards/std": 0.0, "rewards/mean": 0.0},
 }
 
 
-def lines_of(num_steps: int, *, drops: float = 0.0, **changed: float) -> list[dict[str, Any]]:
+def lines_of(num_steps: int, *, drops: float = 0.0, growth: float = 1.0, **changed: float) -> list[dict[str, Any]]:
     """Each step trains two samples, and some are dropped."""
     return [
         {
             "step": step,
             **HEALTHY,
             **changed,
+            "response_length/mean": 40.0 * growth**step,
             "data/samples_trained": 2.0 * step,
             "data/samples_dropped": drops * step,
         }
