@@ -15,7 +15,7 @@ import torch
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.inputs.users_code import CallQuestion, Declared
 from corral.experiments.worker_specs import Head
-from corral.scheduling.keys import EPISODES, KeyLayout
+from corral.scheduling.keys import EPISODES
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import check_call
@@ -96,7 +96,7 @@ def _values(key: str, spec: Any, length: int, rng: np.random.Generator) -> npt.N
     """An answer's values of a key, of its type."""
     if key == "prompt_mask":
         return np.arange(length) < _PROMPT_TOKENS
-    count = 1 if spec.layout is KeyLayout.PER_ANSWER else spec.length(length)
+    count = spec.length(length)
     if spec.dtype == np.bool_:
         return rng.integers(0, 2, count).astype(np.bool_)
     if np.issubdtype(spec.dtype, np.integer):

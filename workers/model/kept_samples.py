@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class KeptSamples(Closing):
         trainer = values.get("proximal_logprobs")
         gaps = None if trainer is None else np.abs(trainer - values["old_logprobs"])[made]
         versions = values["versions"][made]
-        told = [None if np.isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
+        told = [None if isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
         return {
             "answer": int(values[EPISODES][0]) if EPISODES in values else at,
             "sequence": at,

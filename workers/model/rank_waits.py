@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from inspect import getfile
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from corral.workers.streams.closing import Closing
 
 _LOOK_S: Final = 0.05
-_OF_RANKS: Final = str(Path(dist.__file__).parent)
+_OF_RANKS: Final = str(Path(getfile(dist)).parent)
 
 
 class RankWaits(Closing):

@@ -114,7 +114,7 @@ def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
     assert [(one.levelname, one.message) for one in told] == [("WARNING", "they differ; by 2; rounding; none")]
     view = JournalView(read_journal(trial.journal_path), attempt=0)
     assert view.findings() == (
-        Finding(is_alarm=True, text="they differ", details="by 2", causes=("rounding", "none"), step=2),
+        Finding(topic="t", is_alarm=True, text="they differ", details="by 2", causes=("rounding", "none"), step=2),
     )
 
 
