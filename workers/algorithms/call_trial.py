@@ -96,7 +96,7 @@ def _values(key: str, spec: Any, length: int, rng: np.random.Generator) -> npt.N
     """An answer's values of a key, of its type."""
     if key == "prompt_mask":
         return np.arange(length) < _PROMPT_TOKENS
-    count = spec.length(length)
+    count: int = spec.length(length)
     if spec.dtype == np.bool_:
         return rng.integers(0, 2, count).astype(np.bool_)
     if np.issubdtype(spec.dtype, np.integer):
