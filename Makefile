@@ -16,6 +16,7 @@ BACKEND ?= hf
 RECIPES ?=
 RECIPES_NEED_sglang := sglang
 MEGATRON_STAMP := $(VENV)/.installed-megatron
+MLFLOW_STAMP := $(VENV)/.installed-mlflow
 # `make gpu`: DEVICE=cpu tries its steps out; WHEELS=DIR runs it without a network on top of PYTHON, which has torch.
 DEVICE ?= cuda
 WHEELS ?=
@@ -31,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Some containers forbid byte code; then each of the test processes would compile all tests, at every run.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sglang environments megatron lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
+.PHONY: setup sglang environments megatron mlflow lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -58,7 +59,13 @@ $(MEGATRON_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint .ci/lock.txt --editable '.[megatron]'
 	@touch $@
 
-lock: setup megatron  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
+mlflow: $(MLFLOW_STAMP)  ## add MLflow to .venv, for the tracker of this name
+
+$(MLFLOW_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint .ci/lock.txt --editable '.[mlflow]'
+	@touch $@
+
+lock: setup megatron mlflow  ## write the versions in .venv, which the tests passed with, into .ci/lock.txt
 	@sh .ci/write-lock $(BIN)/python >.ci/lock.txt.new && mv .ci/lock.txt.new .ci/lock.txt
 
 setup-slurm:  ## install the SLURM daemons that the tests start, a compiler, bubblewrap and Chromium (Debian and Ubuntu)
@@ -80,7 +87,7 @@ test: setup sglang environments megatron setup-slurm lint  ## what must hold; wh
 test-cpu: setup sglang environments megatron
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not slow and not gpu'
 
-test-all: setup sglang environments megatron setup-slurm lint typecheck  ## also what takes long and shows little more
+test-all: setup sglang environments megatron mlflow setup-slurm lint typecheck  ## also what takes long and shows little more
 	CORRAL_REQUIRE_SLURM=1 $(PYTEST) -m 'not gpu'
 	$(PYTEST_GPU) -m gpu
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
@@ -54,6 +53,8 @@ def in_wandb(directory: TrialDirectory) -> Recorded:
 
 def in_mlflow(directory: TrialDirectory) -> Recorded:
     """Of the one run that is left."""
+    from mlflow.tracking import MlflowClient  # which `make test` does not install
+
     own = f"sqlite:///{directory.path}/tracking/mlflow/mlflow.db"
     client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", own))
     (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
