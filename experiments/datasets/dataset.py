@@ -18,7 +18,7 @@ from typing import cast
 
 from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig
 from corral.experiments.datasets.formats import find_files, name_of, open_rows
-from corral.experiments.datasets.row_files import RowFiles, fingerprint
+from corral.experiments.datasets.row_files import RowFiles, fingerprint, plain
 from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, RowIndex, index_rows
 from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser
 from corral.experiments.errors import ConfigError, ConfigProblem, display_path, split_remedy
@@ -56,7 +56,7 @@ class Source:
             ValueError: naming the row and what is wrong with it.
         """
         try:
-            fields = self.rows[number]
+            fields = plain(self.rows[number])
         except (ValueError, RecursionError) as error:
             raise RowError(f"row is not JSON: {error}", ONE_A_LINE) from error
         if fields is None:

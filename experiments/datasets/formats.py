@@ -58,7 +58,10 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
     path = config.path
     if path is None:
         raise ValueError("no file is named; name one in `path`, or a data set of the hub in `hub`")
-    if any(mark in path.name for mark in "*?[") and not path.exists():
+    is_pattern = any(mark in path.name for mark in "*?[") and not path.exists()
+    if config.split is not None and (is_pattern or path.exists()) and not (path / _SPLITS).exists():
+        raise ValueError(f"{display_path(path)} has no splits, and split asks for {config.split!r}; remove split")
+    if is_pattern:
         found = sorted(path.parent.glob(path.name))
         if not found:
             raise ValueError(f"no file is called {display_path(path)}; check the pattern")
@@ -138,7 +141,8 @@ def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
         if split is None or split not in splits:
             near = closest(split, splits) if split else None
             asked = f"has no split {split!r}" if split else f"has {len(splits)} splits"
-            raise ValueError(f"{display_path(folder)} {asked}; set split to {near or ' or '.join(splits)}")
+            ways = f"set split to {near or ' or '.join(splits)}, or let path name the folder of one"
+            raise ValueError(f"{display_path(folder)} {asked}; {ways}")
         folder = folder / split
     if not (folder / _SAVED).exists():
         return ()
@@ -146,7 +150,8 @@ def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:
-    found = tuple(path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES)
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = tuple(path for path in paths if path.suffix in _SUFFIXES)
     if not found:
         raise ValueError(f"{display_path(folder)} has no file that ends with {', '.join(_SUFFIXES)}; name another one")
     return found
@@ -164,11 +169,13 @@ def _write_arrow(path: Path, file: Path, kind: str) -> None:
 
     try:
         schema, batches = _parquet_batches(file) if kind == "Parquet" else _csv_batches(file)
-        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
+        # A stream: in the other form of Arrow, all parts of a column of categories would have to have the same ones.
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
             for batch in batches:
                 writer.write_table(pyarrow.Table.from_batches([batch]), max_chunksize=_ROWS_PER_BATCH)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{display_path(file)} cannot be read as {kind}: {error}; write it anew") from error
+    except (pyarrow.ArrowException, UnicodeError) as error:
+        way = "write it anew, in UTF-8" if isinstance(error, UnicodeError) else "write it anew"
+        raise ValueError(f"{display_path(file)} cannot be read as {kind}: {error}; {way}") from error
 
 
 def _parquet_batches(file: Path) -> "tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]":

@@ -6,6 +6,7 @@
 Both are read in place, by number. What cannot be (Parquet, CSV) is written down as Arrow first, see formats.py.
 """
 
+import codecs
 import hashlib
 import mmap
 import re
@@ -67,6 +68,7 @@ class JsonLines:
             with open_regular(source) as stream:
                 if stream.seek(0, 2):  # nothing cannot be mapped
                     self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._first = len(codecs.BOM_UTF8) if self._data[:3] == codecs.BOM_UTF8 else 0
         self._ends = _line_ends(self._data)
 
     def __len__(self) -> int:
@@ -80,14 +82,14 @@ class JsonLines:
         # Nothing else of a row is decoded.
         renamed = {f"value_{at}": name for at, name in enumerate(names)}
         row: Any = msgspec.defstruct("Row", [(own, Any, None) for own in renamed], rename=renamed)
-        decode, data, start = msgspec.json.Decoder(row).decode, self._data, 0
+        decode, data, start = msgspec.json.Decoder(row).decode, self._data, self._first
         for end in self._ends:
             line = data[start:end]
-            yield () if line.isspace() else msgspec.structs.astuple(decode(line))
+            yield () if not line.strip() else msgspec.structs.astuple(decode(line))
             start = end
 
     def _line(self, number: int) -> bytes:
-        start = self._ends[number - 1] if number else 0
+        start = self._ends[number - 1] if number else self._first
         return self._data[start : self._ends[number]]
 
 
@@ -124,9 +126,16 @@ class ArrowRows:
             batch: pyarrow.RecordBatch = self._batch(number)
             has = batch.schema.names
             yield from zip(
-                *(batch.column(name).to_pylist() if name in has else repeat(None, batch.num_rows) for name in names),
+                *(plain(batch.column(name).to_pylist()) if name in has else repeat(None, len(batch)) for name in names),
                 strict=True,
             )
+
+
+def plain(value: Any) -> Any:
+    """What a row says as JSON has it, which rewards and agents are told it in: times by ISO 8601, decimal numbers as
+    text, bytes as base64."""
+    # Times of pandas are none of Python's.
+    return msgspec.to_builtins(value, enc_hook=lambda other: other.isoformat())
 
 
 class RowFiles(Sequence[Any]):

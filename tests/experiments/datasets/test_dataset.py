@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,55 @@ def test_what_datasets_has_saved_is_read_split_by_split(tmp_path: Path) -> None:
         Dataset.open(config.model_copy(update={"split": "trian"}), kind="answers")
     with pytest.raises(ConfigError, match="has 2 splits.*\n.*set split to train or test"):
         Dataset.open(config.model_copy(update={"split": None}), kind="answers")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "shards", "shards/*.parquet"])
+def test_a_split_of_what_has_none_is_refused_and_more_held_out_files_need_none(tmp_path: Path, name: str) -> None:
+    config = DatasetConfig(path=WRITERS[name](tmp_path / name), split="test", columns=COLUMNS)
+    with pytest.raises(ConfigError, match="has no splits, and split asks for 'test'.*\n.*remove split"):
+        Dataset.open(config, kind="answers")
+    assert config.path is not None and len(Dataset.open(config.of_file(config.path), kind="answers")) == len(ROWS)
+
+
+def test_what_json_has_no_word_for_is_text_in_rows_and_conditions(tmp_path: Path) -> None:
+    """Rows are JSON to rewards and agents, which a date would end."""
+    times = pyarrow.array([datetime(2024, 5, 1, 12), datetime(2023, 5, 1)], type=pyarrow.timestamp("ns"))
+    row = {"on": [date(2024, 5, 1)] * 2, "cost": [Decimal("1.50")] * 2, "image": [b"\x00", None], "at": times}
+    table = pyarrow.table({"question": ["1+1?", "1+2?"], **row})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = Dataset.open(
+        DatasetConfig(path=tmp_path / "rows.parquet", columns=COLUMNS, where="at >= '2024'"), kind="prompts"
+    )
+    expected = {"on": "2024-05-01", "cost": "1.50", "image": "AA==", "at": "2024-05-01T12:00:00"}
+    assert {name: one.fields for name, one in rows.items()} == {"0": {"question": "1+1?", **expected}}
+
+
+def test_categories_of_parquet_are_read_though_each_part_has_its_own(tmp_path: Path) -> None:
+    parts = [
+        pyarrow.table({"question": ["1+1?"] * 2, "topic": pyarrow.array(topics).dictionary_encode()})
+        for topics in (["sums", "more"], ["code", "sums"])
+    ]
+    with pyarrow.parquet.ParquetWriter(tmp_path / "rows.parquet", parts[0].schema) as writer:
+        for part in parts:
+            writer.write_table(part)
+    rows = Dataset.open(DatasetConfig(path=tmp_path / "rows.parquet", columns=COLUMNS), kind="prompts")
+    assert [row.fields["topic"] for row in rows.values()] == ["sums", "more", "code", "sums"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row_and_hidden_files_are_none(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-8-sig")
+    (folder / "b.jsonl").write_text("", encoding="utf-8-sig")
+    (folder / "._a.jsonl").write_bytes(b"\x00\x05\x16\x07")
+    rows = Dataset.open(DatasetConfig(path=folder, columns=COLUMNS), kind="answers")
+    assert [row.fields for row in rows.values()] == ROWS[:1]
+
+
+def test_text_that_is_not_utf_8_is_refused_with_the_name_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes("question,solution\nä?,1\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="rows.csv cannot be read as CSV: .*utf-8.*\n.*write it anew, in UTF-8"):
+        Dataset.open(DatasetConfig(path=tmp_path / "rows.csv", columns=COLUMNS), kind="answers")
 
 
 def test_a_data_set_of_the_hub_that_is_not_in_the_cache_is_refused_with_the_command_that_fetches_it() -> None:
