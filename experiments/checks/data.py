@@ -1,5 +1,6 @@
 """Checks of rows, batches and models: what the files hold, and whether lengths and vocabularies go together."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.datasets.dataset import Dataset, Look
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, dotted, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, dotted, split_remedy
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.prompts.length_limits import LengthLimits
@@ -25,6 +26,8 @@ class CheckedDataset:
     problems: list[ConfigProblem]
     too_long: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Numbers of rows that are longer than they may be, by source; empty where not every row was looked at."""
+    fields: frozenset[str] = frozenset()
+    """Those that one of the rows that were looked at has."""
     warnings: tuple[str, ...] = ()
     """What has to be known of rows that are too long, and of those that were not looked at."""
 
@@ -47,39 +50,56 @@ def check_dataset(
     except ConfigError as error:
         return CheckedDataset(num_rows=None, problems=[replace(one, path=where) for one in error.problems])
     problems: list[ConfigProblem] = []
-    too_long, first, num_looked_at = _too_long(look, limits, problems)
-    num_too_long = sum(map(len, too_long.values()))
-    if num_too_long and num_too_long == num_looked_at:
-        hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
-        problems.append(ConfigProblem(f"every row is too long; the first: {first}", hint))
+    too_long, firsts, looked_at, fields = _too_long(look, limits, problems)
+    for name, numbers in too_long.items():
+        if len(numbers) == looked_at[name]:
+            hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
+            which, hint = (f" of sources.{name}", f"{hint}, or remove it") if name else ("", hint)
+            problems.append(ConfigProblem(f"every row{which} is too long; the first: {firsts[name]}", hint))
     problems = [replace(one, path=where) for one in (*look.problems, *problems)]
     if problems:
         return CheckedDataset(num_rows=None, problems=problems)
+    num_too_long, first = sum(map(len, too_long.values())), next(iter(firsts.values()), "")
     if not look.is_whole:
         which = f"{num_too_long} of them are too long; the first: {first}" if first else "none of them is too long"
-        said = f"{num_looked_at} of {look.num_rows} rows were looked at, evenly from everywhere; {which}"
+        said = f"{looked_at.total()} of {look.num_rows} rows were looked at, evenly from everywhere; {which}"
         later = "rows that are broken or too long are dropped and counted when it is their turn"
-        return CheckedDataset(num_rows=look.num_rows, problems=[], warnings=(f"{said}; {later}",))
+        return CheckedDataset(num_rows=look.num_rows, problems=[], fields=fields, warnings=(f"{said}; {later}",))
     said = f"{num_too_long} of {look.num_rows} rows of the dataset are left out, since they are too long; the first: "
     warnings = (said + first,) if num_too_long else ()
-    return CheckedDataset(num_rows=look.num_rows - num_too_long, problems=[], too_long=too_long, warnings=warnings)
+    num_rows = look.num_rows - num_too_long
+    return CheckedDataset(num_rows=num_rows, problems=[], too_long=too_long, fields=fields, warnings=warnings)
 
 
-def _too_long(look: Look, limits: LengthLimits, problems: list[ConfigProblem]) -> tuple[dict[str, list[int]], str, int]:
-    """Numbers of rows that are, by source, what the first of them is, and how many were looked at."""
+def _too_long(
+    look: Look, limits: LengthLimits, problems: list[ConfigProblem]
+) -> tuple[dict[str, list[int]], dict[str, str], Counter[str], frozenset[str]]:
+    """By source: numbers of rows that are, what the first of them is, how many were looked at; and what fields they
+    have."""
     too_long: dict[str, list[int]] = {}
-    first, place, num_looked_at = "", "", 0
+    firsts, looked_at, fields, place = dict[str, str](), Counter[str](), set[str](), ""
     try:
         for source, number, row in look:
-            num_looked_at += 1
+            looked_at[source.name] += 1
+            fields |= {name for name, value in row.fields.items() if value is not None}
             place = "" if isinstance(row.prompt, str) else f"{row.place}: "
             if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
-                first = first or f"{row.place}: {excess}"
+                firsts.setdefault(source.name, f"{row.place}: {excess}")
                 too_long.setdefault(source.name, []).append(number)
     except ValueError as error:
         message, hint = split_remedy(str(error))
         problems.append(ConfigProblem(place + message, hint))
-    return too_long, first, num_looked_at
+    return too_long, firsts, looked_at, frozenset(fields)
+
+
+def check_demonstrations(field: str, checked: CheckedDataset) -> Iterator[ConfigProblem]:
+    """Answers of rows that no group would ever show."""
+    if checked.num_rows is not None and field not in checked.fields:
+        yield ConfigProblem(
+            f"no row has an answer to show in a field {field!r}",
+            did_you_mean(field, sorted(checked.fields), "name the field of the rows that has one, or remove it"),
+            path=("rollout", "demonstrations"),
+        )
 
 
 def check_batch(

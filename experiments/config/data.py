@@ -156,7 +156,9 @@ class DatasetConfig(SourceConfig):
 
     def of_file(self, path: Path) -> Self:
         """Another file, whose rows are read as those here."""
-        return self.model_copy(update={"path": path, "hub": None, "split": None, "files": (), "rows": ":", "sources": {}})
+        return self.model_copy(
+            update={"path": path, "hub": None, "split": None, "files": (), "rows": ":", "sources": {}}
+        )
 
     @property
     def is_named(self) -> bool:

@@ -962,6 +962,21 @@ FILE_CASES = (
         line=17,
     ),
     BrokenCase(
+        name="source-of-which-nothing-is-left",
+        edit=("  path: train.jsonl\n", "  sources: {short: {path: train.jsonl}, long: {path: long.jsonl}}\n"),
+        files={
+            "model/tokenizer.json": tokenizer_json(),
+            "long.jsonl": _row(id="long", prompt="1+" * 8 + "1=", answer="9"),
+        },
+        words=("every row of sources.long is too long", "long.jsonl:1", "prompt has 18 tokens", "or remove it"),
+    ),
+    BrokenCase(
+        name="answers-to-show-that-no-row-has",
+        edit=("rollout:\n", "rollout:\n  demonstrations: anwser\n"),
+        words=("no row has an answer to show in a field 'anwser'", "did you mean 'answer'?"),
+        line=13,
+    ),
+    BrokenCase(
         name="row-too-long-for-a-micro-batch",
         base=VALID_SFT,
         overrides=("model.max_tokens_per_micro_batch=20",),

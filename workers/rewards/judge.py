@@ -12,6 +12,8 @@ rollout worker are in one process, which knows what was said and what was spent 
 import asyncio
 import os
 import random
+import re
+import string
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -117,8 +119,14 @@ class Judge(FrozenConfig):
     def _has_one_key_and_the_answer(self) -> Self:
         if self.key_variable and self.key_file is not None:
             raise ValueError("key_variable and key_file both say where the key is; remove one")
-        if "{answer" not in self.prompt:
+        try:
+            fields = {re.split(r"[.\[]", name or "")[0] for _, name, _, _ in string.Formatter().parse(self.prompt)}
+        except ValueError as error:
+            raise ValueError(f"prompt is no format string: {error}; write {{{{ and }}}} for braces") from error
+        if "answer" not in fields:
             raise ValueError("prompt has no {answer}; the judge would not see it")
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self
 
     async def __call__(self, problem: Problem, answer: str) -> float:

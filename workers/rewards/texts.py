@@ -27,7 +27,7 @@ def no_reward(problem: Problem, answer: str) -> float:
 
 _LETTER = r"\(?\s*\*{0,2}([A-Z])(?![\w'])"
 _CHOICES = re.compile(
-    rf"\\boxed\{{\s*(?:\\text\w*\{{)?{_LETTER}"
+    rf"\\boxed\{{\s*(?:\\(?:text|math)\w*\{{)?{_LETTER}"
     rf"|(?i:\b(?:answer|choice|option)(?:\s+is)?\s*:?)\*{{0,2}}\s*{_LETTER}"
     rf"|<answer>\s*{_LETTER}"
 )

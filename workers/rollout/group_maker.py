@@ -22,7 +22,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 
 from corral.experiments.config.rollout import RolloutConfig, functions_of, told_parts
-from corral.experiments.datasets.row_parser import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow, RowError
+from corral.experiments.errors import split_remedy
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
@@ -44,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILED_IN_A_ROW = 16  # if every second prompt failed by itself, a run of so many would come once in 65,536 prompts
 _LIMITS = ("length", "turns", "time")  # of an episode
-
-
-class PromptTooLongError(ValueError):
-    """A prompt has more tokens than `dataset.max_prompt_tokens`: it would not fit a micro-batch."""
 
 
 class PromptFailedError(RuntimeError):
@@ -103,7 +100,7 @@ class GroupMaker:
         admission number.
 
         Raises:
-            PromptFailedError: the prompt is to be dropped and counted.
+            PromptFailedError, RowError: the prompt is to be dropped and counted.
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
@@ -150,21 +147,20 @@ class GroupMaker:
     async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
-            prompt_ids = self.prompts.encode(row.prompt, tools=row.tools)
-            if len(prompt_ids) > self.max_prompt_tokens:
-                raise PromptTooLongError(
-                    f"the prompt has {len(prompt_ids)} tokens, more than dataset.max_prompt_tokens "
-                    f"{self.max_prompt_tokens}"
-                )
+            prompt_ids, shown = self.prompts.encode(row.prompt, tools=row.tools), self._shown(row)
+        except ValueError as error:
+            raise RowError(*split_remedy(str(error))) from error
+        if len(prompt_ids) > self.max_prompt_tokens:
+            limit = f"dataset.max_prompt_tokens {self.max_prompt_tokens}"
+            raise RowError(f"the prompt has {len(prompt_ids)} tokens, more than {limit}", "shorten it")
+        try:
             if self.player is None:
-                return Group(await self._answers(uid, row, prompt_ids, order=order))
+                return Group(await self._answers(uid, row, prompt_ids, shown, order=order))
             group = await self._episodes(self.player, uid, row, prompt_ids, order=order)
             self.player.forget(uid)
             return group
         except RewardFailedError as error:
             raise PromptFailedError(f"reward_error: {error}") from error
-        except PromptTooLongError as error:
-            raise PromptFailedError(f"prompt_too_long: {error}") from error
         except RequestRefusedError as error:
             raise PromptFailedError(f"request_refused: {error}") from error
         except AgentFailedError as error:
@@ -176,10 +172,9 @@ class GroupMaker:
         return self.client if longest == self.config.sampling.max_new_tokens else self.client.limited_to(longest)
 
     async def _answers(
-        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
+        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], *, order: int
     ) -> list[JudgedEpisode]:
         """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
-        shown = self._shown(row)
         num_made = self.group_size - len(shown)
         seeds = group_seeds(self.trial_seed, order=order, group_size=num_made + self.config.spare_answers)
         answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
@@ -192,10 +187,11 @@ class GroupMaker:
 
     def _shown(self, row: DatasetRow) -> list[Branch]:
         """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""
-        answer = row.fields.get(self.config.demonstrations or "")
-        if not isinstance(answer, str) or self.group_size < 2:
+        field = self.config.demonstrations
+        answer = None if field is None else row.fields.get(field)
+        if not isinstance(answer, str | int | float) or self.group_size < 2:
             return []
-        ids, is_given = self.prompts.encode_learned(row.prompt, answer, tools=row.tools)
+        ids, is_given = self.prompts.encode_learned(row.prompt, str(answer), tools=row.tools)
         start = is_given.index(False)
         end = is_given.index(True, start) if True in is_given[start:] else len(ids)
         if start > self.max_prompt_tokens or end - start > self.config.sampling.max_new_tokens:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.patterns import last_found
-from corral.experiments.datasets.row_parser import DatasetRow
+from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
 from corral.workers.episodes.trajectories import JudgedEpisode
@@ -70,10 +70,11 @@ class HeldOutProblems:
         Raises:
             RewardHostError: as `GroupMaker.make`.
         """
-        row, order = self._rows[problem.dataset][problem.row_id], self._orders[problem.dataset][problem.row_id]
+        order = self._orders[problem.dataset][problem.row_id]
         try:
+            row = self._rows[problem.dataset][problem.row_id]
             episodes = (await self._groups.attempt(problem.uid, row, order=order)).episodes
-        except PromptFailedError as error:
+        except (PromptFailedError, RowError) as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
         lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]

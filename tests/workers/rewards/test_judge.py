@@ -202,6 +202,9 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
         ({"url": "https://me:secret@judge/v1"}, "url"),
         ({"verdict": r"\d+"}, "has no group"),
         ({"prompt": "How good is it?"}, "has no {answer}"),
+        ({"prompt": "How good is {{answer}}?"}, "has no {answer}"),
+        ({"prompt": "How good is {answer}? {"}, "is no format string"),
+        ({"lowest": 5.0, "highest": 1.0}, "lowest 5 is above highest 1"),
         ({"key_variable": "A", "key_file": "b"}, "both say where the key is"),
     ],
 )

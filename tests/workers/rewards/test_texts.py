@@ -36,6 +36,8 @@ CHOOSE_B = (
     r"Thus \boxed{B}",
     r"\boxed{\text{B}}",
     r"\boxed{(B)}",
+    r"\boxed{\mathrm{B}}",
+    r"the answer is $\boxed{\textbf{(B)}}$",
     "<think>The answer is A? No.</think> <answer>B</answer>",
     "At first the answer is A, but no: the answer is B",
 )

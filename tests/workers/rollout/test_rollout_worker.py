@@ -84,6 +84,16 @@ def test_a_request_that_a_server_refuses_fails_its_prompt_and_nothing_else(tmp_p
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 
+def test_rows_that_cannot_be_asked_are_dropped_as_broken_however_many_come_in_a_row(tmp_path: Path) -> None:
+    """As nobody may have looked at them before: messages without a template, and prompts that are too long."""
+    prompts: list[Any] = [[{"role": "user", "content": "1+1"}], "1+" * 9]
+    with RolloutRig(tmp_path, ["1+1=", *prompts * 9], rollout={}) as rig:
+        rig.run_until(lambda: len(rig.received) == 19, "all prompts")
+        first, *others = (outcome for _, outcome in sorted(rig.outcomes().items(), key=lambda each: int(each[0])))
+    assert first == "finished" and all(outcome.startswith("bad_row: ") for outcome in others)
+    assert "chat template" in others[0] and "the prompt has 18 tokens" in others[1]
+
+
 def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Path) -> None:
     """One request in two is turned away for want of room, in the middle of an answer too."""
     asked: list[int] = []
@@ -193,7 +203,7 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
-    fields = [{"shown": "3"}, {}, {"shown": "12345"}]  # the last one is longer than an answer may be
+    fields = [{"shown": 3}, {}, {"shown": "12345"}]  # the last one is longer than an answer may be
     rollout = {"demonstrations": "shown"}
     with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout=rollout, group_size=3, fields=fields) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
@@ -205,6 +215,13 @@ def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path:
     assert first["versions"][-2:].tolist() == [-1, -1] and first["old_logprobs"][-2:].tolist() == [0.0, 0.0]
     not_made = [int((~each["prompt_mask"]).sum() - (each["versions"] >= 0).sum()) for each in (first, *others)]
     assert not_made == [2, 0, 0]
+
+
+def test_nothing_is_shown_where_nobody_asks_for_it_though_a_column_has_no_name(tmp_path: Path) -> None:
+    """As the first one of what pandas writes as CSV."""
+    with RolloutRig(tmp_path, ["1+2="], rollout={}, fields=[{"": "3"}]) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "a prompt")
+    assert len(rig.server.seeds) == 2
 
 
 def test_answers_are_as_long_as_the_schedule_says_of_the_step_of_their_prompt(tmp_path: Path) -> None:
