@@ -15,6 +15,7 @@ spoken again, there is no bridge: the conversation has to be rendered anew, and 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,8 @@ class ChatRenderer:
         reasoning, content = self._without_reasoning(text)
         found: list[FoundCall] = []
         if tools and self.tool_calls is not None:
-            content, found = self.tool_calls.find(content, tools=tools)
+            with suppress(RecursionError):  # nested so deep is no call: Python reads no such JSON
+                content, found = self.tool_calls.find(content, tools=tools)
         calls = tuple(
             ToolCall(
                 _call_id(num_before, output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False)

@@ -62,6 +62,8 @@ def _plain_message(message: object) -> dict[str, Any]:
     if reasoning is not None:
         plain |= {"reasoning_content": reasoning, "thinking": reasoning}
     if "tool_calls" in plain:
+        if not isinstance(plain["tool_calls"], Sequence):
+            raise ValueError(f"has tool_calls that are no list but {type(plain['tool_calls']).__name__}")
         plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
         if not plain["tool_calls"]:
             del plain["tool_calls"]
@@ -98,6 +100,6 @@ def _plain_call(call: object) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:  # the model's own, which may be anything
+        except (ValueError, RecursionError):  # the model's own, which may be anything
             pass
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

@@ -17,7 +17,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.launcher.tracking.tracker import TrackedTrial, emptied
 
 _SECONDS = re.compile(r"time/(?P<part>.+)_s(?P<rest>/.+)?")
-_TOTALS = ("data/samples_trained", "data/samples_dropped", "data/duplicates", "data/filtered")
+_TOTALS = re.compile("data/(samples_trained|samples_dropped|duplicates|dropped/.+)")
 """Numbers that only grow as they stand in a line."""
 _SUMMED = ("train/tokens",)
 """Numbers of one step."""
@@ -87,7 +87,7 @@ def _sample(name: str, value: float) -> Sample:
     """A number of metrics.jsonl, as the field would call it."""
     if match := _SECONDS.fullmatch(name):
         return "corral_step_seconds", (("part", match["part"] + (match["rest"] or "")),), value
-    total = "_total" if name in (*_TOTALS, *_SUMMED) else ""
+    total = "_total" if name in _SUMMED or _TOTALS.fullmatch(name) else ""
     return "corral_" + re.sub(r"\W", "_", name) + total, (), value
 
 

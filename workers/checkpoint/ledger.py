@@ -110,6 +110,10 @@ class Ledger:
         self._pending_dropped: dict[str, str] = {}
         self.trained_count = sum(held.count(TRAINED) for held in self._parts.values())
         self.dropped_count = sum(held.count(DROPPED) for held in self._parts.values())
+        self.sources: Collection[str] = ()
+        """Of the data set, where it has several: what the names of their rows begin with."""
+        self.drops = Counter[str]()
+        """How many `drop` was told of, by the kind of reason, and by its source: filtered, filtered/source/math."""
 
     @property
     def consumed_count(self) -> int:
@@ -161,6 +165,8 @@ class Ledger:
             raise ValueError(f"sample {uid!r} cannot be dropped without a reason")
         self._settle((), [uid], f"the drop as {reason}")
         self._pending_dropped[uid] = reason
+        kind, source = reason.partition(":")[0], _split(uid)[1].partition("/")[0]
+        self.drops.update([kind, f"{kind}/source/{source}"] if source in self.sources else [kind])
 
     def delta_for(self, *, epoch: int, step: int) -> LedgerDelta:
         """Everything pending, as the delta of the commit about to be made."""

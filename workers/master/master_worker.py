@@ -332,7 +332,9 @@ class MasterWorker(Worker):
 
     def _ledger_of(self, recovery: RecoveryPoint) -> Ledger:
         rows, commit = self._number_by_row, recovery.commit
-        return committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
+        ledger = committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
+        ledger.sources = self._dataset.config.sources.keys()
+        return ledger
 
     def _row_uids(self) -> Iterator[str]:
         seed, num_epochs = self.context.plan.seed, self._spec.control.total_train_epochs

@@ -33,7 +33,6 @@ from typing import Protocol
 
 import msgspec
 
-from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
 from corral.workers.data.prompts import GROUP_REWARD
@@ -91,8 +90,6 @@ class SequenceBuffer:
     """By uid."""
     duplicates: int = 0
     """Samples that arrived a second time and were turned away."""
-    filtered: int = 0
-    """Groups that rollout workers have dropped since nothing is learned from them."""
     _copies: dict[str, set[int]] = field(default_factory=dict)
     """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
     _places_of_new: dict[tuple[frozenset[str], int], Places] = field(default_factory=dict)
@@ -360,7 +357,6 @@ class TrajectorySource:
             elif self.dealt is not None and sample.uid not in self.dealt.drawn:
                 orphans.append(sample.uid)
             elif sample.dropped_because:
-                self.buffer.filtered += sample.dropped_because.startswith(DROPPED_AS_FILTERED)
                 dropped.append(sample.uid)
                 self.on_drop(sample.uid, sample.dropped_because)
                 if self.dealt is not None:

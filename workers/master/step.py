@@ -292,7 +292,7 @@ class TrainerEpoch:
         stats["data/samples_dropped"] = float(self._ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
-        stats["data/filtered"] = float(self._buffer.filtered)
+        stats |= {f"data/dropped/{what}": float(number) for what, number in self._ledger.drops.items()}
         stats |= mean_scalars(samples[uid] for uid in batch)
         self.commits.lines.add_metrics(self._step, stats)
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])

@@ -76,7 +76,7 @@ class _Completion(msgspec.Struct):
     """What is read of a chat completion."""
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
-    usage: _Usage = msgspec.field(default_factory=_Usage)
+    usage: _Usage | None = None
 
 
 class Judge(FrozenConfig):
@@ -188,7 +188,7 @@ class Judge(FrozenConfig):
             reply = msgspec.json.decode(text, type=_Completion)
         except msgspec.DecodeError as error:
             raise ValueError(f"{self.url} answers what is no chat completion: {shown}") from error
-        self._known.num_tokens += reply.usage.total_tokens
+        self._known.num_tokens += reply.usage.total_tokens if reply.usage else 0
         return reply.choices[0].message.content or ""
 
     def _verdict_of(self, said: str) -> float:

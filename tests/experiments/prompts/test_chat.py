@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from corral.experiments.prompts.chat import ChatRenderer, ToolCall
+from corral.experiments.prompts.messages import plain_messages
 from tests.chat_models import ADD, CHARACTERS, ENDS, TEMPLATES, ids_of, write_chat_tokenizer
 
 RENDERERS: dict[str, ChatRenderer] = {}
@@ -61,6 +62,8 @@ def test_arguments_of_calls_may_be_json_text_as_openai_gives_them() -> None:
     as_text["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
     for renderer in RENDERERS.values():
         assert renderer.render([asked, as_text]) == renderer.render([asked, call(a=1)])
+    as_text["tool_calls"][0]["function"]["arguments"] = deep = "[" * 5000  # of the model, and no JSON that is read
+    assert plain_messages([as_text])[0]["tool_calls"][0]["function"]["arguments"] == deep
 
 
 def follow(form: str, *answer: str, then: dict[str, Any], tools: Sequence[Any] = (), stopped: bool = True) -> Any:
@@ -194,6 +197,7 @@ def test_answers_are_taken_apart_in_the_form_of_the_template() -> None:
     [
         ("qwen", ["<tool_call>", '\n{"name": "add", "arguments": {"a": 1}\n', "</tool_call>"]),  # a brace is missing
         ("qwen", ["<tool_call>", '\n{"name": "add", "arguments": "a"}\n', "</tool_call>"]),
+        ("qwen", ["<tool_call>", "[" * 5000]),  # deeper than JSON is read
         ("qwen", ['{"name": "add", "arguments": {}}']),
         ("llama", ['{"name": "sub", "parameters": {}}']),
         ("llama", ['It is {"name": "add", "parameters": {}}']),
@@ -233,6 +237,7 @@ def test_a_call_as_a_message_is_openais() -> None:
         ({"role": "user"}, "has no content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "neither text nor a list of text parts"),
         ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "has a tool call that is no"),
+        ({"role": "assistant", "tool_calls": 1}, "has tool_calls that are no list"),
     ],
 )
 def test_a_message_that_is_none_is_refused_by_its_place(message: Any, rule: str) -> None:

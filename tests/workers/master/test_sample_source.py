@@ -116,14 +116,6 @@ def test_a_batch_with_a_token_that_is_too_old_is_refused_whoever_chose_it(monkey
         asyncio.run(source.poll(version=2, remaining=9))
 
 
-def test_filtered_groups_are_counted_by_themselves() -> None:
-    holders = Holders()
-    source, buffer, _ = source_of(holders, consumed=set())
-    holders.arrivals = [sample("0:a", dropped="filtered: the same"), sample("0:b", dropped="reward_error: boom")]
-    asyncio.run(source.poll(version=0, remaining=9))
-    assert buffer.filtered == 1
-
-
 def test_what_is_too_old_goes_back_to_be_generated_again() -> None:
     holders = Holders()
     source, buffer, _ = source_of(holders, consumed=set(), eta=1)

@@ -34,6 +34,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any, dict[str, str]]] = [(200, "Score: 7", {})]
         self.delay_s = 0.0
+        self.usage: dict[str, int] | None = {"total_tokens": 50}
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.most_at_a_time = self._running = 0
@@ -49,7 +50,7 @@ class Endpoint:
                 endpoint.keys.append(self.headers.get("Authorization"))
                 status, said, headers = endpoint.answers[number]
                 time.sleep(endpoint.delay_s)
-                completion = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 50}}
+                completion = {"choices": [{"message": {"content": said}}], "usage": endpoint.usage}
                 reply = (json.dumps(completion) if status == 200 and isinstance(said, str) else str(said)).encode()
                 endpoint._running -= 1
                 self.send_response(status)
@@ -160,6 +161,13 @@ def test_rubbish_is_a_failure_at_once_and_is_not_remembered(
         raise failure
     assert KEY not in str(failure)
     assert asked(judge, "42") == [5.0]
+
+
+def test_an_endpoint_that_does_not_say_what_it_used_is_one(
+    endpoint: Endpoint, make_judge: Callable[..., Judge]
+) -> None:
+    endpoint.usage = None
+    assert asked(make_judge(), "42") == [7.0]
 
 
 def test_a_budget_of_calls_or_tokens_ends_the_trial_or_drops(
