@@ -201,7 +201,9 @@ class PPOConfig(FrozenConfig):
         ):
             is_default = getattr(self, written) == type(self).model_fields[written].default
             if not is_used and not is_default:
-                raise ValueError(f"{written} has no effect {reason}; remove it")
+                is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(written) == getattr(self, written)
+                way = f"algorithm: {self.algorithm} sets it: choose another" if is_of_algorithm else "remove it"
+                raise ValueError(f"{written} has no effect {reason}; {way}")
         if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
             raise ValueError("loss_reduction fixed_divisor needs loss_divisor; the most tokens of an answer is usual")
         if self.overlong_buffer is not None and self.overlong_buffer > (self.overlong_limit or self.overlong_buffer):

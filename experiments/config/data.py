@@ -88,6 +88,13 @@ class SourceConfig(FrozenConfig):
     files: tuple[Path, ...] = ()
     """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
 
+    @field_validator("split")
+    @classmethod
+    def _split_is_whole(cls, value: str | None) -> str | None:
+        if value is not None and "[" in value:
+            raise ValueError(f"split {value!r} is a part of one; name the split, and say in rows which of them")
+        return value
+
     @field_validator("where")
     @classmethod
     def _where_is_a_condition(cls, value: str | None) -> str | None:

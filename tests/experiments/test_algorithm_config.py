@@ -29,6 +29,10 @@ from tests.experiments.broken_yaml import VALID_PPO, write_inputs
         ({"overlong_limit": 9}, "overlong_limit has no effect without overlong_buffer"),
         ({"overlong_limit": 9, "overlong_buffer": 10}, "10 is more than overlong_limit 9"),
         ({"use_decoupled_loss": False, "off_policy_mask": 0.1}, "off_policy_mask has no effect without use_decoupled"),
+        (
+            {"algorithm": "tis", "use_decoupled_loss": False},
+            "without use_decoupled_loss; algorithm: tis sets it: choose",
+        ),
         ({"gae_lambda": 0.9}, "gae_lambda has no effect without advantage: gae"),
         ({"kl": {"coef": 0.1, "place": "reward", "estimator": "k2"}}, "estimator k2 has no effect with place: reward"),
         ({"distillation": {"divergence": "forward_kl"}}, "forward_kl needs top_k"),

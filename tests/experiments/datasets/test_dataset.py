@@ -299,6 +299,7 @@ def test_rows_of_several_sources_have_their_names_before_their_own(tmp_path: Pat
         ({"path": "a", "sources": {"a": {"path": "a"}}}, "path and sources both say"),
         ({"path": "a", "subset": "main"}, "only data sets of `hub` have some"),
         ({"path": "a", "rows": "5"}, "rows"),
+        ({"hub": "a", "split": "train[:10%]"}, r"split 'train\[:10%\]' is a part of one; name the split"),
         ({"path": "a", "where": "level <"}, "'level <' is no condition .*; a condition has names of fields"),
         ({"path": "a", "where": "1 < 2"}, "'1 < 2' reads no field of a row"),
         ({"path": "a", "where": "open(level)"}, r"'open\(level\)' cannot be asked of a row"),
