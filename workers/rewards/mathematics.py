@@ -3,6 +3,8 @@
 Its time limits are signals, which a reward's own process has.
 """
 
+import re
+
 from corral.workers.rewards.contract import Problem
 
 try:
@@ -14,6 +16,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 
+_WORD = re.compile("[A-Za-z]{3}")  # read as LaTeX it would be a product of letters
+
+
 def math(problem: Problem, answer: str) -> float:
     """1.0 if the answer ends in what equals the row's `answer`, else 0.0. LaTeX stands between `$` or in `\\boxed{}`;
     of the row's it need not.
@@ -21,8 +26,10 @@ def math(problem: Problem, answer: str) -> float:
     Raises:
         ValueError: if there is no mathematics in the row's answer.
     """
-    wanted = str(problem["answer"])
-    is_bare = "\\" in wanted and "$" not in wanted and "\\boxed" not in wanted and "\\(" not in wanted
+    wanted = str(problem["answer"]).replace("\\$", "")  # of money
+    is_marked = any(mark in wanted for mark in ("$", "\\boxed", "\\("))
+    # Of a text a number is looked for: 2 in 2n.
+    is_bare = not is_marked and ("\\" in wanted or not _WORD.search(wanted))
     gold = parse(f"${wanted}$" if is_bare else wanted)
     if not gold:
         raise ValueError(f"math-verify reads no mathematics in the row's answer {wanted!r:.80}")

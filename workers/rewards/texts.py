@@ -25,11 +25,11 @@ def no_reward(problem: Problem, answer: str) -> float:
     return 0.0
 
 
-_LETTER = r"\(?\s*\*{0,2}([A-Z])(?![\w'])"
+_LETTER = r"[\s(*$`\"\\]{0,20}([A-Z])(?![\w'])"
 _CHOICES = re.compile(
     rf"\\boxed\{{\s*(?:\\(?:text|math)\w*\{{)?{_LETTER}"
-    rf"|(?i:\b(?:answer|choice|option)(?:\s+is)?\s*:?)\*{{0,2}}\s*{_LETTER}"
-    rf"|<answer>\s*{_LETTER}"
+    rf"|(?i:\b(?:answer|choice|option)(?:\s+is)?\s*:?){_LETTER}"
+    rf"|<answer>{_LETTER}"
 )
 _ALONE = re.compile(r"^\s*\*{0,2}\(?([A-Z])(?:[).:].*)?\*{0,2}\s*$")
 
