@@ -180,13 +180,14 @@ def row_id_of(given: object, number: int, key: str) -> str:
 
 
 def _common_beginning(chosen: Answer, rejected: Answer) -> tuple[Prompt, tuple[Answer, ...]]:
-    """What both begin with is the prompt: whole messages, or text up to the space before they differ."""
+    """What both begin with is the prompt: whole messages, or text up to the space before the word in which they differ,
+    whose tokens are the answer's."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("one answer is text, and the other one messages", "write both in the same way")
     both: list[tuple[Any, Any]] = list(zip(chosen, rejected, strict=False))
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
-        length -= 1
+    if isinstance(chosen, str):
+        length = max((at for at in range(length) if chosen[at].isspace()), default=0)
     if not length:
         hint = "add a prompt, or begin both with it"
         raise RowError("the row has no prompt, and its answers have no beginning in common", hint)

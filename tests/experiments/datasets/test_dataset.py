@@ -273,12 +273,17 @@ def test_pairs_have_their_prompt_apart_or_begin_alike(tmp_path: Path) -> None:
         ({"prompt": [asked], "chosen": "a", "rejected": "b"}, ([asked], ["a", "b"])),
         ({"chosen": [asked, good], "rejected": [asked, bad]}, ([asked], [[good], [bad]])),
         ({"chosen": "Human: hi Bot: you", "rejected": "Human: hi Bot: no"}, ("Human: hi Bot:", [" you", " no"])),
+        (
+            {"chosen": "Human: 12+34? Bot: 46", "rejected": "Human: 12+34? Bot: 45"},
+            ("Human: 12+34? Bot:", [" 46", " 45"]),
+        ),
+        ({"chosen": "hi\nfour", "rejected": "hi\nfour or five"}, ("hi", ["\nfour", "\nfour or five"])),
     ]
     assert [parsed(tmp_path, "preferences", **fields) for fields, _ in forms] == [form for _, form in forms]
     with pytest.raises(ValueError, match="no beginning in common"):
-        parsed(tmp_path, "preferences", chosen="a", rejected="b")
+        parsed(tmp_path, "preferences", chosen="ab", rejected="ac")
     with pytest.raises(ValueError, match="one answer is the beginning of the other one"):
-        parsed(tmp_path, "preferences", chosen="ab", rejected="a")
+        parsed(tmp_path, "preferences", chosen=[asked, good], rejected=[asked, good, asked])
 
 
 def test_rows_of_several_sources_have_their_names_before_their_own(tmp_path: Path) -> None:
