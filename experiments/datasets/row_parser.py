@@ -75,6 +75,9 @@ class RowParser:
             raise RowError(f"row is no JSON object but {show_value(fields)}", hint)
         prompt, answers = self._prompt_and_answers(fields)
         has_messages = not isinstance(prompt, str) and not is_ids(prompt)
+        if has_messages and prompt and plain_messages(prompt) in [list(answer[: len(prompt)]) for answer in answers]:
+            hint = "take it out of the answer; or name a field that no row has with columns.prompt"
+            raise RowError("the answer begins with the prompt, which would be there twice", hint)
         return DatasetRow(
             row_id=row_id,
             prompt=prompt,
@@ -152,7 +155,7 @@ class RowParser:
             raise _missing(fields, key, what, "write it as text")
         if isinstance(answer, list) and self.learns_answers:
             return self._messages(fields, key)
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
             hint = f'write it as text: "{show_value(answer)}"'
             raise RowError(f"{key!r} must be text or a number, got {show_value(answer)}", hint)
         return str(answer)

@@ -284,6 +284,18 @@ def test_pairs_have_their_prompt_apart_or_begin_alike(tmp_path: Path) -> None:
         parsed(tmp_path, "preferences", chosen="ab", rejected="ac")
     with pytest.raises(ValueError, match="one answer is the beginning of the other one"):
         parsed(tmp_path, "preferences", chosen=[asked, good], rejected=[asked, good, asked])
+    with pytest.raises(ValueError, match="begins with the prompt, which would be there twice; .*columns.prompt"):
+        parsed(tmp_path, "preferences", prompt=[asked], chosen=[asked, good], rejected=[asked, bad])
+
+
+def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:
+    """As pandas has it where one is missing."""
+    table = pyarrow.table({"question": ["1+1?", "1+2?"], "solution": [2.0, float("nan")]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = Dataset.open(DatasetConfig(path=tmp_path / "rows.parquet", columns=COLUMNS), kind="answers")
+    assert rows["0"].answers == ("2.0",)
+    with pytest.raises(ValueError, match="'solution' must be text or a number, got nan"):
+        rows["1"]
 
 
 def test_rows_of_several_sources_have_their_names_before_their_own(tmp_path: Path) -> None:
