@@ -60,7 +60,8 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
         raise ValueError("no file is named; name one in `path`, or a data set of the hub in `hub`")
     is_pattern = any(mark in path.name for mark in "*?[") and not path.exists()
     if config.split is not None and (is_pattern or path.exists()) and not (path / _SPLITS).exists():
-        raise ValueError(f"{display_path(path)} has no splits, and split asks for {config.split!r}; remove split")
+        way = "remove split, or let path be the pattern of its files, such as data/train-*.parquet"
+        raise ValueError(f"{display_path(path)} has no splits, and split asks for {config.split!r}; {way}")
     if is_pattern:
         found = sorted(path.parent.glob(path.name))
         if not found:
