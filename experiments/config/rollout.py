@@ -69,6 +69,7 @@ def reward_parts(value: Any) -> Any:
         for name in value:
             if not _PART_NAME.fullmatch(str(name)):
                 raise ValueError(f"a part's name is letters, digits, underscores and dashes, got {name!r}; rename it")
+        return {name: {"function": part} if isinstance(part, str) else part for name, part in value.items()}
     return value
 
 

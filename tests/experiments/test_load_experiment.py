@@ -9,6 +9,7 @@ import pytest
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks import generation as generation_checks
 from corral.experiments.checks import tracking as tracking_checks
+from corral.experiments.config.rollout import RewardPart
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.experiments.sft import SFTExperiment
@@ -156,6 +157,11 @@ def test_reward_of_ones_own_needs_no_answers(folder: Path, monkeypatch: pytest.M
     assert _ppo(folder, "rollout.reward=my_rewards:score").dataset.path == folder / "train.jsonl"
     with pytest.raises(ConfigError, match="no answer"):
         _ppo(folder)
+
+
+def test_an_import_path_alone_is_a_part_of_a_reward_under_its_name(folder: Path) -> None:
+    reward = _ppo(folder, "rollout.reward={right: 'corral.workers.rewards:math'}").rollout.reward
+    assert reward == {"right": RewardPart(function="corral.workers.rewards:math")}
 
 
 def test_settings_without_effect_are_named(folder: Path) -> None:
