@@ -102,12 +102,18 @@ class Chromium:
                     return result
                 self.events.append(message)
 
-    def open(self, address: str, *, width: int = 1200, height: int = 900, is_dark: bool = False) -> "Tab":
-        """A tab of that size that is loading the address."""
+    def open(
+        self, address: str, *, width: int = 1200, height: int = 900, is_dark: bool = False, is_watched: bool = True
+    ) -> "Tab":
+        """A tab of that size that is loading the address.
+
+        Args:
+            is_watched: whether `Tab.problems` has what it complains of, which makes scripts slower.
+        """
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         tab = Tab(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
-        for domain in ("Page", "Runtime", "Network", "Log"):
+        for domain in ("Page", "Runtime", "Network", "Log") if is_watched else ():
             tab.call(f"{domain}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         tab.call("Emulation.setEmulatedMedia", features=[scheme])

@@ -194,7 +194,6 @@ function tellState() {
 
 function drawTimes() {
   const times = trial().times;
-  byId("times").hidden = !times;
   if (!times) return;
   const { axis, layout, ink, line } = style();
   const names = Object.keys(times.typical.calls);
@@ -213,7 +212,6 @@ function drawTimes() {
 
 function drawTimeline() {
   const timeline = trial().timeline;
-  byId("timeline").hidden = !timeline;
   if (!timeline) return;
   const { axis, layout } = style();
   const rows = [...new Set(timeline.spans.map((span) => span.row))];
@@ -335,9 +333,20 @@ function drawTexts() {
   listSettings();
 }
 
+// What is not in view is drawn when it comes near it.
+const DRAWS = { times: drawTimes, timeline: drawTimeline };
+const near = new IntersectionObserver((seen) => {
+  for (const { target } of seen.filter((one) => one.isIntersecting)) {
+    near.unobserve(target);
+    DRAWS[target.id]();
+  }
+}, { rootMargin: "50% 0px" });
+
 function drawCharts() {
-  drawTimes();
-  drawTimeline();
+  for (const id of Object.keys(DRAWS)) {
+    byId(id).hidden = !trial()[id];
+    near.observe(byId(id));
+  }
   return drawCurves();
 }
 

@@ -60,6 +60,12 @@ def drawn(tab: Tab) -> Tab:
     return tab
 
 
+def reach(tab: Tab, section: str) -> None:
+    """As who scrolls there; its charts are drawn then."""
+    tab.evaluate(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
+    tab.wait_until(f"[...document.querySelectorAll('#{section} .chart')].every((one) => one.children.length)")
+
+
 def texts(tab: Tab, selector: str) -> list[str]:
     read = "(one) => one.innerText ?? one.textContent"
     found: list[str] = tab.evaluate(f"[...document.querySelectorAll('{selector}')].map({read})")
@@ -76,6 +82,7 @@ def test_a_file_draws_itself_and_asks_nobody(tab: Tab) -> None:
     names = texts(tab, "#curve-chart .annotation-text")
     assert names == ["rewards/mean", "ppo/loss", "staleness/mean"]
     assert tab.evaluate("document.querySelectorAll('#curve-chart .scatterlayer .js-line').length") >= len(names)
+    reach(tab, "times")
     assert tab.evaluate("document.querySelectorAll('#bars .bars .point').length") >= 40
     assert "COMPLETE step 40/" in texts(tab, "#headline")[0]
     assert "COMPLETE" in texts(tab, "#status-text")[0]
@@ -99,6 +106,7 @@ def test_events_are_told_and_marked_where_they_were(tab: Tab) -> None:
 
 def test_the_timeline_of_the_last_steps_is_explained_and_drawn(tab: Tab) -> None:
     assert "of 200 s in steps 21 to 40, 80% went into" in texts(tab, "#timeline-said")[0]
+    reach(tab, "timeline")
     assert tab.evaluate("document.querySelectorAll('#spans .bars .point').length") == 4 * 3
     assert set(texts(tab, "#spans .ytick")) == {"master_worker/0 phases", "master_worker/0 steps"}
 
