@@ -145,6 +145,17 @@ class Tab:
         complete = f"document.readyState === 'complete' && ({expression})"
         return wait_for(lambda: self.evaluate(complete), f"{expression} to be so")
 
+    def texts(self, selector: str) -> list[str]:
+        """What is read in each element."""
+        read = "(one) => one.innerText ?? one.textContent"
+        found: list[str] = self.evaluate(f"[...document.querySelectorAll('{selector}')].map({read})")
+        return found
+
+    def choose(self, selector: str, value: str) -> None:
+        """What a user types or picks."""
+        how = f"one.value = '{value}'; one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change'))"
+        self.evaluate(f"(() => {{ const one = document.querySelector('{selector}'); {how} }})()")
+
     def press(self, key: str) -> None:
         """A key, such as Tab, Enter or Escape."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}[key]

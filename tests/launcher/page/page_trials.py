@@ -1,4 +1,4 @@
-"""Trials as they lie on disk, for pages: with metrics, events and answers, some of them hostile."""
+"""Trials as they lie on disk, for pages: with metrics, events and answers, some of them hostile; and pages in a tab."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.samples import samples_file, schema
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
+from tests.chromium import Tab
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\x1b[31m<!-- &lt; '
@@ -82,3 +83,15 @@ def add_answers(directory: TrialDirectory, step: int, texts: list[str], *, ids: 
     directory.samples_path.mkdir(exist_ok=True)
     path = samples_file(directory.samples_path, step=step, epoch=1, rank=0)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), path)
+
+
+def drawn(tab: Tab) -> Tab:
+    """Of a page, once what is in view is there."""
+    tab.wait_until("document.body.dataset.drawnMs")
+    return tab
+
+
+def reach(tab: Tab, section: str) -> None:
+    """As who scrolls there; its charts are drawn then."""
+    tab.evaluate(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
+    tab.wait_until(f"[...document.querySelectorAll('#{section} .chart')].every((one) => one.children.length)")
