@@ -68,13 +68,15 @@ def add_timeline(directory: TrialDirectory, *, steps: int) -> None:
 
 
 def add_answers(directory: TrialDirectory, step: int, texts: list[str], *, ids: list[int]) -> None:
-    """Answers of one step: that of number n has the reward n, and tokens of these ids, of which the first was given."""
+    """Answers of one step: that of number n has the reward n, and tokens of these ids, of
+    which every third was given."""
     size = len(ids)
     rows = [
         {
             "step": step, "uid": f"0:row-{step}", "answer": at, "sequence": at, "prompt": "what is it? ", "said": said,
             "reward": float(at), "advantage": at - 1.0, "length": size - 1, "is_cut": False, "staleness": 1, "gap": 0.1,
-            "ids": ids, "made": [False, *[True] * (size - 1)], "logprobs": [0.0, *[-2.0] * (size - 1)],
+            "ids": ids, "made": [place % 3 > 0 for place in range(size)], "remarks": f"good: {said[:100]}",
+            "logprobs": [0.0, *[-2.0] * (size - 1)],
             "trainer_logprobs": [0.0, *[-2.1] * (size - 1)], "advantages": [0.0, *[at - 1.0] * (size - 1)],
             "versions": [-1, *[step - 1] * (size - 1)],
         }

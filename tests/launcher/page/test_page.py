@@ -108,6 +108,8 @@ def test_answers_are_found_sorted_and_opened_with_their_tokens(tab: Tab) -> None
     assert tab.evaluate(f"[{spans}.length, {spans}[0].className, {spans}[1].title]") == [
         len(IDS), "given", "logprob -2, gap -0.1, advantage 0",
     ]  # fmt: skip
+    assert tab.texts("#answer-text h3") == ["1 tokens given", "2 tokens made", "1 tokens given", "1 tokens made"]
+    assert tab.texts("#answer-remarks") == ["good: some needle here"]
     before = tab.evaluate(f"{spans}[1].style.backgroundColor")
     tab.choose("#colour", "gap")
     assert tab.evaluate(f"{spans}[1].style.backgroundColor") != before
