@@ -28,6 +28,8 @@ from corral.workers.episodes.routed_experts import Rows, nothing_known
 Array = npt.NDArray[Any]
 REWARD_PART = "reward/part/"
 """What the statistic of an answer that a part of the reward has made begins with, before the part's name."""
+DUPLICATES = "response_duplicates"
+"""Name of the statistic of a group: 0 where all answers differ, 1 where all are the same."""
 REWARD_SECONDS = "reward/seconds"
 """Name of the statistic of an answer: from its end to its reward."""
 
@@ -76,15 +78,18 @@ class JudgedEpisode:
         return [branch for branch in self.branches if any(segment.is_trained for segment in branch.segments)]
 
 
-def reward_statistics(episodes: Iterable[JudgedEpisode]) -> dict[str, float]:
-    """Of a group: the means of what parts of the reward have said, and how long it has waited for them."""
+def group_statistics(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
+    """Of a group: the means of what parts of the reward have said, how long it has waited for them, and the share of
+    its episodes in which the same was made as in another."""
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.parts.items():
             values.setdefault(name, []).append(value)
     means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
     waits = values.get(REWARD_SECONDS)
-    return means | ({f"{REWARD_SECONDS}/max": max(waits)} if waits else {})
+    made = {tuple(token for answer in episode.answers for token in answer.output_ids) for episode in episodes}
+    alike = {DUPLICATES: (len(episodes) - len(made)) / (len(episodes) - 1)} if len(episodes) > 1 else {}
+    return means | alike | ({f"{REWARD_SECONDS}/max": max(waits)} if waits else {})
 
 
 def make_sample(

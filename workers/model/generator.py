@@ -33,7 +33,7 @@ from corral.workers.episodes.log import Branch
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stops import stopper
-from corral.workers.episodes.trajectories import JudgedEpisode, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
@@ -241,4 +241,4 @@ class Generator:
             parts=told_parts(parts),
             remarks_bytes=remarks_size(parts),
         )
-        return prompt.answered(sample, version=version, statistics=reward_statistics(judged))
+        return prompt.answered(sample, version=version, statistics=group_statistics(judged))

@@ -30,7 +30,7 @@ from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.episodes.log import Branch, Segment
-from corral.workers.episodes.trajectories import JudgedEpisode, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentFailedError
@@ -137,7 +137,7 @@ class GroupMaker:
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             says_episodes=says_episodes,
         )
-        statistics = told | reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
+        statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
             tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
             statistics |= {

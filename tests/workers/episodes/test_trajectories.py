@@ -6,7 +6,7 @@ import numpy as np
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.trajectories import REWARD_SECONDS, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import REWARD_SECONDS, group_statistics, make_sample
 from corral.workers.master.sample_source import BufferedSample, mean_scalars
 from tests.workers.episodes.one_turn import judged_answers
 
@@ -32,9 +32,10 @@ def test_what_parts_of_a_reward_say_is_a_mean_of_the_group_and_then_of_the_step_
     said = [{REWARD_SECONDS: seconds, "reward/part/right": seconds / 2} for seconds in (1.0, 3.0)]
     right, wrong = judged_answers([1, 2], [answer] * 2, [1.0, 0.0])
     group = [replace(right, parts=said[0]), replace(wrong, parts=said[1])]
-    means = reward_statistics(group)
+    means = group_statistics(group)
+    assert means.pop("response_duplicates") == 1.0
     assert means == {"reward/seconds": 2.0, "reward/seconds/max": 3.0, "reward/part/right": 1.0}
-    assert reward_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
+    assert group_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
     sample = make_sample("0:a", group, parts=("right", "absent"))
     np.testing.assert_array_equal(sample.data["reward_parts"], [0.5, np.nan, 1.5, np.nan])
     slower = {name: value + 4.0 for name, value in means.items()}

@@ -66,6 +66,7 @@ def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp
     rewarded = {name for name in header.scalars if name.startswith("reward/")}
     assert rewarded >= {"reward/seconds", "reward/seconds/max"} and len(rewarded) == 3
     assert {name: value for name, value in header.scalars.items() if name not in rewarded} == {
+        "response_duplicates": 1.0,
         "episode/turns": 2.0,
         "episode/sequences": 1.0,
         "notes/episode": 0.5,
