@@ -2,8 +2,9 @@
 
     python benchmarks/page.py [--steps 10000] [--answers-per-step 10]
 
-Chromium opens the file, without a GPU. Told is when it is drawn, and when texts are; CPU seconds are its main
-thread's alone, which count where something else runs beside it.
+Chromium opens the file, without a GPU. Told is when what is in view is drawn, and when texts are; CPU seconds are its
+main thread's alone, which count where something else runs beside it. The page is not watched meanwhile: whoever watches
+has the browser parse all functions again for their positions, which doubles the time.
 """
 
 import argparse
@@ -20,9 +21,11 @@ from corral.launcher.page.choose import choose_trials  # noqa: E402 - found thro
 from corral.launcher.page.render import render_page  # noqa: E402
 from corral.launcher.page.view import TrialViews  # noqa: E402
 from tests.chromium import Chromium  # noqa: E402
-from tests.launcher.page.page_trials import BEGUN_AT, add_answers, write_trial  # noqa: E402
+from tests.launcher.page.page_trials import BEGUN_AT, add_answers, add_timeline, write_trial  # noqa: E402
 
-_NUMBERS = 60  # of a line; the arithmetic recipe writes as many
+_DRAWN = ("eval/accuracy", "rewards/mean", "ppo/loss", "response_length/mean", "staleness/mean", "gap/of_allowed")
+_NUMBERS = [*_DRAWN, *(f"part/{number}" for number in range(54))]  # as many as the arithmetic recipe writes
+_CALLS = ("actor_inf", "ref_inf", "actor_train")
 _IDS = [2, 3, 4, 5] * 25
 
 
@@ -37,9 +40,11 @@ def main() -> None:
         directory = write_trial(root, "long", steps=1)
         with directory.metrics_path.open("w") as file:
             for step in range(1, options.steps + 1):
-                line = {"step": step, "time": BEGUN_AT + 10.0 * step, "train/tokens": 5000.0, "rewards/mean": step % 97}
-                numbers = {f"part/{name}": (step * (name + 7) % 1009) / 1009 for name in range(_NUMBERS)}
+                line = {"step": step, "time": BEGUN_AT + 10.0 * step, "train/tokens": 5000.0}
+                numbers = {name: (step * (at + 7) % 1009) / 1009 for at, name in enumerate(_NUMBERS)}
+                numbers |= {f"time/{call}{part}": 1.0 for call in _CALLS for part in ("/inputs_s", "/ranks_s", "_s")}
                 file.write(json.dumps(line | numbers) + "\n")
+        add_timeline(directory, steps=options.steps)
         add_answers(directory, 1, ["a word " * 40] * options.answers_per_step, ids=_IDS)
         (first,) = directory.samples_path.iterdir()
         for step in range(2, options.steps + 1 if options.answers_per_step else 1):
@@ -54,7 +59,7 @@ def main() -> None:
         print(f"a page of {size:.1f} MB, written in {cpu_s:.2f} CPU s ({wall_s:.2f} s)")
         with Chromium(root / "chromium") as browser:
             for place in ("first", "again"):
-                tab = browser.open("about:blank")
+                tab = browser.open("about:blank", is_watched=False)
                 tab.call("Performance.enable", timeDomain="threadTicks")
                 tab.call("Page.navigate", url=page.as_uri())
                 drawn_ms = float(tab.wait_until("document.body.dataset.drawnMs"))

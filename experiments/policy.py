@@ -28,7 +28,7 @@ from corral.experiments.config.model import (
     ReferenceModelConfig,
     RewardModelConfig,
 )
-from corral.experiments.config.rollout import GenerationConfig, told_parts
+from corral.experiments.config.rollout import GenerationConfig, remarks_size, told_parts
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
@@ -37,7 +37,7 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, REWARD_PARTS, ROUTED_EXPERTS, Key, reward_parts_key, teacher_keys
+from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key, teacher_keys
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -127,14 +127,23 @@ class PolicyExperiment(Experiment):
     def trajectory_keys(self) -> tuple[str, ...]:
         """What comes with the answers."""
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
-        of_parts = (REWARD_PARTS,) if told_parts(self.rollout.reward) else ()
-        return (*TRAJECTORY_KEYS, *of_experts, *of_parts, *(EPISODE_KEYS if self.makes_episodes else ()))
+        for_people = (key.name for key in self._keys_for_people)
+        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *(EPISODE_KEYS if self.makes_episodes else ()))
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
         of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
-        of_parts = (reward_parts_key(len(parts)),) if (parts := told_parts(self.rollout.reward)) else ()
-        return (*of_experts, *of_parts, *(teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()))
+        of_teachers = teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()
+        return (*of_experts, *self._keys_for_people, *of_teachers)
+
+    @property
+    def _keys_for_people(self) -> tuple[Key, ...]:
+        parts = told_parts(self.rollout.reward)
+        size_bytes = remarks_size(self.rollout.reward, of_episodes=self.makes_episodes)
+        return (
+            *((reward_parts_key(len(parts)),) if parts else ()),
+            *((remarks_key(size_bytes),) if size_bytes else ()),
+        )
 
     @property
     def calls_for_proximal(self) -> bool:

@@ -128,6 +128,17 @@ def reward_parts_key(num_parts: int) -> Key:
     return Key(REWARD_PARTS, "per_answer", "float32", (num_parts,))
 
 
+REMARKS = "remarks"
+
+
+def remarks_key(size_bytes: int) -> Key:
+    """What was said of an answer in words, for people: UTF-8, with zeros behind it."""
+    return Key(REMARKS, "per_answer", "uint8", (size_bytes,))
+
+
+FOR_PEOPLE = (REWARD_PARTS, REMARKS)
+"""Keys that nothing is computed from."""
+
 TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logprobs"
 
 

@@ -102,12 +102,18 @@ class Chromium:
                     return result
                 self.events.append(message)
 
-    def open(self, address: str, *, width: int = 1200, height: int = 900, is_dark: bool = False) -> "Tab":
-        """A tab of that size that is loading the address."""
+    def open(
+        self, address: str, *, width: int = 1200, height: int = 900, is_dark: bool = False, is_watched: bool = True
+    ) -> "Tab":
+        """A tab of that size that is loading the address.
+
+        Args:
+            is_watched: whether `Tab.problems` has what it complains of, which makes scripts slower.
+        """
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         tab = Tab(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
-        for domain in ("Page", "Runtime", "Network", "Log"):
+        for domain in ("Page", "Runtime", "Network", "Log") if is_watched else ():
             tab.call(f"{domain}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         tab.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -138,6 +144,17 @@ class Tab:
         """Waits for a JavaScript expression to be true of the page, once that has been loaded; its value."""
         complete = f"document.readyState === 'complete' && ({expression})"
         return wait_for(lambda: self.evaluate(complete), f"{expression} to be so")
+
+    def texts(self, selector: str) -> list[str]:
+        """What is read in each element."""
+        read = "(one) => one.innerText ?? one.textContent"
+        found: list[str] = self.evaluate(f"[...document.querySelectorAll('{selector}')].map({read})")
+        return found
+
+    def choose(self, selector: str, value: str) -> None:
+        """What a user types or picks."""
+        how = f"one.value = '{value}'; one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change'))"
+        self.evaluate(f"(() => {{ const one = document.querySelector('{selector}'); {how} }})()")
 
     def press(self, key: str) -> None:
         """A key, such as Tab, Enter or Escape."""

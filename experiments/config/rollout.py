@@ -31,6 +31,7 @@ def check_import_path_syntax(text: str) -> str:
 ImportPath = Annotated[str, AfterValidator(check_import_path_syntax)]
 """`package.module:name` of a function or class."""
 
+_NOTES_BYTES = 256  # of an episode: what an agent notes are a few numbers by name
 _PART_NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
@@ -47,6 +48,9 @@ class RewardPart(FrozenConfig):
     """Deadline of one call, counted from when it is called; None: `rollout.reward_timeout_s`."""
     concurrency: int | None = Field(default=None, ge=1)
     """Calls at a time, in each rollout worker. None: `rollout.reward_processes` of a plain function, and 256 of an async one."""  # noqa: E501
+
+    words: int = Field(default=0, ge=0, le=8192)
+    """Bytes of what it says in words that go with each answer to the trainer, for people to read; of more the last ones. 0: none."""  # noqa: E501
 
     @model_validator(mode="after")
     def _has_fields(self) -> Self:
@@ -81,6 +85,17 @@ def functions_of(parts: Mapping[str, RewardPart]) -> str:
 def told_parts(parts: Mapping[str, RewardPart]) -> tuple[str, ...]:
     """The names of those that each answer says the numbers of: all, where there are several."""
     return tuple(parts) if len(parts) > 1 else ()
+
+
+def remarks_size(parts: Mapping[str, RewardPart], *, of_episodes: bool = False) -> int:
+    """Bytes for what is said of an answer in words: by each of these parts, and by the agent of an episode."""
+    of_parts = (len(part_remark(name, "")) + part.words + 1 for name, part in parts.items() if part.words)
+    return sum(of_parts) + (_NOTES_BYTES if of_episodes else 0)
+
+
+def part_remark(name: str, said: str) -> str:
+    """What a part has said, as people read it."""
+    return f"{name}: {said}"
 
 
 def _as_written(parts: dict[str, RewardPart]) -> Any:

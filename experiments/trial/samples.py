@@ -38,6 +38,7 @@ def schema(parts: Sequence[str] = ()) -> "pyarrow.Schema":
         ("reward", pyarrow.float32()),  # as it was judged; with a reward model, its score
         ("advantage", pyarrow.float32()),  # mean over the tokens that were made
         ("length", pyarrow.int32()),  # tokens that were made
+        ("remarks", pyarrow.string()),  # what its reward has said in words, and its agent has noted
         ("is_cut", pyarrow.bool_()),  # whether the limit of tokens ended it
         ("staleness", pyarrow.int32()),  # train steps between its oldest token and the policy that it trained
         ("gap", pyarrow.float32()),  # mean of |trainer's - generator's log-probability|, where the step has both

@@ -88,6 +88,8 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Guards generation servers' HTTP."""
     http_admin_key: Secret
     """Guards what changes them: pauses, aborts, new weights."""
+    tls_key: tuple[Secret, ...] = ()
+    """Lines of the private key in `server.pem`, which alone has them."""
 
     @classmethod
     def create(cls, directory: Path) -> "TrialSecrets":
@@ -114,9 +116,10 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise FileExistsError(
                 f"{path} exists already; a trial keeps its secrets for life, so load them, or start a new trial"
             ) from None
-        write_new_file(Trust(directory).path, new_identity())
+        identity = new_identity()
+        write_new_file(Trust(directory).path, identity)
         fsync_directory(directory)
-        return new
+        return msgspec.structs.replace(new, tls_key=_key_lines(identity))
 
     @classmethod
     def load(cls, directory: Path) -> "TrialSecrets":
@@ -139,13 +142,13 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{directory} holds no certificate; it was written by another version of corral, so stop the trial, "
                 "and continue it with `rl-submit --resume`, which makes new secrets"
             )
-        _read_private_file(Trust(directory).path)
+        identity = _read_private_file(Trust(directory).path)
         missing = [role for role in ROLES if role not in found.clients]
         if missing:
             raise ValueError(
                 f"{path} has no keys for {', '.join(missing)}; it was written by another version of corral"
             )
-        return found
+        return msgspec.structs.replace(found, tls_key=_key_lines(identity))
 
     @staticmethod
     def destroy(directory: Path) -> None:
@@ -166,7 +169,8 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def values(self) -> list[Secret]:
         """All secret values, for `SecretFilter`."""
         pairs = [self.server, *self.clients.values()]
-        return [*(pair.secret for pair in pairs), self.redis_password, self.http_api_key, self.http_admin_key]
+        passwords = (self.redis_password, self.http_api_key, self.http_admin_key)
+        return [*(pair.secret for pair in pairs), *passwords, *self.tls_key]
 
 
 class SecretFilter(logging.Filter):
@@ -197,6 +201,12 @@ class SecretFilter(logging.Filter):
 def _new_pair() -> CurvePair:
     public, secret = zmq.curve_keypair()
     return CurvePair(public.decode("ascii"), Secret(secret.decode("ascii")))
+
+
+def _key_lines(identity: bytes) -> tuple[Secret, ...]:
+    """Of a private key as PEM, which stands before its certificate; each by itself, as a part of it may be shown."""
+    key = identity.decode("ascii").partition("-----END ")[0]
+    return tuple(map(Secret, key.split("-----")[-1].split()))
 
 
 def _secret_of(kind: type, text: Any) -> Secret:

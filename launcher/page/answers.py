@@ -53,7 +53,7 @@ def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
         "gap": _rounded(_gaps(row)[:end]),
         "advantage": _rounded(row["advantages"][:end]),
     }
-    texts = {name: row[name][:_MOST_CHARACTERS] for name in ("prompt", "said")}
+    texts = {name: (row.get(name) or "")[:_MOST_CHARACTERS] for name in ("prompt", "said", "remarks")}
     num_left_out = max(0, len(row["ids"]) - end)
     return {
         "name": name_of(row),
@@ -69,7 +69,7 @@ def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
 
 def _size(row: Mapping[str, Any]) -> int:
     num_tokens = len(row["tokens"]["texts"]) if row["tokens"] else 0
-    return len(row["prompt"]) + len(row["said"]) + _TOKEN_BYTES * num_tokens
+    return len(row["prompt"]) + len(row["said"]) + len(row["remarks"]) + _TOKEN_BYTES * num_tokens
 
 
 def _gaps(row: Mapping[str, Any]) -> list[float]:

@@ -194,7 +194,6 @@ function tellState() {
 
 function drawTimes() {
   const times = trial().times;
-  byId("times").hidden = !times;
   if (!times) return;
   const { axis, layout, ink, line } = style();
   const names = Object.keys(times.typical.calls);
@@ -213,7 +212,6 @@ function drawTimes() {
 
 function drawTimeline() {
   const timeline = trial().timeline;
-  byId("timeline").hidden = !timeline;
   if (!timeline) return;
   const { axis, layout } = style();
   const rows = [...new Set(timeline.spans.map((span) => span.row))];
@@ -236,7 +234,7 @@ function listAnswers() {
   const key = byId("sort-answers").value;
   const sign = byId("falling").checked ? -1 : 1;
   const wanted = byId("find-answer").value.toLowerCase();
-  const found = answers.rows.filter((row) => [row.name, row.prompt, row.said].some((value) => value.toLowerCase().includes(wanted)));
+  const found = answers.rows.filter((row) => [row.name, row.prompt, row.said, row.remarks].some((value) => value.toLowerCase().includes(wanted)));
   found.sort((a, b) => sign * (typeof a[key] === "string" ? a[key].localeCompare(b[key]) : (a[key] ?? -Infinity) - (b[key] ?? -Infinity)));
   byId("answer-rows").replaceChildren(...found.map((row) => {
     const button = element("button", { type: "button" }, row.name);
@@ -256,6 +254,7 @@ function openAnswer(row) {
   const dialog = byId("answer");
   byId("answer-title").textContent = visible(row.name);
   byId("answer-facts").textContent = `step ${row.step}, reward ${number(row.reward)}, advantage ${number(row.advantage)}, ${row.length} tokens made${row.is_cut ? ", cut off" : ""}, age ${row.staleness}${Object.entries(row.parts).map(([name, value]) => `, ${name} ${number(value)}`).join("")}`;
+  byId("answer-remarks").textContent = visible(row.remarks);
   byId("colour").onchange = () => colourAnswer(row);
   colourAnswer(row);
   dialog.showModal();
@@ -269,13 +268,17 @@ function colourAnswer(row) {
     byId("answer-text").replaceChildren(element("span", { className: "given" }, row.prompt), visible(row.said));
     return;
   }
-  const spans = tokens.texts.map((said, at) => {
-    if (!tokens.made[at]) return element("span", { className: "given" }, said);
+  const starts = tokens.made.map((one, at) => at).filter((at) => tokens.made[at] !== tokens.made[at - 1]);
+  const spans = tokens.texts.flatMap((said, at) => {
+    const turn = starts.indexOf(at);
+    const size = (starts[turn + 1] ?? tokens.made.length) - at;
+    const heading = turn < 0 || starts.length < 3 ? [] : [element("h3", {}, `${size} tokens ${tokens.made[at] ? "made" : "given"}`)];
+    if (!tokens.made[at]) return [...heading, element("span", { className: "given" }, said)];
     const span = element("span", { title: Object.keys(FULL_SCALE).map((name) => `${name} ${tokens[name][at] ?? "-"}`).join(", ") }, said);
     const value = tokens[kind][at] ?? 0;
     const share = Math.min(1, Math.abs(value) / FULL_SCALE[kind]);
     span.style.backgroundColor = `rgb(${kind === "advantage" && value > 0 ? "0 114 178" : "213 94 0"} / ${0.7 * share})`;
-    return span;
+    return [...heading, span];
   });
   if (row.tokens_left_out) spans.push(element("span", { className: "hint" }, ` ... ${row.tokens_left_out} more tokens: rl-samples ${chosen} --step ${row.step} --show ${row.name}`));
   byId("answer-text").replaceChildren(...spans);
@@ -335,9 +338,20 @@ function drawTexts() {
   listSettings();
 }
 
+// What is not in view is drawn when it comes near it.
+const DRAWS = { times: drawTimes, timeline: drawTimeline };
+const near = new IntersectionObserver((seen) => {
+  for (const { target } of seen.filter((one) => one.isIntersecting)) {
+    near.unobserve(target);
+    DRAWS[target.id]();
+  }
+}, { rootMargin: "50% 0px" });
+
 function drawCharts() {
-  drawTimes();
-  drawTimeline();
+  for (const id of Object.keys(DRAWS)) {
+    byId(id).hidden = !trial()[id];
+    near.observe(byId(id));
+  }
   return drawCurves();
 }
 

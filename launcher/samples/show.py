@@ -7,6 +7,7 @@ its title, gets there.
 import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -95,7 +96,8 @@ def _table(names: Sequence[str], last: str) -> Table:
 
 
 def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> RenderableType:
-    """Prompt and answer token by token; what was given is dim."""
+    """Prompt and answer token by token, what was given is dim; of several turns, where each begins. Above it what was
+    said of it."""
     facts = (
         f"{name_of(row)}   step {row['step']}, reward {row['reward']:.4g}, advantage {row['advantage']:+.3f}, "
         f"{row['length']} tokens made{', cut off' if row['is_cut'] else ''}, age {row['staleness']}"
@@ -105,14 +107,17 @@ def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> Renderab
     ]
     if parts:
         facts += f"\nreward of {', '.join(parts)}"
-    text = Text()
-    for token, is_made, value in zip(row["ids"], row["made"], _values(row, colour), strict=True):
-        lines = tokenizer.decode([token], skip_special_tokens=False).split("\n")
-        said = "\n".join(map(printable, lines))
-        text.append(said, _style(value, colour) if is_made else "dim")
-    return Group(
-        Text("\n".join(map(printable, facts.split("\n"))), "bold"), Text(f"{_LEGENDS[colour]}; dim: given", "dim"), text
-    )
+    text, values = Text(), _values(row, colour)
+    turns = [(is_made, list(places)) for is_made, places in groupby(range(len(values)), key=row["made"].__getitem__)]
+    for number, (is_made, places) in enumerate(turns):
+        if len(turns) > 2:  # more than a prompt and its answer
+            start = "" if number == 0 else "\n"
+            text.append(f"{start}── {len(places)} tokens {'made' if is_made else 'given'} ──\n", "bold cyan")
+        for at in places:
+            said = _lines([tokenizer.decode([row["ids"][at]], skip_special_tokens=False)])
+            text.append(said, _style(values[at], colour) if is_made else "dim")
+    remarks = [Text(_lines([row["remarks"]]), "italic")] if row.get("remarks") else []  # older trials have none
+    return Group(Text(_lines([facts]), "bold"), *remarks, Text(f"{_LEGENDS[colour]}; dim: given", "dim"), text)
 
 
 def _values(row: Mapping[str, Any], colour: Colour) -> Sequence[float]:

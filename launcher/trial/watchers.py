@@ -71,6 +71,13 @@ RULES = (
         text="the policy always says the same (entropy below 0.01 nats a token), and is not always right",
         remedy="start anew from earlier weights with ppo.eps_clip_high, ppo.entropy_coef, or a lower rate",
     ),
+    # Kirk et al. 2023, https://arxiv.org/abs/2310.06452: RL from rewards makes a model's answers to a prompt alike.
+    Rule(
+        metric="answers_are_alike",
+        above=0.99,
+        text="most answers are copies of another one to the same prompt, and most are not right",
+        remedy="raise rollout.sampling.temperature, ppo.entropy_coef or ppo.eps_clip_high; rl-samples TRIAL shows them",
+    ),
     # Gao et al. 2022, https://arxiv.org/abs/2210.10760: what a reward measures badly is found as the KL grows.
     Rule(
         metric="ppo/ref_kl",
@@ -95,6 +102,7 @@ RULES = (
 )
 _NO_ENTROPY = 0.01  # nats per token
 _SOLVED = 0.95
+_ALIKE, _HALF = 0.8, 0.5  # of the answers: of a prompt that is solved they may well be the same
 _GROWTH_STEPS = 20
 
 
@@ -120,6 +128,8 @@ def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
 def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:
     derived = dict(line)
     entropy, mean, spread = (line.get(name) for name in ("ppo/entropy", "rewards/mean", "rewards/std"))
+    if is_number(alike := line.get("response_duplicates")) and is_number(mean):
+        derived["answers_are_alike"] = float(alike > _ALIKE and mean < _HALF)
     if is_number(entropy) and is_number(mean):
         derived["entropy_is_gone"] = float(entropy < _NO_ENTROPY and mean < _SOLVED)
     if is_number(spread) and is_number(mean):

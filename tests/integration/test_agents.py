@@ -1,5 +1,6 @@
 """A whole trial whose agent talks in several turns: it is trained on, evaluated, and evaluated again by rl-eval."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,10 @@ def test_a_trial_trains_on_episodes_of_several_turns(start_trial: Callable[..., 
     for line in steps:
         assert line["episode/turns"] == 2.0 and line["episode/sequences"] == 1.0 and line["episode/ended/length"] == 0.0
         assert -1.0 <= line["notes/gained"] <= 1.0
+    (row,) = map(json.loads, trial.run("rl-samples", "-n", "1", "-o", "jsonl").splitlines())
+    assert row["remarks"].startswith("noted: gained ")
+    shown = trial.run("rl-samples", "--show", f"{row['uid']}#{row['sequence']}")
+    assert row["remarks"] in shown and shown.count("tokens made ──") == shown.count("tokens given ──") == 2
     evaluated = [line for line in trial.metrics() if "eval/reward/mean" in line]
     assert all(line["eval/problems"] == 8 and line["eval/unjudged"] == 0 for line in evaluated) and len(evaluated) == 2
     trial.run("rl-eval", "--local")

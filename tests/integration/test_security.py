@@ -188,7 +188,7 @@ def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> Non
     assert not [canary for canary in canaries if any(canary.encode() in text for text in shown)]
     trial.wait_for_steps(2)
     assert {row["restarts"] for row in trial.workers().values()} == {0}
-    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json"}
+    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json", "secrets/server.pem"}
     trial.full_speed()
     trial.wait_for_end()
     assert find_secrets(trial.directory, canaries) == set()

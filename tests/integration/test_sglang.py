@@ -45,7 +45,7 @@ def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
     trial.wait_for_steps(1, timeout_s=_START_S)
     if is_killed:
         _kill_scheduler(trial)
-    assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json"}
+    assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json", "secrets/server.pem"}
     trial.full_speed()
     trial.wait_for_end()
 

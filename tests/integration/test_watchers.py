@@ -26,6 +26,7 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
     "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
     "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
     "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
+    "answers_are_alike": {"rollout.sampling.temperature": 1e-5, "rollout.reward": "suffering_rewards:nothing"},
     "ppo/ref_kl": UNSTEADY | {"ppo.kl.coef": 1e-6},
     "length_growth": {"rollout.length_schedule": "{0: 1, 24: 8}", "rollout.reward": "suffering_rewards:by_chance"},
     "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},

@@ -65,7 +65,7 @@ def test_the_shipped_recipe_with_files_of_ones_own_spans_nodes_and_completes(
     assert set(rows) == set(WORKERS) and len({row["node"] for row in rows.values()}) >= 2, rows
     assert rows["model_worker/0"]["node"] != rows["generation_server/0"]["node"]
     canaries = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
-    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json"}
+    assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json", "secrets/server.pem"}
     shown = cluster.run("scontrol", "show", "job", "--details", job_of(trial)).stdout
     assert trial.uuid in shown and not [canary for canary in canaries if canary in shown]
     trial.kill("rollout_worker/0", pid=rows["rollout_worker/0"]["pid"])

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import REWARD_PARTS, ROUTED_EXPERTS, TEACHER_TOPK_IDS, KeyLayout
+from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 from corral.workers.shared_prompts.rows import (
@@ -131,7 +131,7 @@ def make_micro_batches(
         tensors = {
             key: torch.cat([torch.as_tensor(array[slices[key][answer]]) for answer in answers])
             for key, array in sample.data.items()
-            if key != REWARD_PARTS
+            if key not in FOR_PEOPLE
         }
         if ROUTED_EXPERTS in tensors:
             tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
@@ -144,7 +144,7 @@ def make_micro_batches(
 def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
     """One answer of zeros in every key of the sample, so that losses see the same keys in padding as elsewhere."""
     tensors = {"input_ids": torch.zeros(_PADDING_TOKENS, dtype=torch.int64)}
-    for key in sample.data.keys() - {"input_ids", ROUTED_EXPERTS, REWARD_PARTS}:
+    for key in sample.data.keys() - {"input_ids", ROUTED_EXPERTS, *FOR_PEOPLE}:
         spec = key_spec(key, sample.specs)
         tensors[key] = torch.as_tensor(np.zeros(spec.length(_PADDING_TOKENS), spec.dtype))
     return tensors

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.scheduling.keys import REWARD_PARTS, ROUTED_EXPERTS, Key, reward_parts_key
+from corral.scheduling.keys import REMARKS, REWARD_PARTS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from corral.workers.episodes.log import Branch, Segment
@@ -28,6 +28,8 @@ from corral.workers.episodes.routed_experts import Rows, nothing_known
 Array = npt.NDArray[Any]
 REWARD_PART = "reward/part/"
 """What the statistic of an answer that a part of the reward has made begins with, before the part's name."""
+DUPLICATES = "response_duplicates"
+"""Name of the statistic of a group: 0 where all answers differ, 1 where all are the same."""
 REWARD_SECONDS = "reward/seconds"
 """Name of the statistic of an answer: from its end to its reward."""
 
@@ -44,6 +46,14 @@ class JudgedEpisode:
     """Why it ended early: length, turns, time, or a word of its agent's; "" if it did not."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What parts of the reward have said of it, by name of the statistic."""
+    said: str = ""
+    """The same in words."""
+
+    @property
+    def remarks(self) -> str:
+        """What people are told of it: by its reward, by its agent, and why it ended early."""
+        noted = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        return "\n".join(filter(None, [self.said, noted and f"noted: {noted}", self.ended and f"ended: {self.ended}"]))
 
     @property
     def answers(self) -> list[PartialAnswer]:
@@ -68,29 +78,18 @@ class JudgedEpisode:
         return [branch for branch in self.branches if any(segment.is_trained for segment in branch.segments)]
 
 
-def judged_answers(
-    prompt_ids: Sequence[int],
-    answers: Sequence[PartialAnswer],
-    rewards: Sequence[float],
-    *,
-    parts: Sequence[Mapping[str, float]] = (),
-) -> list[JudgedEpisode]:
-    """Episodes of one answer each, to the same prompt."""
-    return [
-        JudgedEpisode([Branch.of(prompt_ids, answer)], reward, parts=said)
-        for answer, reward, said in zip(answers, rewards, parts or [{}] * len(answers), strict=True)
-    ]
-
-
-def reward_statistics(episodes: Iterable[JudgedEpisode]) -> dict[str, float]:
-    """Of a group: the means of what parts of the reward have said, and how long it has waited for them."""
+def group_statistics(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
+    """Of a group: the means of what parts of the reward have said, how long it has waited for them, and the share of
+    its episodes in which the same was made as in another."""
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.parts.items():
             values.setdefault(name, []).append(value)
     means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
     waits = values.get(REWARD_SECONDS)
-    return means | ({f"{REWARD_SECONDS}/max": max(waits)} if waits else {})
+    made = {tuple(token for answer in episode.answers for token in answer.output_ids) for episode in episodes}
+    alike = {DUPLICATES: (len(episodes) - len(made)) / (len(episodes) - 1)} if len(episodes) > 1 else {}
+    return means | alike | ({f"{REWARD_SECONDS}/max": max(waits)} if waits else {})
 
 
 def make_sample(
@@ -99,6 +98,7 @@ def make_sample(
     *,
     experts: RoutedExpertsSpec | None = None,
     parts: Sequence[str] = (),
+    remarks_bytes: int = 0,
     says_episodes: bool = False,
 ) -> SequenceSample:
     """The packed sample of one group.
@@ -106,6 +106,7 @@ def make_sample(
     Args:
         experts: of a mixture whose trainer is told whom to choose.
         parts: of the reward, whose numbers go along for people to read.
+        remarks_bytes: for what is said of each in words, which goes along, too.
         says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
     """
     # One from which nothing is learned has no number: the trainer counts from 0 without a gap.
@@ -130,6 +131,9 @@ def make_sample(
     if parts:
         declared.append(reward_parts_key(len(parts)))
         values[REWARD_PARTS] = [_numbers_of_parts(episodes[number], parts) for number, _ in numbered]
+    if remarks_bytes:
+        declared.append(remarks_key(remarks_bytes))
+        values[REMARKS] = [_padded(episodes[number].remarks, remarks_bytes) for number, _ in numbered]
     if experts is not None:
         declared.append(experts.key)
         values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
@@ -180,6 +184,10 @@ def _turn_rewards(branch: Branch) -> Iterator[Array]:
 
 def _numbers_of_parts(episode: JudgedEpisode, parts: Sequence[str]) -> Array:
     return np.asarray([episode.parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts], np.float32)
+
+
+def _padded(text: str, size_bytes: int) -> Array:
+    return np.frombuffer(text.encode(errors="replace")[:size_bytes].ljust(size_bytes, b"\0"), np.uint8)
 
 
 def _concatenated(parts: Sequence[Sequence[Any] | Array], dtype: npt.DTypeLike) -> Array:

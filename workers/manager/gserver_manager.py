@@ -334,7 +334,8 @@ class GserverManager(Worker):
             busy_url=request.busy_url,
         )
         if server is not None:
-            return Route(url=server.url, server=server.name)
+            groups = len(server.tokens_by_uid)
+            return Route(url=server.url, server=server.name, groups=groups, kv_share=server.kv_share)
         if any(self._table.serving(self._version, least_step=least_step)):
             return self._no_route(_NO_ROOM, lacks_room=True)
         return self._no_route(f"no generation server is ready at version {self._version}")

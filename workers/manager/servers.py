@@ -106,6 +106,11 @@ class Server:
         self.not_before = now + PAUSES_S[min(self.num_failures, len(PAUSES_S) - 1)]
         self.num_failures += 1
 
+    @property
+    def kv_share(self) -> float:
+        """Of its KV cache, what its groups are expected to take."""
+        return self.tokens / self.kv_tokens if self.kv_tokens else 0.0
+
     def fits(self, tokens: int) -> bool:
         """Whether a further group of so many fits; where there is none every group does, or it would go nowhere."""
         return not (self.kv_tokens and self.tokens_by_uid) or self.tokens + tokens <= KV_SHARE * self.kv_tokens

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from corral.experiments.config.rollout import functions_of, told_parts
+from corral.experiments.config.rollout import functions_of, remarks_size, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -29,10 +29,11 @@ from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.episodes.log import Branch
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stops import stopper
-from corral.workers.episodes.trajectories import judged_answers, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
@@ -228,8 +229,16 @@ class Generator:
             rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
-        judged = judged_answers(
-            prompt.token_ids, answers, [one.reward for one in rewards], parts=[one.statistics for one in rewards]
+        judged = [
+            JudgedEpisode([Branch.of(prompt.token_ids, answer)], one.reward, parts=one.statistics, said=one.said)
+            for answer, one in zip(answers, rewards, strict=True)
+        ]
+        parts = self._reward.parts
+        sample = make_sample(
+            prompt.uid,
+            judged,
+            experts=self._generation.experts,
+            parts=told_parts(parts),
+            remarks_bytes=remarks_size(parts),
         )
-        sample = make_sample(prompt.uid, judged, experts=self._generation.experts, parts=told_parts(self._reward.parts))
-        return prompt.answered(sample, version=version, statistics=reward_statistics(judged))
+        return prompt.answered(sample, version=version, statistics=group_statistics(judged))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import PART, samples_file, schema
-from corral.scheduling.keys import EPISODES, REWARD_PARTS, KeyLayout
+from corral.scheduling.keys import EPISODES, REMARKS, REWARD_PARTS, KeyLayout
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.streams.closing import Closing
 
@@ -143,6 +143,7 @@ class KeptSamples(Closing):
             "reward": float(values["rewards"][0]),
             "advantage": float(advantages[made].mean()) if made.any() else 0.0,
             "length": int(made.sum()),
+            "remarks": values[REMARKS].tobytes().rstrip(b"\0").decode(errors="replace") if REMARKS in values else "",
             "is_cut": bool(values["seq_no_eos_mask"][0]),
             "staleness": version - int(versions.min()) if len(versions) else 0,
             "gap": float(gaps.mean()) if gaps is not None and len(gaps) else None,

@@ -150,6 +150,10 @@ class Route(MessageBody, frozen=True, tag="route"):
     """None: no server is ready; ask again."""
     server: str = ""
     """Whose that is, for the timeline."""
+    groups: int = 0
+    """That are there now, with this one."""
+    kv_share: float = 0.0
+    """Of its KV cache, that they are expected to take; 0 if it does not say how much it has."""
     reason: str = ""
     """Why there is none, for `rl-status`."""
     lacks_room: bool = False

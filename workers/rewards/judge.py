@@ -30,8 +30,13 @@ from corral.workers.rewards.contract import Problem, StopTrialError
 
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
+_MOST_SAID = 4000  # characters of a reply that are kept: what comes last, the verdict with them
 _SHOWN = 200  # characters of a reply, where a failure is told
 _BUSY = frozenset({408, 429, *range(500, 600)})  # by which an endpoint asks to come back
+
+
+Verdict = tuple[float, dict[str, str]]
+"""The number, and `said`: what the model has said."""
 
 
 class EndpointDownError(ConnectionError):
@@ -52,9 +57,9 @@ class _BusyError(Exception):
 class _Known:
     """What one process knows."""
 
-    verdicts: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    verdicts: OrderedDict[bytes, Verdict] = field(default_factory=OrderedDict)
     """By digest of the prompt, the least recently used first."""
-    asked: dict[bytes, "asyncio.Task[float]"] = field(default_factory=dict)
+    asked: dict[bytes, "asyncio.Task[Verdict]"] = field(default_factory=dict)
     """Under way: the answers of a group are often equal."""
     num_calls: int = 0
     num_tokens: int = 0
@@ -129,8 +134,8 @@ class Judge(FrozenConfig):
             raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self
 
-    async def __call__(self, problem: Problem, answer: str) -> float:
-        """Between `lowest` and `highest`.
+    async def __call__(self, problem: Problem, answer: str) -> Verdict:
+        """A number between `lowest` and `highest`, and what was said.
 
         Raises:
             EndpointDownError, BudgetSpentError, StopTrialError: as above.
@@ -148,14 +153,14 @@ class Judge(FrozenConfig):
         # A caller whose time is up leaves the answer to its next try.
         return await asyncio.shield(asked)
 
-    def _remember(self, digest: bytes, task: "asyncio.Task[float]") -> None:
+    def _remember(self, digest: bytes, task: "asyncio.Task[Verdict]") -> None:
         del self._known.asked[digest]
         if not task.cancelled() and task.exception() is None:
             self._known.verdicts[digest] = task.result()
             while len(self._known.verdicts) > self.known_verdicts:
                 self._known.verdicts.popitem(last=False)
 
-    async def _ask(self, prompt: str) -> float:
+    async def _ask(self, prompt: str) -> Verdict:
         cause: Exception | None = None
         for number in range(self.tries):
             pause_s = 2.0 ** (number - 1) * random.uniform(1.0, 1.5)  # not all at the same moment
@@ -189,16 +194,17 @@ class Judge(FrozenConfig):
         except msgspec.DecodeError as error:
             raise ValueError(f"{self.url} answers what is no chat completion: {shown}") from error
         self._known.num_tokens += reply.usage.total_tokens if reply.usage else 0
-        return reply.choices[0].message.content or ""
+        said = reply.choices[0].message.content or ""
+        return said.replace(key, "***") if key else said
 
-    def _verdict_of(self, said: str) -> float:
+    def _verdict_of(self, said: str) -> Verdict:
         found = last_found(self.verdict, said)
         if found is None:
             raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-_SHOWN:]!r}")
         number = float(found)
         if not self.lowest <= number <= self.highest:
             raise ValueError(f"the judge's verdict {number} is not between {self.lowest:g} and {self.highest:g}")
-        return number
+        return number, {"said": said[-_MOST_SAID:]}
 
     def _count(self) -> None:
         known = self._known

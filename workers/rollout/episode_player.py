@@ -48,8 +48,8 @@ class Played:
 
     def judged(self, judged: Judged) -> JudgedEpisode:
         """As the trainer gets it."""
-        said = self.transcript
-        return JudgedEpisode(self.session.log.branches, judged.reward, said.notes, said.ended, judged.statistics)
+        told, branches = self.transcript, self.session.log.branches
+        return JudgedEpisode(branches, judged.reward, told.notes, told.ended, judged.statistics, judged.said)
 
 
 async def open_player(

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 
-from corral.experiments.config.rollout import RolloutConfig, functions_of, told_parts
+from corral.experiments.config.rollout import RolloutConfig, functions_of, remarks_size, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.experiments.errors import split_remedy
 from corral.experiments.prompts.row_prompts import PromptEncoder
@@ -31,7 +31,7 @@ from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.episodes.log import Branch, Segment
-from corral.workers.episodes.trajectories import JudgedEpisode, judged_answers, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentFailedError
@@ -126,9 +126,15 @@ class GroupMaker:
                 f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
         says_episodes = self.player is not None
-        parts = told_parts(self.config.reward)
-        sample = make_sample(uid, episodes, experts=self.client.experts, parts=parts, says_episodes=says_episodes)
-        statistics = told | reward_statistics(episodes) | (statistics_of(group) if says_episodes else {})
+        sample = make_sample(
+            uid,
+            episodes,
+            experts=self.client.experts,
+            parts=told_parts(self.config.reward),
+            remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
+            says_episodes=says_episodes,
+        )
+        statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
             tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
             statistics |= {
@@ -180,10 +186,11 @@ class GroupMaker:
         answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
-        rewards, parts = [one.reward for one in judged], [one.statistics for one in judged]
-        made = judged_answers(prompt_ids, answers, rewards[:num_made], parts=parts[:num_made])
-        rest = zip(shown, rewards[num_made:], parts[num_made:], strict=True)
-        return [*made, *(JudgedEpisode([branch], reward, parts=said) for branch, reward, said in rest)]
+        branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
+        return [
+            JudgedEpisode([branch], one.reward, parts=one.statistics, said=one.said)
+            for branch, one in zip(branches, judged, strict=True)
+        ]
 
     def _shown(self, row: DatasetRow) -> list[Branch]:
         """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""

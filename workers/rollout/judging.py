@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from corral.experiments.config.rollout import part_remark
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
@@ -108,13 +109,15 @@ class RewardJudge:
 
     def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
         """Of one episode: what each part has said of it."""
-        parts, statistics = self._reward.parts, dict(seconds)
+        parts, statistics, said = self._reward.parts, dict(seconds), list[str]()
         for name, one in zip(parts, judged, strict=True):
+            if (size := parts[name].words) and one.said:
+                said.append(part_remark(name, one.said.encode()[-size:].decode(errors="ignore")))
             statistics[f"{REWARD_PART}{name}"] = one.reward
             statistics |= {f"{REWARD_PART}{name}/{what}": value for what, value in one.statistics.items()}
         weighted = [part.weight * one.reward for part, one in zip(parts.values(), judged, strict=True)]
         try:
-            return Judged(checked_reward(math.fsum(weighted)), statistics)
+            return Judged(checked_reward(math.fsum(weighted)), statistics, "\n".join(said))
         except (OverflowError, ValueError) as error:
             raise RewardFailedError(f"the weighted sum of {weighted}: {error}") from error
 

@@ -18,6 +18,7 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -90,6 +91,8 @@ class RolloutWorker(Worker):
         self._spec = context.specification(RolloutWorkerSpec)
         self._running: dict[str, int] = {}
         """Order by uid."""
+        self._routing: dict[str, dict[str, float]] = {}
+        """Statistics of what runs, by uid."""
         self._answering: dict[str, HeldOutProblem] = {}
         """By uid."""
         self._refusal = Allocation()
@@ -239,6 +242,7 @@ class RolloutWorker(Worker):
     async def _roll_out(self, uid: str, order: int) -> None:
         """One group, from admission to the spool."""
         dataset_epoch, row_id = split_uid(uid)
+        routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         try:
             episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
@@ -256,7 +260,7 @@ class RolloutWorker(Worker):
             status="finished",
             seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
             version_spans=[version_spans(branch) for branch in branches],
-            scalars=dict(statistics),
+            scalars=dict(statistics) | routing,
         )
         await self._finish(uid, header, dict(sample.data))
 
@@ -276,10 +280,12 @@ class RolloutWorker(Worker):
     async def _tell_end(self, uid: str, order: int, outcome: Outcome) -> None:
         """Until the manager has heard it: nobody else would ever issue the prompt again."""
         self._running.pop(uid, None)
+        self._routing.pop(uid, None)
         self._show()
         await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, order=order, outcome=outcome))
 
     async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        asked = time.monotonic()
         failed = setback.url if setback and not setback.is_busy else ""
         busy = setback.url if setback and setback.is_busy else ""
         order = self._running.get(uid, 0)
@@ -303,10 +309,14 @@ class RolloutWorker(Worker):
             return None
         assert isinstance(route, Route)
         self._no_server = route.reason
+        if (routing := self._routing.get(uid)) is not None:
+            routing["routing/seconds"] += time.monotonic() - asked
         if route.url is None:
             self._show_wait(route.reason, route.waits_for)
         else:
             self._server_by_url[route.url] = route.server
+            if routing is not None:  # of several places in a row the last one's
+                routing |= {"routing/groups": float(route.groups), "routing/kv_share": route.kv_share}
         return route.url
 
     # The trainer's side

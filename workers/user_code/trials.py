@@ -16,6 +16,7 @@ from corral.workers.user_code.blame import describe_error, shown_path
 
 Takes = Literal["answer", "answers", "episodes"]
 
+_MOST_SAID = 8192  # characters; `words` of a part of the reward asks for no more
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
 
@@ -25,6 +26,8 @@ class Judged(msgspec.Struct, frozen=True):
     reward: float
     statistics: dict[str, float] = {}
     """Other numbers, by name."""
+    said: str = ""
+    """In words, for people."""
 
 
 class UnfitError(ValueError):
@@ -61,8 +64,8 @@ def as_taken(takes: Takes, texts: Sequence[str]) -> str | list[str] | list[Episo
 
 
 def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) -> list[Judged]:
-    """What a reward returned, one for each answer: a number, or a pair of it and numbers by name; TypeError or
-    ValueError if it is not."""
+    """What a reward returned, one for each answer: a number, or a pair of it and numbers by name, or text by the name
+    `said`; TypeError or ValueError if it is not."""
     values: Iterable[Any] = [value] if what_it_takes(reward) == "answer" else value
     rewards = [_judged(*one) if isinstance(one, tuple) and len(one) == 2 else _judged(one) for one in values]
     if len(rewards) != num_answers:
@@ -71,7 +74,10 @@ def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) ->
 
 
 def _judged(value: Any, statistics: Any = MappingProxyType({})) -> Judged:
-    return Judged(checked_reward(value), {str(name): checked_reward(number) for name, number in statistics.items()})
+    numbers = {str(name): number for name, number in statistics.items()}
+    said = numbers.pop("said") if isinstance(numbers.get("said"), str) else ""
+    said = said[-_MOST_SAID:].encode(errors="replace").decode()
+    return Judged(checked_reward(value), {name: checked_reward(number) for name, number in numbers.items()}, said)
 
 
 def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial.secrets import ROLES, Secret, SecretFilter, TrialSecrets, UnsafeSecretsError
+from corral.experiments.trial.trust import Trust
 
 
 @pytest.fixture
@@ -36,7 +37,9 @@ def test_the_umask_does_not_decide_who_can_read_secrets(directory: Path) -> None
 def test_every_key_and_password_is_different_from_every_other(directory: Path) -> None:
     secrets = TrialSecrets.create(directory)
     values = [secret.reveal() for secret in secrets.values()]
-    assert len(set(values)) == len(values) == len(ROLES) + 4
+    lines = [line for line in Trust(directory).path.read_text().split() if line in values]
+    assert len(lines) == 3 and len(set(values)) == len(values) == len(ROLES) + 4 + len(lines)
+    assert [secret.reveal() for secret in TrialSecrets.load(directory).values()] == values
     assert secrets != TrialSecrets.create(directory.parent / "other")
 
 

@@ -15,6 +15,7 @@ from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.trust import Trust
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
@@ -356,7 +357,8 @@ def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make
     trial = make_trial({}, task={"env_vars": {"API": key, "THREADS": "1"}})
     trial.prepare()
     directory = trial.directory
-    hidden = [key, *(secret.reveal() for secret in TrialSecrets.load(directory.secrets_path).values())]
+    hidden = [key, *Trust(directory.secrets_path).path.read_text().partition("-----END")[0].split()[-3:]]
+    hidden += [secret.reveal() for secret in TrialSecrets.load(directory.secrets_path).values()]
     directory.start_attempt_logs(0)
     lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), "a last word"]
     directory.worker_log(0, "rollout_worker", 0).write_text("\n".join(lines))

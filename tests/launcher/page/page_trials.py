@@ -1,4 +1,4 @@
-"""Trials as they lie on disk, for pages: with metrics, events and answers, some of them hostile."""
+"""Trials as they lie on disk, for pages: with metrics, events and answers, some of them hostile; and pages in a tab."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.samples import samples_file, schema
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
+from tests.chromium import Tab
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\x1b[31m<!-- &lt; '
@@ -67,13 +68,15 @@ def add_timeline(directory: TrialDirectory, *, steps: int) -> None:
 
 
 def add_answers(directory: TrialDirectory, step: int, texts: list[str], *, ids: list[int]) -> None:
-    """Answers of one step: that of number n has the reward n, and tokens of these ids, of which the first was given."""
+    """Answers of one step: that of number n has the reward n, and tokens of these ids, of
+    which every third was given."""
     size = len(ids)
     rows = [
         {
             "step": step, "uid": f"0:row-{step}", "answer": at, "sequence": at, "prompt": "what is it? ", "said": said,
             "reward": float(at), "advantage": at - 1.0, "length": size - 1, "is_cut": False, "staleness": 1, "gap": 0.1,
-            "ids": ids, "made": [False, *[True] * (size - 1)], "logprobs": [0.0, *[-2.0] * (size - 1)],
+            "ids": ids, "made": [place % 3 > 0 for place in range(size)], "remarks": f"good: {said[:100]}",
+            "logprobs": [0.0, *[-2.0] * (size - 1)],
             "trainer_logprobs": [0.0, *[-2.1] * (size - 1)], "advantages": [0.0, *[at - 1.0] * (size - 1)],
             "versions": [-1, *[step - 1] * (size - 1)],
         }
@@ -82,3 +85,15 @@ def add_answers(directory: TrialDirectory, step: int, texts: list[str], *, ids: 
     directory.samples_path.mkdir(exist_ok=True)
     path = samples_file(directory.samples_path, step=step, epoch=1, rank=0)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema()), path)
+
+
+def drawn(tab: Tab) -> Tab:
+    """Of a page, once what is in view is there."""
+    tab.wait_until("document.body.dataset.drawnMs")
+    return tab
+
+
+def reach(tab: Tab, section: str) -> None:
+    """As who scrolls there; its charts are drawn then."""
+    tab.evaluate(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
+    tab.wait_until(f"[...document.querySelectorAll('#{section} .chart')].every((one) => one.children.length)")

@@ -19,7 +19,7 @@ from corral.launcher.page.choose import choose_trials
 from corral.launcher.page.server import PageServer
 from corral.launcher.page.view import TrialViews
 from tests.chromium import Chromium, Tab, require_chromium
-from tests.launcher.page.page_trials import HOSTILE, add_answers, add_steps, add_timeline, write_trial
+from tests.launcher.page.page_trials import HOSTILE, add_answers, add_steps, add_timeline, drawn, reach, write_trial
 
 BIN = Path(sys.executable).parent
 IDS = [2, 3, 4, 5, 1]
@@ -55,41 +55,25 @@ def tab(browser: Chromium, file: Path) -> Tab:
     return drawn(browser.open(file.as_uri()))
 
 
-def drawn(tab: Tab) -> Tab:
-    tab.wait_until("document.body.dataset.drawnMs")
-    return tab
-
-
-def texts(tab: Tab, selector: str) -> list[str]:
-    read = "(one) => one.innerText ?? one.textContent"
-    found: list[str] = tab.evaluate(f"[...document.querySelectorAll('{selector}')].map({read})")
-    return found
-
-
-def choose(tab: Tab, selector: str, value: str) -> None:
-    """What a user types or picks."""
-    how = f"one.value = '{value}'; one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change'))"
-    tab.evaluate(f"(() => {{ const one = document.querySelector('{selector}'); {how} }})()")
-
-
 def test_a_file_draws_itself_and_asks_nobody(tab: Tab) -> None:
-    names = texts(tab, "#curve-chart .annotation-text")
+    names = tab.texts("#curve-chart .annotation-text")
     assert names == ["rewards/mean", "ppo/loss", "staleness/mean"]
     assert tab.evaluate("document.querySelectorAll('#curve-chart .scatterlayer .js-line').length") >= len(names)
+    reach(tab, "times")
     assert tab.evaluate("document.querySelectorAll('#bars .bars .point').length") >= 40
-    assert "COMPLETE step 40/" in texts(tab, "#headline")[0]
-    assert "COMPLETE" in texts(tab, "#status-text")[0]
+    assert "COMPLETE step 40/" in tab.texts("#headline")[0]
+    assert "COMPLETE" in tab.texts("#status-text")[0]
     for x, title in (("time", "minutes since the first line"), ("tokens", "tokens trained on"), ("step", "train step")):
         tab.evaluate(f"document.querySelector('input[name=x][value={x}]').click()")
-        assert set(texts(tab, "#curve-chart [class^=x][class$=title]")) == {title}
+        assert set(tab.texts("#curve-chart [class^=x][class$=title]")) == {title}
     tab.evaluate("document.getElementById('together').click()")
-    assert len(texts(tab, "#curve-chart .ytitle") + texts(tab, "#curve-chart .y2title")) == 2
+    assert len(tab.texts("#curve-chart .ytitle") + tab.texts("#curve-chart .y2title")) == 2
     tab.evaluate("document.getElementById('together').click()")
     assert tab.problems() == []
 
 
 def test_events_are_told_and_marked_where_they_were(tab: Tab) -> None:
-    told = texts(tab, "#event-rows tr")
+    told = tab.texts("#event-rows tr")
     assert any("5\tmodel_worker/0: " in line for line in told) and any(
         "trainer is started again" in line for line in told
     )
@@ -98,48 +82,51 @@ def test_events_are_told_and_marked_where_they_were(tab: Tab) -> None:
 
 
 def test_the_timeline_of_the_last_steps_is_explained_and_drawn(tab: Tab) -> None:
-    assert "of 200 s in steps 21 to 40, 80% went into" in texts(tab, "#timeline-said")[0]
+    assert "of 200 s in steps 21 to 40, 80% went into" in tab.texts("#timeline-said")[0]
+    reach(tab, "timeline")
     assert tab.evaluate("document.querySelectorAll('#spans .bars .point').length") == 4 * 3
-    assert set(texts(tab, "#spans .ytick")) == {"master_worker/0 phases", "master_worker/0 steps"}
+    assert set(tab.texts("#spans .ytick")) == {"master_worker/0 phases", "master_worker/0 steps"}
 
 
 def test_numbers_are_found_and_drawn(tab: Tab) -> None:
     tab.evaluate("document.querySelector('#metrics summary').click()")
-    choose(tab, "#find-metric", "tokens")
-    assert texts(tab, "#metric-list label") == ["train/tokens"]
+    tab.choose("#find-metric", "tokens")
+    assert tab.texts("#metric-list label") == ["train/tokens"]
     tab.evaluate("document.querySelector('#metric-list input').click()")
-    assert "train/tokens" in texts(tab, "#curve-chart .annotation-text")
+    assert "train/tokens" in tab.texts("#curve-chart .annotation-text")
     tab.evaluate("document.querySelector('#metric-list input').click()")
-    choose(tab, "#find-metric", "")
+    tab.choose("#find-metric", "")
 
 
 def test_answers_are_found_sorted_and_opened_with_their_tokens(tab: Tab) -> None:
-    assert [row.split("\t")[0] for row in texts(tab, "#answer-rows tr")] == ["40", "40", "1", "1"]
-    choose(tab, "#find-answer", "needle")
-    assert texts(tab, "#answer-rows button") == ["0:row-1#1"]
+    assert [row.split("\t")[0] for row in tab.texts("#answer-rows tr")] == ["40", "40", "1", "1"]
+    tab.choose("#find-answer", "needle")
+    assert tab.texts("#answer-rows button") == ["0:row-1#1"]
     tab.evaluate("document.querySelector('#answer-rows button').click()")
     assert tab.evaluate("document.getElementById('answer').open")
     spans = "document.querySelectorAll('#answer-text span')"
     assert tab.evaluate(f"[{spans}.length, {spans}[0].className, {spans}[1].title]") == [
         len(IDS), "given", "logprob -2, gap -0.1, advantage 0",
     ]  # fmt: skip
+    assert tab.texts("#answer-text h3") == ["1 tokens given", "2 tokens made", "1 tokens given", "1 tokens made"]
+    assert tab.texts("#answer-remarks") == ["good: some needle here"]
     before = tab.evaluate(f"{spans}[1].style.backgroundColor")
-    choose(tab, "#colour", "gap")
+    tab.choose("#colour", "gap")
     assert tab.evaluate(f"{spans}[1].style.backgroundColor") != before
     tab.press("Escape")
     assert not tab.evaluate("document.getElementById('answer').open")
-    choose(tab, "#find-answer", "")
-    choose(tab, "#sort-answers", "reward")
-    assert [row.split("\t")[2] for row in texts(tab, "#answer-rows tr")] == ["1", "1", "0", "0"]
+    tab.choose("#find-answer", "")
+    tab.choose("#sort-answers", "reward")
+    assert [row.split("\t")[2] for row in tab.texts("#answer-rows tr")] == ["1", "1", "0", "0"]
 
 
 def test_what_others_wrote_is_text_and_however_much_of_it_the_page_stays_small(tab: Tab, file: Path) -> None:
     assert file.stat().st_size < 6_000_000
-    choose(tab, "#find-answer", "onerror")
+    tab.choose("#find-answer", "onerror")
     tab.evaluate("document.querySelector('#answer-rows button').click()")
-    assert "more tokens: rl-samples small-grpo/one --step 40" in texts(tab, "#answer-text")[0]
+    assert "more tokens: rl-samples small-grpo/one --step 40" in tab.texts("#answer-text")[0]
     tab.evaluate("document.getElementById('close').click()")
-    shown = texts(tab, "#answer-rows .said")
+    shown = tab.texts("#answer-rows .said")
     assert any(text.startswith("</script><script>window.hacked=1</script><img src=x") for text in shown)
     assert tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert tab.evaluate("document.getElementById('metric-list').innerText.includes('<img src=x')")
@@ -202,7 +189,7 @@ def test_a_served_page_follows_its_trial_and_tells_who_has_its_address_alone(bro
     facts, _ = choose_trials([str(directory.path)], tmp_path)
     with served(TrialViews(facts)) as address:
         tab = drawn(browser.open(address))
-        assert "step 5/" in texts(tab, "#headline")[0]
+        assert "step 5/" in tab.texts("#headline")[0]
         add_steps(directory, first=6, last=7)
         tab.wait_until("document.getElementById('headline').innerText.includes('step 7/')")
         assert tab.problems() == []
@@ -232,13 +219,13 @@ def test_trials_are_drawn_together_and_what_differs_between_them_is_told(browser
         page
     )
     tab = drawn(browser.open(page.as_uri()))
-    assert [row.split("\t")[1:4] for row in texts(tab, "#trial-rows tr")] == [
+    assert [row.split("\t")[1:4] for row in tab.texts("#trial-rows tr")] == [
         ["small-grpo/a", "COMPLETE", "3/10"], ["small-grpo/b (chosen)", "COMPLETE", "40/10"],
     ]  # fmt: skip
     tab.evaluate("document.querySelector('#trial-rows input').click()")
-    assert texts(tab, "#curve-chart .legendtext") == ["small-grpo/a", "small-grpo/b"]
-    choose(tab, "#beside", "small-grpo/a")
-    rows = [row.split("\t") for row in texts(tab, "#setting-rows tr")]
+    assert tab.texts("#curve-chart .legendtext") == ["small-grpo/a", "small-grpo/b"]
+    tab.choose("#beside", "small-grpo/a")
+    rows = [row.split("\t") for row in tab.texts("#setting-rows tr")]
     assert rows == [["actor.optimizer.lr", "0.001", "0.0003"]]
     assert tab.problems() == []
 

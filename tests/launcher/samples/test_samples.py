@@ -1,8 +1,10 @@
 """What the trainer keeps of its answers, as rl-samples finds and shows it."""
 
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
 from corral.launcher.samples.find import KeptAnswers, by_prompt, name_of
 from corral.launcher.samples.show import as_diff, as_table, as_whole, dropped_table, prompts_table
+from corral.scheduling.keys import remarks_key
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
 from corral.workers.backends.parallel_context import ParallelContext
@@ -52,7 +55,7 @@ def keep(
 
 
 def test_what_is_kept_is_what_was_trained_on_token_by_token(tmp_path: Path, tokenizer: Path) -> None:
-    sample = learned(num_prompts=3)
+    sample = learned(num_prompts=3).with_key(remarks_key(8), np.frombuffer(b"fine\0\0\0\0" * 6, np.uint8))
     keep(tmp_path, tokenizer, {3: sample}, prompts_per_step=None)
     rows = KeptAnswers(tmp_path).read([4])
     assert [(row["uid"], row["sequence"]) for row in rows] == [(f"0:{at}", n) for at in range(3) for n in range(2)]
@@ -68,7 +71,7 @@ def test_what_is_kept_is_what_was_trained_on_token_by_token(tmp_path: Path, toke
     assert row["gap"] == pytest.approx(np.abs(np.array(row["trainer_logprobs"]) - row["logprobs"])[made].mean())
     assert row["staleness"] == 3 - min(np.array(row["versions"])[made])
     text = load_tokenizer(tokenizer).decode(row["ids"], skip_special_tokens=False)
-    assert row["prompt"] + row["said"] == text
+    assert row["prompt"] + row["said"] == text and row["remarks"] == "fine"
 
 
 def test_some_prompts_of_a_step_stand_for_all_and_the_oldest_steps_make_room(tmp_path: Path, tokenizer: Path) -> None:
@@ -133,6 +136,24 @@ def test_prompts_that_are_never_solved_come_first_and_answers_to_one_are_compare
     styled = console.export_text(styles=True, clear=False)
     assert "\x1b[9;31m4" in styled and "\x1b[32m5" in styled and "\x1b[31m\x1b" not in styled
     assert "reward_error: late" in console.export_text()
+
+
+def test_turns_of_an_episode_begin_where_it_is_said_and_remarks_stand_above(tmp_path: Path, tokenizer: Path) -> None:
+    row: dict[str, Any] = {
+        **{"uid": "0:a", "sequence": 0, "step": 4, "reward": 1.0, "advantage": 0.5, "length": 3, "staleness": 0},
+        **{"is_cut": False, "ids": [5, 6, 7, 8, 9, 10], "made": [False, True, True, False, False, True]},
+        **{"logprobs": [0.0] * 6, "trainer_logprobs": None, "advantages": [0.0] * 6},
+        "remarks": "good: \x1b[31mfine\nnoted: calls 2",
+    }
+    console = Console(width=200, record=True, file=(tmp_path / "shown").open("w"), force_terminal=False)
+    console.print(as_whole(row, load_tokenizer(tokenizer), "logprob"))
+    shown = console.export_text()
+    assert re.findall(r"── (.+) ──", shown) == [
+        "1 tokens given", "2 tokens made", "2 tokens given", "1 tokens made",
+    ]  # fmt: skip
+    assert "noted: calls 2\n" in shown and "good: " in shown and "\x1b" not in shown
+    console.print(as_whole({**row, "made": [False] * 3 + [True] * 3, "remarks": ""}, load_tokenizer(tokenizer), "gap"))
+    assert "──" not in console.export_text()
 
 
 def test_nothing_that_a_model_wrote_reaches_the_terminal_as_more_than_text(tmp_path: Path, tokenizer: Path) -> None:

@@ -20,6 +20,7 @@ HEALTHY = {
     "ppo/entropy": 0.3,
     "ppo/ref_kl": 0.02,
     "response_length/mean": 40.0,
+    "response_duplicates": 0.3,
     "rewards/mean": 0.6,
     "rewards/std": 0.4,
 }
@@ -30,6 +31,7 @@ SUFFERING: Mapping[str, Mapping[str, Any]] = {
     "train/skipped_early_stop": {"train/skipped_early_stop": 1.0},
     "ppo/capped_fraction": {"ppo/capped_fraction": 0.4},
     "entropy_is_gone": {"ppo/entropy": 0.001},
+    "answers_are_alike": {"response_duplicates": 0.9, "rewards/mean": 0.3},
     "ppo/ref_kl": {"ppo/ref_kl": 0.8},
     "length_growth": {"growth": 1.05},
     "rewards_are_equal": {"rewards/std": 0.0, "rewards/mean": 0.0},
@@ -76,6 +78,7 @@ def test_nothing_is_said_at_any_step_of_recorded_trials_that_learned(trial: str)
 
 def test_nothing_is_said_of_a_healthy_trial_a_solved_one_or_one_with_other_numbers() -> None:
     assert findings_of(lines_of(50)) == []
-    assert findings_of(lines_of(50, **{"ppo/entropy": 0.001, "rewards/mean": 0.99, "rewards/std": 0.0})) == []
+    solved = {"ppo/entropy": 0.001, "response_duplicates": 1.0, "rewards/mean": 0.99, "rewards/std": 0.0}
+    assert findings_of(lines_of(50, **solved)) == []
     assert findings_of([{"step": step, "train/tokens": 9.0, "sft/loss": None} for step in range(50)]) == []
     assert findings_of([]) == []

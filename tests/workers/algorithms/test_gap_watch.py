@@ -29,10 +29,11 @@ from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import GenerationRequest, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import make_sample
 from corral.workers.requests.messages import TrainNotice
 from tests.workers.backends.training_helpers import optimizer_config
 from tests.workers.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.workers.episodes.one_turn import judged_answers
 from tests.workers.some_samples import some_of
 
 TEMPERATURE = 0.8

@@ -20,8 +20,9 @@ from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import make_sample
 from tests.workers.engine.tiny_models import save_tiny_model
+from tests.workers.episodes.one_turn import judged_answers
 
 NUM_ANSWERS, MAX_NEW_TOKENS = 16, 60
 PROMPT = [5, 9, 3, 33]

@@ -17,8 +17,9 @@ from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stream_events import StreamEvent
-from corral.workers.episodes.trajectories import judged_answers, make_sample
+from corral.workers.episodes.trajectories import make_sample
 from tests.workers.engine.tiny_models import EXPERT_LAYERS, NUM_EXPERTS, TOP_K, save_tiny_model
+from tests.workers.episodes.one_turn import judged_answers
 from tests.workers.rollout.engine_servers import sample_in_turns
 
 SPEC = RoutedExpertsSpec(num_layers=3, expert_layers=tuple(EXPERT_LAYERS), num_experts=NUM_EXPERTS, top_k=TOP_K)

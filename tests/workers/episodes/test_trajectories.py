@@ -1,11 +1,14 @@
 """A judged group becomes a sample whose values stand where their tokens were predicted."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.trajectories import REWARD_SECONDS, judged_answers, make_sample, reward_statistics
+from corral.workers.episodes.trajectories import REWARD_SECONDS, group_statistics, make_sample
 from corral.workers.master.sample_source import BufferedSample, mean_scalars
+from tests.workers.episodes.one_turn import judged_answers
 
 
 def test_values_stand_at_the_position_before_their_token() -> None:
@@ -27,16 +30,29 @@ def test_values_stand_at_the_position_before_their_token() -> None:
 def test_what_parts_of_a_reward_say_is_a_mean_of_the_group_and_then_of_the_step_but_for_the_longest_wait() -> None:
     answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("1.3", 0, 1)], stopped=True)
     said = [{REWARD_SECONDS: seconds, "reward/part/right": seconds / 2} for seconds in (1.0, 3.0)]
-    group = judged_answers([1, 2], [answer, answer], [1.0, 0.0], parts=said)
-    means = reward_statistics(group)
+    right, wrong = judged_answers([1, 2], [answer] * 2, [1.0, 0.0])
+    group = [replace(right, parts=said[0]), replace(wrong, parts=said[1])]
+    means = group_statistics(group)
+    assert means.pop("response_duplicates") == 1.0
     assert means == {"reward/seconds": 2.0, "reward/seconds/max": 3.0, "reward/part/right": 1.0}
-    assert reward_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
+    assert group_statistics(judged_answers([1, 2], [answer], [1.0])) == {}
     sample = make_sample("0:a", group, parts=("right", "absent"))
     np.testing.assert_array_equal(sample.data["reward_parts"], [0.5, np.nan, 1.5, np.nan])
     slower = {name: value + 4.0 for name, value in means.items()}
     nothing = {"order": 0, "owner": 0, "num_tokens": (), "versions": frozenset(), "keys": frozenset()}
     samples = [BufferedSample(uid="0:a", scalars=each, **nothing) for each in (means, slower, {})]
     assert mean_scalars(samples) == {"reward/seconds": 4.0, "reward/seconds/max": 7.0, "reward/part/right": 3.0}
+
+
+def test_what_is_said_of_an_answer_in_words_goes_along_as_far_as_there_is_room() -> None:
+    answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("1.3", 0, 1)], stopped=True)
+    one, other = judged_answers([1, 2], [answer] * 2, [1.0, 0.0])
+    assert "remarks" not in make_sample("0:a", [one, other]).data
+    group = [replace(one, said="good: \u00fc\ud800", metrics={"calls": 2.0}, ended="turns"), other]
+    said = make_sample("0:a", group, remarks_bytes=40).data["remarks"].reshape(2, 40)
+    expected = "good: \u00fc?\nnoted: calls 2\nended: turns".encode()
+    assert [row.tobytes() for row in said] == [expected.ljust(40, b"\0"), bytes(40)]
+    assert make_sample("0:a", group, remarks_bytes=4).data["remarks"].tobytes() == b"good" + bytes(4)
 
 
 def test_where_an_agent_may_make_several_sequences_each_answer_of_a_group_is_an_episode() -> None:

@@ -206,7 +206,8 @@ def test_what_a_rollout_worker_had_that_is_gone_takes_no_room() -> None:
     for uid, worker in (("0:a", "rollout_worker/0"), ("0:b", "rollout_worker/0"), ("0:c", "rollout_worker/1")):
         assert table.route(uid, tokens=30, version=V1, least_step=1, worker=worker) is not None
     table.has_only("rollout_worker/0", {"0:b"})
-    assert table.servers["generation_server/0"].tokens_by_uid == {"0:b": 30, "0:c": 30}
+    server = table.servers["generation_server/0"]
+    assert server.tokens_by_uid == {"0:b": 30, "0:c": 30} and server.kv_share == 0.6
 
 
 @given(

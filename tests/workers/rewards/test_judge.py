@@ -95,12 +95,17 @@ def asked(judge: Judge, *answers: str) -> list[Any]:
     return asyncio.run(ask())
 
 
+def numbers(judge: Judge, *answers: str) -> list[float]:
+    return [verdict[0] for verdict in asked(judge, *answers)]
+
+
 def test_the_judge_is_asked_once_for_what_is_equal_and_its_number_is_the_reward(
     endpoint: Endpoint, make_judge: Callable[..., Judge]
 ) -> None:
     endpoint.answers = [(200, "A score: 3 would be harsh. **Score: -1.5**", {})]
     judge = make_judge(lowest=-2.0, sampling={"temperature": 0.0, "seed": 3})
-    assert asked(judge, "42", "42") == [-1.5, -1.5] and asked(judge, "42") == [-1.5]
+    verdict = (-1.5, {"said": "A score: 3 would be harsh. **Score: -1.5**"})
+    assert asked(judge, "42", "42") == [verdict, verdict] and asked(judge, "42") == [verdict]
     (request,) = endpoint.asked
     assert request["path"] == "/v1/chat/completions"
     assert (request["model"], request["temperature"], request["seed"]) == ("m", 0.0, 3)
@@ -122,7 +127,7 @@ def test_verdicts_beyond_the_limit_are_forgotten_the_least_recently_used_first(
 def test_one_that_is_busy_is_asked_again(status: int, endpoint: Endpoint, make_judge: Callable[..., Judge]) -> None:
     busy = (status, "later", {"Retry-After": "7"})
     endpoint.answers = [busy, busy, (200, "Score: 9", {})]
-    assert asked(make_judge(), "42") == [9.0] and len(endpoint.asked) == 3
+    assert asked(make_judge(), "42") == [(9.0, {"said": "Score: 9"})] and len(endpoint.asked) == 3
     endpoint.answers, endpoint.asked = [busy], []
     (failure,) = asked(make_judge(tries=2), "42")
     assert isinstance(failure, EndpointDownError) and f"failed 2 times, last: _BusyError: status {status}" in str(
@@ -160,7 +165,7 @@ def test_rubbish_is_a_failure_at_once_and_is_not_remembered(
     with pytest.raises(ValueError, match=cause):
         raise failure
     assert KEY not in str(failure)
-    assert asked(judge, "42") == [5.0]
+    assert numbers(judge, "42") == [5.0]
 
 
 def test_an_endpoint_that_does_not_say_what_it_used_is_one(
@@ -174,12 +179,12 @@ def test_a_budget_of_calls_or_tokens_ends_the_trial_or_drops(
     endpoint: Endpoint, make_judge: Callable[..., Judge]
 ) -> None:
     judge = make_judge(max_calls=2)
-    assert asked(judge, "a") == asked(judge, "b") == [7.0]
+    assert numbers(judge, "a") == numbers(judge, "b") == [7.0]
     (over,) = asked(judge, "c")
     assert isinstance(over, StopTrialError) and "the judge's max_calls is 2, and so many were spent" in str(over)
-    assert asked(judge, "a") == [7.0], "what is known costs nothing"
+    assert numbers(judge, "a") == [7.0], "what is known costs nothing"
     judge = make_judge(max_tokens=100, when_spent="drop")
-    assert [asked(judge, answer)[0] for answer in "ab"] == [7.0, 7.0]
+    assert numbers(judge, "a", "b") == [7.0, 7.0]
     (over,) = asked(judge, "c")
     assert isinstance(over, BudgetSpentError) and "the judge's max_tokens is 100" in str(over)
     assert len(endpoint.asked) == 4
@@ -193,7 +198,7 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
     path.chmod(0o600)
     monkeypatch.setenv("JUDGE_KEY", KEY)
     for judge in (make_judge(key_file=path), make_judge(key_variable="JUDGE_KEY")):
-        assert asked(judge, "42") == [7.0]
+        assert numbers(judge, "42") == [7.0]
     assert endpoint.keys == [f"Bearer {KEY}"] * 2
     path.chmod(0o640)
     (open_to_others,) = asked(make_judge(key_file=path), "42")
@@ -253,15 +258,17 @@ def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_e
 def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no_zero(
     endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    endpoint.answers = [(200, "Score: 7", {}), (503, "loading", {})]
+    endpoint.answers = [(200, "Well done \u2013 \x1b[31mScore: 7", {}), (503, "loading", {})]
     settings = {"url": endpoint.url, "model": "m", "prompt": "{problem[prompt]}{answer}", "tries": 1}
-    good = {"function": "corral.workers.rewards:Judge", "settings": settings, "weight": 0.5}
+    good = {"function": "corral.workers.rewards:Judge", "settings": settings, "weight": 0.5, "words": 16}
     rollout = {"reward": {"good": good}, "reward_retries": 1, "max_concurrent_rollouts": 1}
     with RolloutRig(tmp_path, ["1+2=", "2+2=", "1+1="], rollout=rollout) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
     answered, *dropped = (rig.outcomes()[row] for row in "012")
     assert answered == "finished" and list(rig.tensors[0]["rewards"]) == [3.5, 3.5]
     assert rig.received[0].scalars["reward/part/good"] == 7.0
+    (said, _) = rig.tensors[0]["remarks"].reshape(2, -1)
+    assert said.tobytes().rstrip(b"\0").decode() == "good:  \x1b[31mScore: 7", "half a dash is none"
     cause = f"EndpointDownError: {endpoint.url} failed 1 times, last: _BusyError: status 503"
     assert dropped == [f"reward_error: the reward function good failed 2 times, last: {cause}"] * 2
     assert len(endpoint.asked) == 1 + 2 * 2, "equal answers of a group are one call"

@@ -65,7 +65,11 @@ def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp
     assert [[(span.start, span.end) for span in spans] for spans in header.version_spans] == [[(0, 2), (2, 4)]] * 2
     rewarded = {name for name in header.scalars if name.startswith("reward/")}
     assert rewarded >= {"reward/seconds", "reward/seconds/max"} and len(rewarded) == 3
-    assert {name: value for name, value in header.scalars.items() if name not in rewarded} == {
+    routed = {name: value for name, value in header.scalars.items() if name.startswith("routing/")}
+    assert routed.pop("routing/seconds") > 0.0 and routed == {"routing/groups": 1.0, "routing/kv_share": 0.0}
+    told = rewarded | {"routing/seconds", *routed}
+    assert {name: value for name, value in header.scalars.items() if name not in told} == {
+        "response_duplicates": 1.0,
         "episode/turns": 2.0,
         "episode/sequences": 1.0,
         "notes/episode": 0.5,
