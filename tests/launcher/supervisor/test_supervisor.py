@@ -105,6 +105,7 @@ def test_a_master_that_ends_without_done_is_restarted(make_trial: MakeTrial) -> 
 def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     trial.start()
+    trial.wait_for_workers()
     (redis,) = trial.wait_for("redis_started")
     os.kill(redis["pid"], signal.SIGKILL)
     trial.wait_for("redis_started", count=2)
