@@ -10,7 +10,7 @@ the whole file, which therefore grows with the kinds of workers and not with how
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import Field
 
@@ -18,14 +18,14 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.config.timeline import TimelineConfig
 from corral.experiments.config.tracking import TrackingConfig
-from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.users_class import naming_users_line
-from corral.experiments.specs import worker_specs
 from corral.experiments.trial.mode import Mode
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import NUMBERS, fold_numbers, unfold_numbers
+
+if TYPE_CHECKING:
+    from corral.experiments.experiment import Experiment
 
 W = TypeVar("W")
 
@@ -163,7 +163,7 @@ class RunPlan(FrozenConfig):
         raise ValueError(f"the plan has no worker {kind}/{index}; it has {have}")
 
 
-def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: Mode) -> RunPlan:
+def make_run_plan(experiment: "Experiment", trial_identity: TrialIdentity, mode: Mode) -> RunPlan:
     """Resolve an experiment into the plan of one trial.
 
     The datasets are read here once more, so that the plan holds the digest of what the workers will find.
@@ -172,6 +172,10 @@ def make_run_plan(experiment: Experiment, trial_identity: TrialIdentity, mode: M
         ConfigError: if the experiment cannot be resolved: its calls do not fit each other, or a file has vanished since
             it was loaded.
     """
+    # What reads and checks inputs: only who submits needs it, and every process of a trial reads a plan.
+    from corral.experiments.inputs.users_class import naming_users_line
+    from corral.experiments.specs import worker_specs
+
     experiment = experiment.placed_in(trial_identity.directory)
     with naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
         scheduling, workers = experiment.scheduling_setup(), worker_specs(experiment)

@@ -4,11 +4,13 @@
 
 wait       ends with 0 when asked to            stubborn   does not obey
 exit N     ends with N                          kill       SIGKILLs itself
-finish S   a master that is done after S s      master     a master that runs until a stop request
+finish S N a master that is done after S s      master N   a master that runs until a stop request
 steps N D  a master that commits a step every D s, in all attempts together N of them
 die N W    `exit N`, once W has started         child      starts a process of its own, then waits
 linger S   ends with 0 S s after it was asked to     eat M      uses M MiB of memory, then waits
 served M   starts a process that uses M MiB, and fails if it ends
+
+A master that tells of N steps, of none if N is left out, has metrics, and so its trial ends with a page: a process.
 """
 
 import argparse
@@ -84,23 +86,18 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: 
     if word == "steps":
         return commit_steps(directory, int(arguments[0]), float(arguments[1]), attempt=attempt)
     if word in ("finish", "master"):
-        return be_master(directory, float(arguments[0]) if arguments else 600.0, attempt=attempt)
+        seconds = float(arguments.pop(0)) if word == "finish" else 600.0
+        return be_master(directory, seconds, num_steps=int(arguments[0]) if arguments else 0, attempt=attempt)
     while True:
         time.sleep(600.0)
 
 
-def be_master(directory: TrialDirectory, seconds: float, *, attempt: int) -> int:
+def be_master(directory: TrialDirectory, seconds: float, *, num_steps: int, attempt: int) -> int:
     log = TrialLog(directory.log_path)
     writer = log.claim("stub", resume=may_resume(directory, attempt, log))
-    with directory.metrics_path.open("a") as file:
-        for step in range(1, 4):
-            line = {
-                "step": step,
-                "time": time.time(),
-                "version": step,
-                "ppo/reward/mean": 0.25 * step,
-                "loss": 1.0 / step,
-            }
+    for step in range(1, num_steps + 1):
+        line = {"step": step, "time": time.time(), "version": step, "ppo/reward/mean": 0.25 * step, "loss": 1.0 / step}
+        with directory.metrics_path.open("a") as file:
             file.write(json.dumps(line) + "\n")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -131,8 +128,6 @@ def commit_steps(directory: TrialDirectory, num_steps: int, pause_s: float, *, a
             trained=1,
             dropped=0,
         )
-        with directory.metrics_path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), "version": step}) + "\n")
     writer.done()
     return 0
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_trial_runs_in_one_allocation_and_completes(make_slurm_trial: Any, cluster: Cluster) -> None:
-    trial = make_slurm_trial({"master_worker/0": ["finish 1.5"]}, task={"cpu": 3}, model_workers=2)
+    trial = make_slurm_trial({"master_worker/0": ["finish 1.5 3"]}, task={"cpu": 3}, model_workers=2)
     job_id = trial.submit()
     trial.wait_for("worker_started", count=5)
     (job,) = [job for job in SlurmClient().queue() if job.job_id == job_id]

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from corral.experiments.config.model import Recompute
-from corral.workers.backends.torch_versions import VARLEN_OPERATION
+from corral.workers.backends.varlen_torch_versions import VARLEN_OPERATION
 
 _KEPT: Final = frozenset(
     {

@@ -8,30 +8,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.attention import varlen
 
 # The second is its name before 2.13.
 gather_equal_parts: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather of parts of one shape [n, ...] into its first argument [ranks * n, ...], in the group's order."""
-_TAKES_GQA: Final = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 _TAKES_ORDER: Final = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-VARLEN_OPERATION: Final = torch.ops.torch_attn._varlen_attn.default
-"""What `varlen_attention` is to whoever watches operations, as recomputation does."""
-
-
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, **options: Any
-) -> Tensor:
-    """torch's `varlen_attn` of [T, heads, head_dim] over one packed row; `key` and `value` may have fewer heads."""
-    if _TAKES_GQA and query.shape[1] != key.shape[1]:  # torch 2.11 has no such flag, and lets its kernel see the heads
-        options["enable_gqa"] = True
-    output = varlen.varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
-    assert isinstance(output, Tensor), "nothing else was asked for"
-    return output
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float, takes_order: bool = _TAKES_ORDER) -> dist.ProcessGroup:

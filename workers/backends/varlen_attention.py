@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corral.workers.backends.low_precision import products_type
-from corral.workers.backends.torch_versions import varlen_attention
+from corral.workers.backends.varlen_torch_versions import varlen_attention
 
 logger = logging.getLogger(__name__)
 

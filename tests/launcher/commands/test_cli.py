@@ -210,7 +210,7 @@ def test_a_name_that_two_experiments_use_is_refused_with_both(make_trial: MakeTr
 
 
 def test_rl_stop_checkpoints_and_rl_status_shows_the_end(make_trial: MakeTrial, tmp_path: Path) -> None:
-    trial = make_trial({"master_worker/0": ["master"]})
+    trial = make_trial({"master_worker/0": ["master 3"]})
     trial.start()
     trial.wait_for_workers()
     stopped = run("rl-stop", "trial", fileroot=tmp_path)
@@ -287,7 +287,7 @@ def test_a_local_trial_survives_the_terminal_that_started_it(
 def test_wait_shows_progress_and_answers_with_the_end(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _use_stub_workers(monkeypatch, {"master_worker/0": ["finish 0.2"]})
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["finish 0.2 3"]})
     assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "w", fileroot=tmp_path / "trials") == 0
     output = capsys.readouterr().out
     assert "step 3/" in output and "reward 0.75" in output

@@ -279,7 +279,7 @@ def test_durations_are_short() -> None:
 def test_a_running_trial_is_seen_through_its_leases_and_after_its_end(
     make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial = make_trial({"master_worker/0": ["master 3"]}, model_workers=1, servers=0)
     trial.start()
     trial.wait_for_workers()
     facts = read_facts(trial.directory)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from typing import Any
 
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
@@ -13,6 +14,8 @@ from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until
 
+FEW: dict[str, Any] = {"model_workers": 1, "servers": 0}
+"""For what is not about gangs and servers: each worker is two processes to start."""
 TRACKERS = """\
 import sys
 
@@ -76,7 +79,7 @@ def test_one_dead_rank_restarts_the_gang_under_a_new_incarnation(make_trial: Mak
 
 def test_a_unit_out_of_budget_fails_the_trial_with_its_cause(make_trial: MakeTrial) -> None:
     trial = make_trial(
-        {"master_worker/0": ["master"], "gserver_manager/0": ["exit 7"]}, supervision={"max_restarts": 2}
+        {"master_worker/0": ["master"], "gserver_manager/0": ["exit 7"]}, supervision={"max_restarts": 2}, **FEW
     )
     assert trial.run() == 1
     assert trial.ended()["state"] == "FAILED"
@@ -86,22 +89,23 @@ def test_a_unit_out_of_budget_fails_the_trial_with_its_cause(make_trial: MakeTri
 
 
 def test_a_refused_configuration_fails_the_trial_at_once(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "model_worker/0": ["exit 2"]})
+    trial = make_trial({"master_worker/0": ["master"], "model_worker/0": ["exit 2"]}, **FEW)
     assert trial.run() == 1
     assert "refused its configuration" in trial.ended()["cause"]
     assert len(trial.starts("model_worker/0")) == 1
 
 
 def test_a_master_that_ends_without_done_is_restarted(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["exit 0", "finish 0"]})
+    trial = make_trial({"master_worker/0": ["exit 0", "finish 0"]}, **FEW)
     assert trial.run() == 0
     assert "before the trial was done" in trial.events("unit_restarting")[0]["cause"]
     assert trial.ended()["state"] == "COMPLETE"
 
 
 def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]})
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     trial.start()
+    trial.wait_for_workers()
     (redis,) = trial.wait_for("redis_started")
     os.kill(redis["pid"], signal.SIGKILL)
     trial.wait_for("redis_started", count=2)
@@ -114,7 +118,7 @@ def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
 
 
 def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     trial.start()
     (redis,) = trial.wait_for("redis_started")
     os.kill(redis["pid"], signal.SIGSTOP)
@@ -126,7 +130,9 @@ def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_tri
 
 def test_a_tracker_that_never_works_is_given_up_and_named_and_the_trial_goes_on(make_trial: MakeTrial) -> None:
     broken, works = "own_tracker:refuses", "own_tracker:Notes"
-    trial = make_trial({"master_worker/0": ["master"]}, tracking=(broken, works), supervision={"max_restarts": 1})
+    trial = make_trial(
+        {"master_worker/0": ["master 3"]}, tracking=(broken, works), supervision={"max_restarts": 1}, **FEW
+    )
     trial.directory.code_path.mkdir()
     (trial.directory.code_path / "own_tracker.py").write_text(TRACKERS)
     trial.start()
@@ -145,7 +151,7 @@ def test_a_tracker_that_never_works_is_given_up_and_named_and_the_trial_goes_on(
 
 
 def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]})
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     _stop(trial)
@@ -157,7 +163,7 @@ def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> Non
 
 
 def test_a_master_that_does_not_answer_is_stopped_after_the_grace_period(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["wait"]})
+    trial = make_trial({"master_worker/0": ["wait"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     _stop(trial, grace_s=0.2)
@@ -179,7 +185,7 @@ def test_stop_now_does_not_wait_for_stubborn_workers(make_trial: MakeTrial) -> N
 
 def test_sigterm_and_the_time_limit_signal_checkpoint_and_stop(make_trial: MakeTrial) -> None:
     for index, (number, word) in enumerate([(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR2, "time limit")]):
-        trial = make_trial({"master_worker/0": ["master"]}, trial=f"trial-{index}", model_workers=1, servers=0)
+        trial = make_trial({"master_worker/0": ["master"]}, trial=f"trial-{index}", **FEW)
         supervisor = trial.start()
         trial.wait_for_workers()
         supervisor.send_signal(number)
@@ -189,7 +195,7 @@ def test_sigterm_and_the_time_limit_signal_checkpoint_and_stop(make_trial: MakeT
 
 
 def test_a_stop_request_is_not_lost_under_a_signal_that_comes_with_it(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     supervisor = trial.events("supervisor_started")[0]["pid"]
@@ -202,7 +208,7 @@ def test_a_stop_request_is_not_lost_under_a_signal_that_comes_with_it(make_trial
 
 
 def test_a_killed_supervisor_is_replaced_and_its_workers_with_it(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master", "finish 0.2"]})
+    trial = make_trial({"master_worker/0": ["master", "finish 0.2"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     old = {event["pid"] for event in trial.events("worker_started") + trial.events("redis_started")}
@@ -215,7 +221,7 @@ def test_a_killed_supervisor_is_replaced_and_its_workers_with_it(make_trial: Mak
 
 
 def test_a_second_supervisor_of_a_trial_is_refused(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]})
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
     first = trial.start()
     trial.wait_for("supervisor_started")
     second = subprocess.run(trial.command(), capture_output=True, text=True, timeout=120)
@@ -227,7 +233,7 @@ def test_a_second_supervisor_of_a_trial_is_refused(make_trial: MakeTrial) -> Non
 
 
 def test_a_stopped_trial_resumes_as_the_next_attempt(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master", "finish 0.1"]})
+    trial = make_trial({"master_worker/0": ["master", "finish 0.1"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     _stop(trial)
@@ -240,7 +246,7 @@ def test_a_stopped_trial_resumes_as_the_next_attempt(make_trial: MakeTrial) -> N
 
 
 def test_workers_know_the_bind_address_and_no_secret(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, task={"env_vars": {"MY_SETTING": "a b"}})
+    trial = make_trial({"master_worker/0": ["master"]}, task={"env_vars": {"MY_SETTING": "a b"}}, **FEW)
     trial.start()
     trial.wait_for_workers()
     pid = trial.starts("model_worker/0")[0][0]
