@@ -172,7 +172,7 @@ def test_an_endpoint_that_does_not_say_what_it_used_is_one(
     endpoint: Endpoint, make_judge: Callable[..., Judge]
 ) -> None:
     endpoint.usage = None
-    assert asked(make_judge(), "42") == [7.0]
+    assert numbers(make_judge(), "42") == [7.0]
 
 
 def test_a_budget_of_calls_or_tokens_ends_the_trial_or_drops(
