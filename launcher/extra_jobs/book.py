@@ -262,19 +262,26 @@ class ExtraJobBook:
             have = f"{len(job.hosts)} of {extra_job.spec.num_nodes} nodes"
             self._gone(extra_job, f"its job has {have} left", now)
         elif run != extra_job.run:
+            self._tell_left(extra_job)  # where it ended and began between two looks
             extra_job.state, extra_job.run = "running", run
             extra_job.hosts, extra_job.reason = job.hosts, ""
             extra_job.ran_since = self._changed_at = now
             self._news(extra_job, "extra_job_running", nodes=",".join(job.hosts))
 
     def _waits(self, extra_job: _ExtraJob, job: Job, now: float) -> None:
-        if extra_job.state in ("running", "leaving"):
+        if self._tell_left(extra_job):
             self._changed_at = now
-            self._news(extra_job, "extra_job_gone", cause="preempted or requeued", pause_s=0)
         extra_job.state, extra_job.reason = "queued", job.reason
         if job.is_blocked and extra_job.noted_reason != job.reason:
             extra_job.noted_reason = job.reason
             self._news(extra_job, "extra_job_blocked", cause=job.reason)
+
+    def _tell_left(self, extra_job: _ExtraJob) -> bool:
+        """Tells of the end of a run, if there was one, whose job is still there."""
+        if extra_job.state not in ("running", "leaving"):
+            return False
+        self._news(extra_job, "extra_job_gone", cause="preempted or requeued", pause_s=0)
+        return True
 
     def _gone(self, extra_job: _ExtraJob, cause: str, now: float) -> None:
         pause_s = self._want_again(extra_job, cause, now)

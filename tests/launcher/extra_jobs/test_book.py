@@ -197,8 +197,10 @@ def test_a_preempted_extra_job_loses_its_nodes_and_gets_them_back_with_the_same_
 
 def test_a_requeue_between_two_looks_is_noticed_by_the_start_of_the_job() -> None:
     jobs = running()
-    actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0))
+    actions = jobs.seen([sighting(ELASTIC, "7", "RUNNING", start="t1")], 10.0)
     assert [action.news for action in actions if isinstance(action, NodesEvent)] == ["lost", "granted"]
+    told = [action.event for action in actions if isinstance(action, News)]
+    assert told == ["extra_job_gone", "extra_job_running"], "the journal, too, says that it was away"
 
 
 def test_a_job_in_its_grace_period_is_left_although_it_still_runs() -> None:
