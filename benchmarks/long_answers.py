@@ -18,11 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -62,10 +61,10 @@ class Bodies:
         config.on_request_chunk_sent.append(send)
         return config
 
-    async def iter_any(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    async def kept(self, pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
         """What comes, which is remembered."""
         self.received.append(body := bytearray())
-        async for piece in content.iter_any():
+        async for piece in pieces:
             body += piece
             yield piece
 
@@ -78,9 +77,7 @@ class Bodies:
 async def measure(name: str, url: str, cpu_seconds: Callable[[], float], *, num_answers: int, num_tokens: int) -> None:
     """One group, and a line about it."""
     bodies = Bodies()
-    generation_client.stream_events = lambda content: stream_events(  # type: ignore[attr-defined, assignment]
-        SimpleNamespace(iter_any=lambda: bodies.iter_any(content))  # type: ignore[arg-type]
-    )
+    generation_client.stream_events = lambda pieces: stream_events(bodies.kept(pieces))  # type: ignore[attr-defined]
 
     async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         assert setback is None, setback

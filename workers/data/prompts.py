@@ -20,6 +20,8 @@ from types import MappingProxyType
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.datasets.dataset import Dataset
+from corral.experiments.datasets.row_parser import DatasetRow
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import DatasetSpec
 
 GROUP_REWARD = "reward/group"
@@ -47,6 +49,23 @@ def load_row_ids(spec: DatasetSpec) -> list[str]:
 def load_held_out_rows(config: DatasetConfig) -> Dataset:
     """The rows of held-out problems, of which the plan keeps no digest."""
     return Dataset.open(config, kind="prompts")
+
+
+def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
+    """The tokens of the problems of a file.
+
+    Raises:
+        ValueError: if one is longer than the limit of its dataset.
+    """
+    prompts = []
+    for row in rows:
+        prompts.append(encoder.encode(row.prompt, tools=row.tools))
+        if len(prompts[-1]) > config.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt of {row.place} has {len(prompts[-1])} tokens, more than "
+                f"max_prompt_tokens {config.max_prompt_tokens}; shorten it"
+            )
+    return prompts
 
 
 def ordered_uids(

@@ -5,10 +5,9 @@
 Of SGLang's fields those that are read here; both backends send them.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 
 _BEGIN, _END = b"data: ", b"\n\n"
@@ -55,14 +54,14 @@ class StreamEvent(msgspec.Struct):
     error: Failure | None = None
 
 
-async def stream_events(content: aiohttp.StreamReader) -> AsyncIterator[StreamEvent]:
-    """The events of a reply.
+async def stream_events(pieces: AsyncIterable[bytes]) -> AsyncIterator[StreamEvent]:
+    """The events of a reply, which comes in pieces of any size.
 
     Raises:
         msgspec.MsgspecError: if one lacks or garbles a field.
     """
     buffer = bytearray()
-    async for piece in content.iter_any():
+    async for piece in pieces:
         searched = max(0, len(buffer) - 1)  # an event of many experts comes in many pieces
         buffer += piece
         while (end := buffer.find(_END, searched)) >= 0:

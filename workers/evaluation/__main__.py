@@ -36,11 +36,10 @@ from corral.experiments.trial.evaluation import (
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
-from corral.workers.data.prompts import load_held_out_rows
+from corral.workers.data.prompts import checked_prompts, load_held_out_rows
 from corral.workers.evaluation.serving import served_problems
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
 from corral.workers.requests.manager_messages import HeldOutProblem
-from corral.workers.rollout.held_out import checked_prompts
 from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)

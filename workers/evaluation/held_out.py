@@ -19,9 +19,8 @@ from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
-from corral.workers.data.prompts import load_held_out_rows
+from corral.workers.data.prompts import checked_prompts, load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
-from corral.workers.rollout.held_out import checked_prompts
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.sandbox.curtain import Curtain
 

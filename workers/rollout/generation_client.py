@@ -262,7 +262,7 @@ class GenerationClient:
             ):
                 if response.status != 200:
                     return _judge(url, response.status, (await response.text())[:500])
-                async for event in stream_events(response.content):
+                async for event in stream_events(response.content.iter_any()):
                     if event.error is not None:
                         return _judge(url, event.error.code, event.error.message)
                     reason = answer.extend(event)

@@ -7,36 +7,18 @@ The seeds of an answer follow from its row alone, so that two versions are compa
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from corral.experiments.config.data import DatasetConfig, EvaluationConfig
+from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
-from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.data.held_out import sums_of
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 
 logger = logging.getLogger(__name__)
-
-
-def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
-    """The tokens of the problems of a file.
-
-    Raises:
-        ValueError: if one is longer than the limit of its dataset.
-    """
-    prompts = []
-    for row in rows:
-        prompts.append(encoder.encode(row.prompt, tools=row.tools))
-        if len(prompts[-1]) > config.max_prompt_tokens:
-            raise ValueError(
-                f"the prompt of {row.place} has {len(prompts[-1])} tokens, more than "
-                f"max_prompt_tokens {config.max_prompt_tokens}; shorten it"
-            )
-    return prompts
 
 
 class HeldOutProblems:
