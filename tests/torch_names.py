@@ -3,8 +3,8 @@
     PYTHONPATH=DIR_WITH_THAT_TORCH python -m tests.torch_names     writes tests/torch_names/VERSION.txt
 
 A line is a name and its parameters, `?` where torch does not tell them. `test_torch_versions.py` compares, on whatever
-torch is installed and without a network. Left out are `torch_versions.py`, whose purpose is what differs, and what runs
-in SGLang's own environment, with its own torch.
+torch is installed and without a network. Left out are `torch_versions.py` and `varlen_torch_versions.py`, whose purpose
+is what differs, and what runs in SGLang's own environment, with its own torch.
 """
 
 import ast

@@ -96,7 +96,7 @@ def check_demonstrations(field: str, checked: CheckedDataset) -> Iterator[Config
     """Answers of rows that no group would ever show."""
     if checked.num_rows is not None and field not in checked.fields:
         yield ConfigProblem(
-            f"no row has an answer to show in a field {field!r}",
+            f"no row that was looked at has an answer to show in a field {field!r}",
             did_you_mean(field, sorted(checked.fields), "name the field of the rows that has one, or remove it"),
             path=("rollout", "demonstrations"),
         )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -98,8 +99,6 @@ def _plain_call(call: object) -> dict[str, Any]:
         raise ValueError('has a tool call that is no {"id": ..., "function": {"name": ..., "arguments": ...}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # the model's own, which may be anything
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):  # the model's own, which may be anything
-            pass
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

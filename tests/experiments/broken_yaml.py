@@ -973,7 +973,7 @@ FILE_CASES = (
     BrokenCase(
         name="answers-to-show-that-no-row-has",
         edit=("rollout:\n", "rollout:\n  demonstrations: anwser\n"),
-        words=("no row has an answer to show in a field 'anwser'", "did you mean 'answer'?"),
+        words=("no row that was looked at has an answer to show in a field 'anwser'", "did you mean 'answer'?"),
         line=13,
     ),
     BrokenCase(

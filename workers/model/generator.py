@@ -33,11 +33,11 @@ from corral.workers.episodes.log import Branch
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stops import stopper
-from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
+from corral.workers.episodes.trajectories import group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import SampleMetadata
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
 from corral.workers.sandbox.curtain import Curtain
 
 _MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
@@ -229,10 +229,7 @@ class Generator:
             rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
-        judged = [
-            JudgedEpisode([Branch.of(prompt.token_ids, answer)], one.reward, parts=one.statistics, said=one.said)
-            for answer, one in zip(answers, rewards, strict=True)
-        ]
+        judged = judged_answers([Branch.of(prompt.token_ids, answer) for answer in answers], rewards)
         parts = self._reward.parts
         sample = make_sample(
             prompt.uid,

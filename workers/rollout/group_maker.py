@@ -37,7 +37,7 @@ from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.trials import Judged
 
@@ -187,10 +187,7 @@ class GroupMaker:
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
         branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
-        return [
-            JudgedEpisode([branch], one.reward, parts=one.statistics, said=one.said)
-            for branch, one in zip(branches, judged, strict=True)
-        ]
+        return judged_answers(branches, judged)
 
     def _shown(self, row: DatasetRow) -> list[Branch]:
         """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""

@@ -18,7 +18,8 @@ from corral.experiments.config.rollout import part_remark
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
-from corral.workers.episodes.trajectories import REWARD_PART, REWARD_SECONDS
+from corral.workers.episodes.log import Branch
+from corral.workers.episodes.trajectories import REWARD_PART, REWARD_SECONDS, JudgedEpisode
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
@@ -35,6 +36,14 @@ _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
 class RewardFailedError(RuntimeError):
     """A reward function failed on every try; its prompt is dropped and counted."""
+
+
+def judged_answers(branches: Sequence[Branch], judged: Sequence[Judged]) -> list[JudgedEpisode]:
+    """Episodes of one answer each."""
+    return [
+        JudgedEpisode([branch], one.reward, parts=one.statistics, said=one.said)
+        for branch, one in zip(branches, judged, strict=True)
+    ]
 
 
 class RewardJudge:
