@@ -4,7 +4,11 @@
         [--without samples.prompts_per_step=0]
 
 The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of the whole
-machine, so nothing else may run beside it. Another --setting is compared with another --without in the same way.
+machine, so nothing else may run beside it. Other settings are compared in the same way, and several at once: all that
+shows a trial beside none of it but metrics.jsonl and the page of its end is
+
+    --without samples.prompts_per_step=0 timeline.max_size=0 tracking.to=[]
+    --setting samples.prompts_per_step=null timeline.max_size=16 tracking.to=[tensorboard,prometheus]
 """
 
 import argparse
@@ -14,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,35 +32,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--setting", default="samples.prompts_per_step=8", help="what is compared with --without")
-    parser.add_argument("--without", default="samples.prompts_per_step=0", help="what that is")
+    parser.add_argument("--setting", nargs="+", default=["samples.prompts_per_step=8"], help="compared with --without")
+    parser.add_argument("--without", nargs="+", default=["samples.prompts_per_step=0"], help="what that is")
     options = parser.parse_args()
-    rates: dict[str, list[float]] = {options.without: [], options.setting: []}
+    rates: dict[str, list[float]] = {"without": [], "with": []}
+    settings = {"without": options.without, "with": options.setting}
     with tempfile.TemporaryDirectory(prefix="corral-kept-") as folder:
         root = Path(folder)
         subprocess.run([sys.executable, "-m", "corral.workers.data.arithmetic", "--out", root / "data"], check=True)
         for number in range(options.rounds):
-            for setting, found in rates.items():
-                trial = _run(root, f"t{number}-{len(found)}-{setting.partition('=')[2]}", setting, steps=options.steps)
+            for name, found in rates.items():
+                trial = _run(root, f"{name}-{number}", settings[name], steps=options.steps)
                 found.append(trial[0] / trial[1])
-                print(f"{setting:32} {trial[0]:,.0f} answers, {trial[1]:.1f} CPU s, {trial[2] / 1e3:.1f} kB kept")
+                print(
+                    f"{name:8} {trial[0]:,.0f} answers, {trial[1]:.1f} CPU s, {trial[2] / 1e3:.1f} kB kept", flush=True
+                )
     without, with_it = (statistics.fmean(found) for found in rates.values())
     print(f"answers per CPU second: {without:.1f} without, {with_it:.1f} with, {with_it / without:.3f} times")
 
 
-def _run(root: Path, name: str, setting: str, *, steps: int) -> tuple[float, float, int]:
+def _run(root: Path, name: str, compared: Sequence[str], *, steps: int) -> tuple[float, float, int]:
     """Answers trained on, CPU seconds of the machine, and bytes that were kept."""
     data, before = root / "data", _busy_s()
-    settings = {
-        "actor.path": data / "model",
-        "dataset.path": data / "train_grpo.jsonl",
-        "evaluation": "null",
-        "control.max_steps": steps,
-    }
-    overrides = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
+    settings = [
+        f"actor.path={data / 'model'}",
+        f"dataset.path={data / 'train_grpo.jsonl'}",
+        "evaluation=null",
+        f"control.max_steps={steps}",
+        *compared,
+    ]
+    overrides = [option for setting in settings for option in ("-s", setting)]
     command = [BIN / "rl-submit", RECIPE, "--local", "--wait", "--trial", name, "--fileroot", root, *overrides]
     subprocess.run(
-        [*map(str, command), "-s", setting],
+        list(map(str, command)),
         check=True,
         capture_output=True,
         timeout=DEADLINE_S,

@@ -16,7 +16,6 @@ from corral.experiments.exit_codes import CommandExit
 from corral.experiments.prompts.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import Figures
-from tests.chromium import Chromium, require_chromium
 from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
@@ -25,7 +24,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import ROOT, WORKERS, Material, Trial, read_lines, run_program
-from tests.launcher.page.page_trials import drawn, reach
+from tests.launcher.page.page_trials import check_page
 from tests.test_docs import table_below
 from tests.trace_format import check_format
 
@@ -102,7 +101,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
     assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
-    check_page(trial, tmp_path)
+    check_page(trial.directory.page_path, tmp_path, headline="COMPLETE step 11/11")
 
 
 def check_kept_answers(trial: Trial) -> None:
@@ -118,25 +117,6 @@ def check_kept_answers(trial: Trial) -> None:
         assert row["staleness"] > 0 or row["gap"] < 1e-3
     check_questions(trial, rows[-1])
     assert rows[-1]["said"][:4] in trial.run("rl-samples", "--show", f"{rows[-1]['uid']}#{rows[-1]['sequence']}")
-
-
-def check_page(trial: Trial, folder: Path) -> None:
-    """What the trial wrote at its end is drawn whole, on a phone too, and one of its answers opens there."""
-    require_chromium()
-    with Chromium(folder) as browser:
-        for width in (1200, 360):
-            tab = drawn(browser.open(trial.directory.page_path.as_uri(), width=width))
-            assert tab.texts("#headline")[0].startswith("COMPLETE step 11/11")
-            assert {"eval/accuracy", "rewards/mean"} <= {*tab.texts("#curve-chart .annotation-text")}
-            for section, drawing in (("times", "#bars .bars .point"), ("timeline", "#spans .bars .point")):
-                reach(tab, section)
-                assert tab.texts(drawing), section
-            for told in ("#timeline-said", "#status-text", "#event-rows tr", "#graph-table th", "#setting-rows tr"):
-                assert all(tab.texts(told)) and tab.texts(told), told
-            tab.evaluate("document.querySelector('#answer-rows button').click()")
-            assert "reward" in tab.texts("#answer-facts")[0] and tab.texts("#answer-text span[title]")
-            assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            assert tab.problems() == []
 
 
 def check_timeline(trial: Trial) -> None:

@@ -14,7 +14,7 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.samples import samples_file, schema
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
-from tests.chromium import Tab
+from tests.chromium import Chromium, Tab, require_chromium
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\x1b[31m<!-- &lt; '
@@ -97,3 +97,22 @@ def reach(tab: Tab, section: str) -> None:
     """As who scrolls there; its charts are drawn then."""
     tab.evaluate(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
     tab.wait_until(f"[...document.querySelectorAll('#{section} .chart')].every((one) => one.children.length)")
+
+
+def check_page(page: Path, folder: Path, *, headline: str) -> None:
+    """Of a GRPO trial at its end: it is drawn whole, on a phone too, and one of its answers opens there."""
+    require_chromium()
+    with Chromium(folder) as browser:
+        for width in (1200, 360):
+            tab = drawn(browser.open(page.as_uri(), width=width))
+            assert tab.texts("#headline")[0].startswith(headline)
+            assert {"eval/accuracy", "rewards/mean"} <= {*tab.texts("#curve-chart .annotation-text")}
+            for section, drawing in (("times", "#bars .bars .point"), ("timeline", "#spans .bars .point")):
+                reach(tab, section)
+                assert tab.texts(drawing), section
+            for told in ("#timeline-said", "#status-text", "#event-rows tr", "#graph-table th", "#setting-rows tr"):
+                assert all(tab.texts(told)) and tab.texts(told), told
+            tab.evaluate("document.querySelector('#answer-rows button').click()")
+            assert "reward" in tab.texts("#answer-facts")[0] and tab.texts("#answer-text span[title]")
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            assert tab.problems() == []
