@@ -51,8 +51,8 @@ RANKS: dict[str, list[set[str]]] = {
         {"commands"},
     ],
     "workers": [
-        {"checkpoint", "data", "modules", "sandbox", "streams"},
-        {"agents", "episodes", "rewards", "shared_prompts"},
+        {"data", "modules", "sandbox", "streams"},
+        {"agents", "checkpoint", "episodes", "rewards", "shared_prompts"},
         {
             "backends",
             "delivery",

@@ -36,6 +36,7 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
 from corral.workers.checkpoint.content_digest import digest_of, mismatch
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
+from corral.workers.data.prompts import split_uid
 
 OPEN: Final = 0
 TRAINED: Final = 1
@@ -110,10 +111,6 @@ class Ledger:
         self._pending_dropped: dict[str, str] = {}
         self.trained_count = sum(held.count(TRAINED) for held in self._parts.values())
         self.dropped_count = sum(held.count(DROPPED) for held in self._parts.values())
-        self.sources: Collection[str] = ()
-        """Of the data set, where it has several: what the names of their rows begin with."""
-        self.drops = Counter[str]()
-        """How many `drop` was told of, by the kind of reason, and by its source: filtered, filtered/source/math."""
 
     @property
     def consumed_count(self) -> int:
@@ -165,8 +162,6 @@ class Ledger:
             raise ValueError(f"sample {uid!r} cannot be dropped without a reason")
         self._settle((), [uid], f"the drop as {reason}")
         self._pending_dropped[uid] = reason
-        kind, source = reason.partition(":")[0], _split(uid)[1].partition("/")[0]
-        self.drops.update([kind, f"{kind}/source/{source}"] if source in self.sources else [kind])
 
     def delta_for(self, *, epoch: int, step: int) -> LedgerDelta:
         """Everything pending, as the delta of the commit about to be made."""
@@ -191,7 +186,7 @@ class Ledger:
             del self._pending_dropped[uid]
 
     def _state(self, uid: str) -> int:
-        dataset_epoch, row = _split(uid)
+        dataset_epoch, row = split_uid(uid)
         if (number := self._number_by_row.get(row)) is None:
             return OPEN
         part, at = divmod(number, _PART_ROWS)
@@ -203,7 +198,7 @@ class Ledger:
         self._require_new([*trained, *dropped], by)
         for uids, state in ((trained, TRAINED), (dropped, DROPPED)):
             for uid in uids:
-                dataset_epoch, row = _split(uid)
+                dataset_epoch, row = split_uid(uid)
                 part, at = divmod(self._number_by_row[row], _PART_ROWS)
                 if (held := self._parts.get((dataset_epoch, part))) is None:
                     size = min(_PART_ROWS, len(self._number_by_row) - part * _PART_ROWS)
@@ -221,7 +216,7 @@ class Ledger:
             before = "trained on" if self._state(known[0]) == TRAINED else "dropped"
             when = "the files in the trial's folder ledger/ say when"
             raise LedgerViolationError(f"{by} consumes {_some(known)}, but {known[0]!r} was {before} before; {when}")
-        unknown = [uid for uid in uids if _split(uid)[1] not in self._number_by_row]
+        unknown = [uid for uid in uids if split_uid(uid)[1] not in self._number_by_row]
         if unknown:
             raise LedgerViolationError(f"{by} consumes {_some(unknown)}, of no row of the trial's data set")
 
@@ -282,11 +277,6 @@ def _read(path: Path, *, digest: str) -> bytes:
     if actual != digest:
         raise CorruptLedgerError(f"ledger file {path}: {mismatch(digest, actual)}")
     return data
-
-
-def _split(uid: str) -> tuple[int, str]:
-    dataset_epoch, _, row = uid.partition(":")
-    return int(dataset_epoch), row
 
 
 def _some(uids: Iterable[str]) -> str:

@@ -180,3 +180,8 @@ def split_uid(uid: str) -> tuple[int, str]:
     """(dataset_epoch, row_id) of a uid."""
     dataset_epoch, _, row_id = uid.partition(":")
     return int(dataset_epoch), row_id
+
+
+def source_of(uid: str) -> str:
+    """Of a row of `dataset.sources`: which of them."""
+    return split_uid(uid)[1].partition("/")[0]

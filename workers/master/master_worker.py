@@ -246,6 +246,7 @@ class MasterWorker(Worker):
                 best=best,
                 weights=weights,
                 commits=commits,
+                sources=self._dataset.config.sources,
             ).run()
 
     async def _recover(self, writer: LogWriter) -> RecoveryPoint:
@@ -332,9 +333,7 @@ class MasterWorker(Worker):
 
     def _ledger_of(self, recovery: RecoveryPoint) -> Ledger:
         rows, commit = self._number_by_row, recovery.commit
-        ledger = committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
-        ledger.sources = self._dataset.config.sources.keys()
-        return ledger
+        return committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
 
     def _row_uids(self) -> Iterator[str]:
         seed, num_epochs = self.context.plan.seed, self._spec.control.total_train_epochs

@@ -23,8 +23,8 @@ import itertools
 import logging
 import math
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -35,7 +35,7 @@ import msgspec
 
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
-from corral.workers.data.prompts import GROUP_REWARD
+from corral.workers.data.prompts import GROUP_REWARD, source_of
 from corral.workers.master.dealt_prompts import DealtPrompts
 from corral.workers.requests.messages import MetadataReply, Rejection
 
@@ -194,6 +194,20 @@ def mean_scalars(samples: Iterable[BufferedSample]) -> dict[str, float]:
         name: max(numbers) if name.endswith("/max") else math.fsum(numbers) / len(numbers)
         for name, numbers in sorted(values.items())
     }
+
+
+def count_drops(reasons: Mapping[str, str], sources: Collection[str]) -> Counter[str]:
+    """How many prompts were dropped, by metric: for each kind of reason, and of each source, where there are several.
+
+    Args:
+        reasons: by uid; the kind stands before the colon.
+        sources: names of `dataset.sources`.
+    """
+    counts = Counter[str]()
+    for uid, reason in reasons.items():
+        name = f"data/dropped/{reason.partition(':')[0]}"
+        counts.update([name, f"{name}/source/{source_of(uid)}"] if source_of(uid) in sources else [name])
+    return counts
 
 
 class SampleHolders(Protocol):

@@ -65,16 +65,6 @@ def test_the_ledger_is_the_union_of_the_commits_deltas(trial: TrialDirectory) ->
     assert commits[0].ledger_file.startswith("ledger/1-2-")
 
 
-def test_drops_are_counted_by_the_kind_of_their_reason_and_by_source() -> None:
-    ledger = Ledger(numbers_of(["math/1", "math/2", "code/1", "code/2"]))
-    ledger.sources = ("math", "code")
-    for row in ("math/1", "math/2", "code/1"):
-        ledger.drop(f"0:{row}", f"filtered: the rewards of {row}")
-    ledger.drop("0:code/2", "bad_row: it has no prompt")
-    of_filtered = {"filtered": 3, "filtered/source/math": 2, "filtered/source/code": 1}
-    assert ledger.drops == {**of_filtered, "bad_row": 1, "bad_row/source/code": 1}
-
-
 def test_a_sample_in_two_commits_is_a_violation() -> None:
     for second in (
         LedgerDelta(epoch=2, step=2, trained={2: ["0:b", "0:a"]}, dropped={}),
