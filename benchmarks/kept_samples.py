@@ -3,17 +3,20 @@
     OMP_NUM_THREADS=1 python benchmarks/kept_samples.py [--steps 30] [--rounds 2] [--setting samples.prompts_per_step=8]
         [--without samples.prompts_per_step=0]
 
-The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of the whole
-machine, so nothing else may run beside it. Other settings are compared in the same way, and several at once: all that
-shows a trial beside none of it but metrics.jsonl and the page of its end is
+The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of all of a
+trial's processes, from rl-submit to the last that its supervisor leaves. Other settings are compared in the same way,
+and several at once: all that shows a trial beside none of it but metrics.jsonl and the page of its end is
 
     --without samples.prompts_per_step=0 timeline.max_size=0 tracking.to=[]
     --setting samples.prompts_per_step=null timeline.max_size=16 tracking.to=[tensorboard,prometheus]
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 RECIPE = ROOT / "experiments" / "recipes" / "arithmetic_grpo.yaml"
 DEADLINE_S = 1800
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main() -> None:
@@ -35,6 +39,7 @@ def main() -> None:
     parser.add_argument("--setting", nargs="+", default=["samples.prompts_per_step=8"], help="compared with --without")
     parser.add_argument("--without", nargs="+", default=["samples.prompts_per_step=0"], help="what that is")
     options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a supervisor outlives rl-submit: it comes here
     rates: dict[str, list[float]] = {"without": [], "with": []}
     settings = {"without": options.without, "with": options.setting}
     with tempfile.TemporaryDirectory(prefix="corral-kept-") as folder:
@@ -52,8 +57,8 @@ def main() -> None:
 
 
 def _run(root: Path, name: str, compared: Sequence[str], *, steps: int) -> tuple[float, float, int]:
-    """Answers trained on, CPU seconds of the machine, and bytes that were kept."""
-    data, before = root / "data", _busy_s()
+    """Answers trained on, CPU seconds, and bytes that were kept."""
+    data, before = root / "data", _children_s()
     settings = [
         f"actor.path={data / 'model'}",
         f"dataset.path={data / 'train_grpo.jsonl'}",
@@ -70,18 +75,19 @@ def _run(root: Path, name: str, compared: Sequence[str], *, steps: int) -> tuple
         timeout=DEADLINE_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    cpu_s, trial = _busy_s() - before, root / "arithmetic-grpo" / name
+    cpu_s, trial = _children_s() - before, root / "arithmetic-grpo" / name
     lines = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
     kept = sum(path.stat().st_size for path in trial.glob("samples/*"))
     return sum(line.get("ppo/num_answers", 0.0) for line in lines), cpu_s, kept
 
 
-def _busy_s() -> float:
-    """CPU seconds of all processes since the machine started."""
-    user, nice, system, _, _, interrupts, soft_interrupts = map(
-        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
-    )
-    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+def _children_s() -> float:
+    """CPU seconds of all that descended from this process, once the last of them has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
