@@ -1,14 +1,16 @@
 """What a data set of a million rows costs the submission and each kind of worker: CPU seconds, and memory of their own.
 
-    python benchmarks/many_rows.py [--rows 1000000]
+    python benchmarks/many_rows.py [--rows 1000000] [--characters 400]
 
-Parquet with prompts of some 400 characters, a condition that takes nine rows in ten, and an order. Each part runs
+Parquet with prompts of so many characters, a condition that takes nine rows in ten, and an order. Each part runs
 in a process of its own. "held" is what the kernel counts as the process's own at the end, "at most" the most with the
 file's mapped pages, which the kernel takes away where it needs room; both without what the imports had taken.
 """
 
 import argparse
+import base64
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -87,15 +89,17 @@ def measure(part: str, folder: Path) -> None:
     print(f"| {part} | {spent_s:.1f} s | {held / 1e6:.0f} MB | {most / 1e6:.0f} MB |", flush=True)
 
 
-def write_rows(path: Path, num_rows: int) -> None:
-    """A thousand rows at a time."""
+def write_rows(path: Path, num_rows: int, num_characters: int) -> None:
+    """A thousand rows at a time; their texts are alike too seldom to be made much smaller."""
+    text = base64.b64encode(random.Random(1).randbytes(2**20 + num_characters)).decode()
     writer = None
     for first in range(0, num_rows, 1000):
         numbers = range(first, min(first + 1000, num_rows))
+        places = [(number, number * 7919 % 2**20) for number in numbers]
         table = pyarrow.table(
             {
                 "id": [f"problem-{number}" for number in numbers],
-                "prompt": [f"What is {number}" + "+1" * 200 + "?" for number in numbers],
+                "prompt": [f"What is {number}? {text[at : at + num_characters]}" for number, at in places],
                 "answer": [str(number + 200) for number in numbers],
                 "difficulty": [number * 7 % 10 for number in numbers],
             }
@@ -109,6 +113,7 @@ def write_rows(path: Path, num_rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--characters", type=int, default=400)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -116,7 +121,7 @@ def main() -> None:
         measure(arguments.part, arguments.folder)
         return
     with tempfile.TemporaryDirectory(prefix="corral-rows-") as folder:
-        write_rows(Path(folder) / "rows.parquet", arguments.rows)
+        write_rows(Path(folder) / "rows.parquet", arguments.rows, arguments.characters)
         print(f"{arguments.rows} rows, {(Path(folder) / 'rows.parquet').stat().st_size / 1e6:.0f} MB of Parquet\n")
         print("| | CPU | held | at most |\n|---|---|---|---|", flush=True)
         for part in PARTS:

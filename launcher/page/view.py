@@ -35,7 +35,7 @@ from corral.launcher.trial.exits import exit_text
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.metrics import read_metrics
 
-_POINTS = 2_000  # of a curve
+_POINTS = 1_000  # of a curve: more than a chart has columns of dots
 _ANSWERS = 300
 _MOST_EVENTS = 500
 _READ_TIMEOUT_S = 60.0  # a trial of 100,000 steps takes some seconds
