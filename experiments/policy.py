@@ -18,7 +18,7 @@ from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
 from corral.experiments.checks.data import MODEL_CONTEXT, check_length
-from corral.experiments.checks.teachers import check_teachers
+from corral.experiments.checks.teachers import check_teacher_prompts, check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.model import (
@@ -37,7 +37,16 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key, teacher_keys
+from corral.scheduling.keys import (
+    EPISODE_KEYS,
+    ROUTED_EXPERTS,
+    TEACHER_PROMPT,
+    Key,
+    remarks_key,
+    reward_parts_key,
+    teacher_keys,
+    teacher_prompt_key,
+)
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -128,13 +137,21 @@ class PolicyExperiment(Experiment):
         """What comes with the answers."""
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
         for_people = (key.name for key in self._keys_for_people)
-        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *(EPISODE_KEYS if self.makes_episodes else ()))
+        of_teachers = (TEACHER_PROMPT,) if self.teacher_prompt_tokens else ()
+        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *of_teachers, *of_episodes)
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
         of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
         of_teachers = teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()
-        return (*of_experts, *self._keys_for_people, *of_teachers)
+        told = (teacher_prompt_key(tokens),) if (tokens := self.teacher_prompt_tokens) else ()
+        return (*of_experts, *self._keys_for_people, *of_teachers, *told)
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Longest prompt of teachers' own that samples carry; 0 where they carry none."""
+        return self.dataset.max_prompt_tokens if self._teacher_roles and self.dataset.has_teacher_prompts else 0
 
     @property
     def _keys_for_people(self) -> tuple[Key, ...]:
@@ -202,7 +219,8 @@ class PolicyExperiment(Experiment):
         told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
         for role in self._teacher_roles:
             suffix = role.removeprefix("teacher")
-            infer(f"{role}_inf", role, "teacher", masked, {name: f"{name}{suffix}" for name in told})
+            reads = (*masked, TEACHER_PROMPT) if self.teacher_prompt_tokens else masked
+            infer(f"{role}_inf", role, "teacher", reads, {name: f"{name}{suffix}" for name in told})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -244,7 +262,8 @@ class PolicyExperiment(Experiment):
 
     def _answer_keys(self) -> tuple[str, ...]:
         """What comes with the answers, and is read."""
-        return tuple(key for key in self.trajectory_keys if key != "rewards" or self.reward_model is None)
+        unread = {TEACHER_PROMPT} if self.reward_model is None else {TEACHER_PROMPT, "rewards"}
+        return tuple(key for key in self.trajectory_keys if key not in unread)
 
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
@@ -285,7 +304,7 @@ class PolicyExperiment(Experiment):
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
-            has_teacher=self.teacher is not None or bool(self.teachers),
+            has_teacher=bool(self._teacher_roles),
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
@@ -296,6 +315,7 @@ class PolicyExperiment(Experiment):
             sources=self.dataset.sources.keys(),
             top_k=self.ppo.distillation.top_k,
         )
+        yield from check_teacher_prompts(self.dataset, self.checked_dataset, makes_episodes=self.makes_episodes)
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -334,8 +354,10 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
-        if (self.teacher is not None or self.teachers) and self.ppo.distillation.coef == 0.0:
+        if self._teacher_roles and self.ppo.distillation.coef == 0.0:
             yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
+        if self.dataset.has_teacher_prompts and not self._teacher_roles:
+            yield "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
         if self.ppo.algorithm == "luffy" and getattr(self.rollout, "demonstrations", None) is None:
             yield "ppo.algorithm: luffy shows no answers without rollout.demonstrations of async_ppo; name their field"
         if self.critic is not None and not self.ppo.needs_critic:

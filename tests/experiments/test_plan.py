@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
@@ -16,13 +17,15 @@ from corral.experiments.policy import PolicyExperiment
 from corral.experiments.registry import load_experiment, load_with_source
 from corral.experiments.worker_specs import (
     GenerationServerSpec,
+    GserverManagerSpec,
     MasterWorkerSpec,
     ModelWorkerSpec,
     RolloutWorkerSpec,
     RoutedExpertsSpec,
 )
+from corral.launcher.submit.prompts_text import print_prompts
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.keys import Key, teacher_keys
+from corral.scheduling.keys import Key, teacher_keys, teacher_prompt_key
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 from tests.scheduling.test_dataflow import levels_of
 
@@ -355,13 +358,36 @@ def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None
     }
 
 
+def test_teachers_may_read_prompts_of_their_own_which_nobody_else_gets(folder: Path) -> None:
+    told = [f"teacher.path={folder / 'model'}", "ppo.algorithm=distillation", "dataset.columns.teacher_prompt=answer"]
+    plan, key = _plan(folder / "ppo.yaml", *told), teacher_prompt_key(16)
+    asked, train = plan.master.calls
+    assert key.name in asked.input_keys and key.name not in train.input_keys and key in plan.master.declared_keys
+    (worker,) = plan.all_of(RolloutWorkerSpec)
+    assert worker.teacher_prompt_tokens == 16 == plan.all_of(GserverManagerSpec)[0].dataset.config.max_prompt_tokens
+    assert key not in _plan(folder / "ppo.yaml", *told[:2]).master.declared_keys
+    console = Console(record=True, file=(folder / "shown").open("w"))
+    print_prompts(plan, console)
+    assert "what teachers read: 1 tokens" in console.export_text()
+    (warning,) = load_experiment(folder / "ppo.yaml", told[2:]).find_warnings()
+    assert warning == "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["teachers={sums: {path: model}}"], "teachers are named sums, and dataset.sources nothing"),
         (["teachers={a-b: {path: model}}"], "'a-b' cannot be part of a role's name"),
-        (["teachers={sums: {path: model}}", "teacher={path: model}"], "both say who is learned from"),
+        (
+            ["teachers={sums: {path: model}}", "teacher={path: model}"],
+            "both say who is learned from",
+        ),
         (["teachers={sums: {path: nowhere}}"], "nowhere does not exist"),
+        (["teacher={path: model}", "dataset.columns.teacher_prompt=promt"], "a prompt for teachers in a field 'promt'"),
+        (
+            ["teacher={path: model}", "dataset.columns.teacher_prompt=prompt", "rollout.agent=corral.agents:other"],
+            "without rollout.agent and rollout.environment",
+        ),
     ],
 )
 def test_teachers_of_no_source_are_refused(

@@ -24,12 +24,13 @@ from types import MappingProxyType
 from corral.experiments.config.rollout import RolloutConfig, functions_of, remarks_size, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.experiments.errors import split_remedy
-from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
@@ -67,6 +68,8 @@ class Group:
     episodes: Sequence[JudgedEpisode]
     num_failed: int = 0
     """Others that failed, and could be spared."""
+    teacher_prompt: Sequence[int] = ()
+    """Ids that teachers read in the prompt's place; none of episodes, which begin as they will."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,8 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
+    teacher_prompt_tokens: int = 0
+    """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
@@ -126,12 +131,14 @@ class GroupMaker:
                 f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
         says_episodes = self.player is not None
+        size = self.teacher_prompt_tokens
         sample = make_sample(
             uid,
             episodes,
             experts=self.client.experts,
             parts=told_parts(self.config.reward),
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
+            teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,
         )
         statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
@@ -153,15 +160,14 @@ class GroupMaker:
     async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
-            prompt_ids, shown = self.prompts.encode(row.prompt, tools=row.tools), self._shown(row)
+            prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
+            told = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
         except ValueError as error:
             raise RowError(*split_remedy(str(error))) from error
-        if len(prompt_ids) > self.max_prompt_tokens:
-            limit = f"dataset.max_prompt_tokens {self.max_prompt_tokens}"
-            raise RowError(f"the prompt has {len(prompt_ids)} tokens, more than {limit}", "shorten it")
         try:
             if self.player is None:
-                return Group(await self._answers(uid, row, prompt_ids, shown, order=order))
+                answers = await self._answers(uid, row, prompt_ids, shown, order=order)
+                return Group(answers, teacher_prompt=told)
             group = await self._episodes(self.player, uid, row, prompt_ids, order=order)
             self.player.forget(uid)
             return group
@@ -171,6 +177,9 @@ class GroupMaker:
             raise PromptFailedError(f"request_refused: {error}") from error
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
+
+    def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
+        return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
 
     def _client_of(self, order: int) -> GenerationClient:
         """Who asks for answers as long as those of the prompt's step may be."""
