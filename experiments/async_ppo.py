@@ -25,6 +25,7 @@ from corral.experiments.checks.generation import (
     check_sglang,
 )
 from corral.experiments.config.data import DatasetConfig, RowKind
+from corral.experiments.config.endpoint import TeacherEndpointConfig
 from corral.experiments.config.rollout import (
     EngineConfig,
     RolloutConfig,
@@ -126,6 +127,10 @@ class AsyncPPOExperiment(PolicyExperiment):
     @property
     def makes_episodes(self) -> bool:
         return self.rollout.makes_episodes
+
+    @property
+    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
+        return self.rollout.served_teachers
 
     @property
     def row_kind(self) -> RowKind:

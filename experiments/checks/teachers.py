@@ -1,6 +1,7 @@
 """Checks of those that are learned from: teachers that read what the actor writes, and are there for every row."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from corral.experiments.checks.data import CheckedDataset, check_field
 from corral.experiments.config.data import DatasetConfig
@@ -10,23 +11,24 @@ from corral.experiments.inputs.model_directory import model_sizes, read_vocabula
 
 
 def check_teachers(
-    teachers: Mapping[str, ModelConfig],
+    teachers: Mapping[str, Path | None],
     actor: ModelConfig,
     *,
-    names: Collection[str],
+    names: Sequence[str],
     sources: Collection[str],
     top_k: int | None,
 ) -> Iterator[ConfigProblem]:
     """What is wrong with teachers and the rows that they judge.
 
     Args:
-        teachers: all of them, by the key of the file that describes each.
-        names: of those that judge a source of rows each.
+        teachers: the directories of all of them, as far as they are known, by the key of the file that describes each.
+        names: of the sources of rows that teachers judge one each.
         sources: of rows.
         top_k: how many of its own tokens each tells the actor; None for the probabilities of the actor's.
     """
-    for key, teacher in teachers.items():
-        yield from _check_one(teacher, actor, key=key, top_k=top_k)
+    for key, path in teachers.items():
+        if path is not None:
+            yield from _check_one(path, actor.path, key=key, top_k=top_k)
     if teachers and top_k is not None and actor.shared_prompts != "off":
         yield ConfigProblem(
             "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
@@ -34,14 +36,40 @@ def check_teachers(
             "set actor.shared_prompts: off",
             path=("actor", "shared_prompts"),
         )
-    if names and len(names) < len(teachers):
-        yield ConfigProblem("teacher and teachers both say who is learned from", "keep one", path=("teacher",))
+    if len(teachers) > max(1, len(set(names))):
+        yield ConfigProblem(
+            f"{' and '.join(teachers)} say who is learned from on the same rows",
+            "keep one of all rows, or one of each source in `teachers` or `rollout.teachers`",
+            path=("teacher",),
+        )
     if names and set(names) != set(sources):
         yield ConfigProblem(
             f"teachers are named {', '.join(names)}, and dataset.sources {', '.join(sources) or 'nothing'}: each "
             "source has one",
             "name teachers as the sources, or give one `teacher` of all rows",
             path=("teachers",),
+        )
+
+
+def check_served_teachers(keys: Collection[str], *, temperature: float, top_k: int | None) -> Iterator[ConfigProblem]:
+    """What teachers outside of the trial cannot say.
+
+    Args:
+        keys: of the file, that describe them.
+        temperature: that answers are sampled with.
+    """
+    if keys and temperature != 1.0:
+        yield ConfigProblem(
+            f"{', '.join(keys)} says log-probabilities at temperature 1, as servers give those of prompts, and answers "
+            f"are sampled at {temperature:g}",
+            "sample at 1, or take a `teacher` of the trial",
+            path=("rollout", "sampling", "temperature"),
+        )
+    if keys and top_k is not None:
+        yield ConfigProblem(
+            f"{', '.join(keys)} says how likely given tokens are, and cannot name others by their ids",
+            "leave out ppo.distillation.top_k, or take a `teacher` of the trial",
+            path=("ppo", "distillation", "top_k"),
         )
 
 
@@ -64,15 +92,13 @@ def check_teacher_prompts(
             yield from check_field(field, checked, what="a prompt for teachers", path=path)
 
 
-def _check_one(
-    teacher: ModelConfig, actor: ModelConfig, *, key: str, top_k: int | None = None
-) -> Iterator[ConfigProblem]:
+def _check_one(teacher: Path, actor: Path, *, key: str, top_k: int | None = None) -> Iterator[ConfigProblem]:
     """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up.
 
     Args:
         top_k: how many of its own tokens it tells the actor, which then has to know all of them.
     """
-    own, actors = (read_vocabulary(one.path) for one in (teacher, actor))
+    own, actors = (read_vocabulary(one) for one in (teacher, actor))
     if own is not None and actors is not None and (others := sorted(dict(actors.items() - own.items()))):
         yield ConfigProblem(
             f"{key} has another tokenizer than the actor: {len(others)} of the actor's {len(actors)} tokens are others "
@@ -80,7 +106,7 @@ def _check_one(
             "take a teacher of the actor's family, with the same tokenizer: it scores the actor's tokens one by one",
             path=(key, "path"),
         )
-    rows, needed = (model_sizes(one.path).get("vocab_size") for one in (teacher, actor))
+    rows, needed = (model_sizes(one).get("vocab_size") for one in (teacher, actor))
     if rows is not None and needed is not None and rows < needed:
         yield ConfigProblem(
             f"{key} has a vocabulary of {rows}, the actor one of {needed}: it cannot read all that the actor may write",

@@ -373,6 +373,30 @@ def test_teachers_may_read_prompts_of_their_own_which_nobody_else_gets(folder: P
     assert warning == "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
 
 
+def test_a_teacher_may_be_outside_of_the_trial_for_all_rows_or_some(folder: Path) -> None:
+    text = (folder / "ppo.yaml").read_text()
+    served, told = "{url: 'https://t/v1', model: m}", ["ppo.algorithm=distillation"]
+    experiment = load_experiment(folder / "ppo.yaml", [f"rollout.teacher={served}", *told])
+    assert "nobody has compared the tokens of the teacher at https://t/v1" in "\n".join(experiment.find_warnings())
+    plan = _plan(folder / "ppo.yaml", f"rollout.teacher={served}", *told, "dataset.columns.teacher_prompt=answer")
+    (train,) = plan.master.calls
+    assert train.name == "actor_train" and "teacher_logprobs" in train.input_keys
+    assert plan.all_of(RolloutWorkerSpec)[0].teacher_prompt_tokens == 0, "samples need not carry what it reads"
+    rows = "path: train.jsonl, where: len(prompt)"
+    data = f"dataset:\n  sources: {{sums: {{{rows} <= 4}}, others: {{{rows} > 4}}}}\n"
+    (folder / "taught.yaml").write_text(
+        "teachers: {sums: {path: model}}\n" + text.replace("dataset:\n  path: train.jsonl\n", data)
+    )
+    own = f"rollout.teachers={{others: {served[:-1]}, path: {folder / 'model'}, key_file: ~/key}}}}"
+    plan = _plan(folder / "taught.yaml", own, *told)
+    asked, train = plan.master.calls
+    assert asked.name == "teacher_sums_inf"
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} <= set(train.input_keys)
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} == {key.name for key in plan.master.declared_keys}
+    (worker,) = plan.all_of(RolloutWorkerSpec)
+    assert worker.rollout.teachers["others"].key_file == Path.home() / "key"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -380,9 +404,14 @@ def test_teachers_may_read_prompts_of_their_own_which_nobody_else_gets(folder: P
         (["teachers={a-b: {path: model}}"], "'a-b' cannot be part of a role's name"),
         (
             ["teachers={sums: {path: model}}", "teacher={path: model}"],
-            "both say who is learned from",
+            "teachers.sums say who is learned from on the same rows",
         ),
         (["teachers={sums: {path: nowhere}}"], "nowhere does not exist"),
+        (["rollout.teachers={a-b: {url: 'http://t/v1', model: m}}"], "'a-b' cannot be part of a role's name"),
+        (["rollout.teacher={url: 'http://t/v1', model: m, path: model}", "teacher={path: model}"], "on the same rows"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "ppo.distillation.top_k=5"], "cannot name others by their"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "rollout.sampling.temperature=0.7"], "are sampled at 0.7"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "experiment=ppo"], "unknown key 'teacher' in rollout"),
         (["teacher={path: model}", "dataset.columns.teacher_prompt=promt"], "a prompt for teachers in a field 'promt'"),
         (
             ["teacher={path: model}", "dataset.columns.teacher_prompt=prompt", "rollout.agent=corral.agents:other"],

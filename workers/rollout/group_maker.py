@@ -1,6 +1,6 @@
 """GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
 
-    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ──► sample
+    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ─teachers─► sample
                   └─ agent of one's own ──► EpisodePlayer, n at a time ──► judge┘
                       │ an episode failed
                       ├── again, `rollout.reward_retries` times
@@ -35,10 +35,12 @@ from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
+from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.trials import Judged
 
@@ -58,7 +60,8 @@ class PromptFailedError(RuntimeError):
 
 
 class PromptsFailError(RuntimeError):
-    """Agent or reward fail on everything now, and did not before: the worker starts again, as what they ask may do."""
+    """Agent, reward or teacher fail on everything now, and did not before: the worker starts again, as what they ask
+    may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
+    teachers: ServedTeachers | None = None
+    """Outside of the trial, where there are such."""
     teacher_prompt_tokens: int = 0
     """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     _failed_in_a_row: int = field(default=0, init=False)
@@ -110,6 +115,11 @@ class GroupMaker:
         """
         try:
             group = await self.attempt(uid, row, order=order)
+            rewards = [episode.total for episode in group.episodes]
+            sample: SequenceSample | None = None
+            statistics: dict[str, float] = {}
+            if not self.config.drop_uniform_groups or len(set(rewards)) > 1:
+                sample, statistics = await self._sample(uid, row, group)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             if self.player is not None:
@@ -122,37 +132,48 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
-        episodes = group.episodes
-        rewards = [episode.total for episode in episodes]
         mean = math.fsum(rewards) / len(rewards)
         told = {GROUP_REWARD: mean} if self.says_reward else {}
-        if self.config.drop_uniform_groups and len(set(rewards)) == 1:
+        if sample is None:
             raise PromptFailedError(
                 f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
+        if row.source:
+            tokens = sum(len(answer.output_ids) for episode in group.episodes for answer in episode.answers)
+            statistics |= {
+                f"reward/source/{row.source}": mean,
+                f"response_length/source/{row.source}": tokens / len(rewards),
+                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
+            }
+        return group.episodes, sample, told | statistics
+
+    async def _sample(self, uid: str, row: DatasetRow, group: Group) -> tuple[SequenceSample, dict[str, float]]:
+        """What the trainer gets of a group, with what teachers outside of the trial say of it."""
         says_episodes = self.player is not None
         size = self.teacher_prompt_tokens
         sample = make_sample(
             uid,
-            episodes,
+            group.episodes,
             experts=self.client.experts,
             parts=told_parts(self.config.reward),
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,
         )
-        statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
-        if row.source:
-            tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
-            statistics |= {
-                f"reward/source/{row.source}": mean,
-                f"response_length/source/{row.source}": tokens / len(episodes),
-                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
-            }
-        return episodes, sample, statistics
+        statistics = group_statistics(group.episodes) | (statistics_of(group) if says_episodes else {})
+        if self.teachers is None:
+            return sample, statistics
+        try:
+            taught = await self.teachers.judge(sample, source=row.source, prompt_ids=group.teacher_prompt)
+        except TeacherFailedError as error:
+            raise PromptFailedError(f"teacher_error: {error}") from error
+        except EndpointDownError as error:
+            raise PromptsFailError(f"the teacher is away: {error}") from error
+        return taught[0], statistics | taught[1]
 
     def _all_fail(self, what: str) -> RuntimeError:
-        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}"
+        others = "" if self.teachers is None else ", or the teacher"
+        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}{others}"
         if self.has_judged:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
