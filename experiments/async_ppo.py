@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from corral.experiments.checks.algorithm import check_admission
-from corral.experiments.checks.data import check_demonstrations, check_length
+from corral.experiments.checks.data import check_field, check_length
 from corral.experiments.checks.environment import check_environment
 from corral.experiments.checks.generation import (
     check_backend_settings,
@@ -25,6 +25,7 @@ from corral.experiments.checks.generation import (
     check_sglang,
 )
 from corral.experiments.config.data import DatasetConfig, RowKind
+from corral.experiments.config.endpoint import TeacherEndpointConfig
 from corral.experiments.config.rollout import (
     EngineConfig,
     RolloutConfig,
@@ -128,6 +129,10 @@ class AsyncPPOExperiment(PolicyExperiment):
         return self.rollout.makes_episodes
 
     @property
+    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
+        return self.rollout.served_teachers
+
+    @property
     def row_kind(self) -> RowKind:
         # An agent may reward without a reference, and an environment does.
         return "prompts" if self.makes_episodes else super().row_kind
@@ -213,6 +218,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
                 train_batch_size=self.train_batch_size,
+                teacher_prompt_tokens=self.teacher_prompt_tokens,
                 rollout=self.planned_rollout,
                 experts=self.routed_experts,
                 held_out=held_out,
@@ -268,8 +274,9 @@ class AsyncPPOExperiment(PolicyExperiment):
                 model=self.actor.path,
                 is_in_container=group is not None and group.container_image is not None,
             )
-        if self.rollout.demonstrations is not None:
-            yield from check_demonstrations(self.rollout.demonstrations, self.checked_dataset)
+        if (field := self.rollout.demonstrations) is not None:
+            shown, path = "an answer to show", ("rollout", "demonstrations")
+            yield from check_field(field, self.checked_dataset, what=shown, path=path)
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):

@@ -18,9 +18,10 @@ from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
 from corral.experiments.checks.data import MODEL_CONTEXT, check_length
-from corral.experiments.checks.teachers import check_teachers
+from corral.experiments.checks.teachers import check_served_teachers, check_teacher_prompts, check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
+from corral.experiments.config.endpoint import TeacherEndpointConfig, checked_teacher_names
 from corral.experiments.config.model import (
     ActorModelConfig,
     CriticModelConfig,
@@ -37,7 +38,17 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key, teacher_keys
+from corral.scheduling.keys import (
+    EPISODE_KEYS,
+    ROUTED_EXPERTS,
+    TEACHER_PROMPT,
+    Key,
+    keys_of_teachers,
+    remarks_key,
+    reward_parts_key,
+    teacher_keys,
+    teacher_prompt_key,
+)
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -78,15 +89,30 @@ class PolicyExperiment(Experiment):
     @field_validator("teachers")
     @classmethod
     def _names_are_of_roles(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-        if others := [name for name in value if not f"teacher_{name}".isidentifier()]:
-            raise ValueError(
-                f"{others[0]!r} cannot be part of a role's name, teacher_...; call the source by letters, digits and _"
-            )
-        return value
+        return checked_teacher_names(value)
 
     @property
     def _teacher_roles(self) -> tuple[str, ...]:
         return tuple(role for role in self.models if role == "teacher" or role.startswith("teacher_"))
+
+    @property
+    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
+        """Those outside of the trial, by source; that of all rows has no name."""
+        return {}
+
+    @property
+    def _has_teacher(self) -> bool:
+        return bool(self._teacher_roles or self.served_teachers)
+
+    @property
+    def _served_keys(self) -> tuple[Key, ...]:
+        """What comes with the answers, since teachers outside of the trial have said it."""
+        return tuple(key for name in self.served_teachers for key in keys_of_teachers([name] if name else [], None))
+
+    @property
+    def _taught_sources(self) -> tuple[str, ...]:
+        """Sources of rows that have teachers of their own."""
+        return (*self.teachers, *filter(None, self.served_teachers))
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -128,13 +154,21 @@ class PolicyExperiment(Experiment):
         """What comes with the answers."""
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
         for_people = (key.name for key in self._keys_for_people)
-        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *(EPISODE_KEYS if self.makes_episodes else ()))
+        of_teachers = [key.name for key in self._served_keys] + [TEACHER_PROMPT] * bool(self.teacher_prompt_tokens)
+        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *of_teachers, *of_episodes)
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
         of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
         of_teachers = teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()
-        return (*of_experts, *self._keys_for_people, *of_teachers)
+        told = (teacher_prompt_key(tokens),) if (tokens := self.teacher_prompt_tokens) else ()
+        return (*of_experts, *self._keys_for_people, *of_teachers, *told, *self._served_keys)
+
+    @property
+    def teacher_prompt_tokens(self) -> int:
+        """Longest prompt of teachers' own that samples carry; 0 where they carry none."""
+        return self.dataset.max_prompt_tokens if self._teacher_roles and self.dataset.has_teacher_prompts else 0
 
     @property
     def _keys_for_people(self) -> tuple[Key, ...]:
@@ -202,7 +236,8 @@ class PolicyExperiment(Experiment):
         told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
         for role in self._teacher_roles:
             suffix = role.removeprefix("teacher")
-            infer(f"{role}_inf", role, "teacher", masked, {name: f"{name}{suffix}" for name in told})
+            told_more = (TEACHER_PROMPT,) if self.teacher_prompt_tokens else ()
+            infer(f"{role}_inf", role, "teacher", (*masked, *told_more), {name: f"{name}{suffix}" for name in told})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
@@ -244,7 +279,8 @@ class PolicyExperiment(Experiment):
 
     def _answer_keys(self) -> tuple[str, ...]:
         """What comes with the answers, and is read."""
-        return tuple(key for key in self.trajectory_keys if key != "rewards" or self.reward_model is None)
+        unread = {TEACHER_PROMPT} if self.reward_model is None else {TEACHER_PROMPT, "rewards"}
+        return tuple(key for key in self.trajectory_keys if key not in unread)
 
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
@@ -266,7 +302,7 @@ class PolicyExperiment(Experiment):
     def role_settings(self, role: str) -> Mapping[str, Any]:
         own: dict[str, Any] = {"ppo": self.ppo}
         if role == "actor" or role.startswith("teacher_"):
-            own["taught_sources"] = tuple(self.teachers) if role == "actor" else (role.removeprefix("teacher_"),)
+            own["taught_sources"] = self._taught_sources if role == "actor" else (role.removeprefix("teacher_"),)
         if role == "critic" and self.critic is not None:
             own["critic"] = self.critic.value
         if role == "reward" and self.reward_model is not None:
@@ -285,17 +321,25 @@ class PolicyExperiment(Experiment):
             self.ppo,
             has_ref=self.ref is not None,
             has_critic=self.critic is not None,
-            has_teacher=self.teacher is not None or bool(self.teachers),
+            has_teacher=self._has_teacher,
             train_batch_size=self.train_batch_size,
             dp=max(ranks, default=1),
         )
+        served = {
+            f"rollout.teachers.{name}" if name else "rollout.teacher": one.path
+            for name, one in self.served_teachers.items()
+        }
         yield from check_teachers(
-            {self.key_of(role): self.models[role] for role in self._teacher_roles},
+            {**{self.key_of(role): self.models[role].path for role in self._teacher_roles}, **served},
             self.actor,
-            names=self.teachers.keys(),
+            names=self._taught_sources,
             sources=self.dataset.sources.keys(),
             top_k=self.ppo.distillation.top_k,
         )
+        yield from check_served_teachers(
+            served, temperature=self.rollout.sampling.temperature, top_k=self.ppo.distillation.top_k
+        )
+        yield from check_teacher_prompts(self.dataset, self.checked_dataset, makes_episodes=self.makes_episodes)
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -334,8 +378,16 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
-        if (self.teacher is not None or self.teachers) and self.ppo.distillation.coef == 0.0:
+        if self._has_teacher and self.ppo.distillation.coef == 0.0:
             yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
+        if self.dataset.has_teacher_prompts and not self._has_teacher:
+            yield "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
+        for endpoint in self.served_teachers.values():
+            if endpoint.path is None:
+                yield (
+                    f"nobody has compared the tokens of the teacher at {endpoint.url} with the actor's: it is asked by "
+                    "their ids, and has to have the same ones; name its directory in `path`, if it can be read here"
+                )
         if self.ppo.algorithm == "luffy" and getattr(self.rollout, "demonstrations", None) is None:
             yield "ppo.algorithm: luffy shows no answers without rollout.demonstrations of async_ppo; name their field"
         if self.critic is not None and not self.ppo.needs_critic:

@@ -86,6 +86,7 @@ class PPOExperiment(PolicyExperiment):
             sampling=self.rollout.sampling,
             group_size=self.ppo.group_size,
             max_running_requests=self.engine.max_running_requests,
+            teacher_prompt_tokens=self.teacher_prompt_tokens,
             experts=self.routed_experts,
         )
         # On the trainer's float32 weights as they are.

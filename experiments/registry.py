@@ -19,8 +19,6 @@ from corral.experiments.checks.data import check_batch, check_evaluation, check_
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.tracking import check_trackers
 from corral.experiments.checks.training import check_layouts
-from corral.experiments.config.data import MixedSourceConfig
-from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.presets import fill_in
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
@@ -44,7 +42,7 @@ from corral.experiments.loading.overrides import (
     value_at,
 )
 from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
-from corral.experiments.loading.schema import accepts, field_at, key_paths
+from corral.experiments.loading.schema import accepts, entries, field_at, key_paths
 from corral.experiments.loading.validation import validate
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.reward_model import RewardModelExperiment
@@ -269,9 +267,9 @@ def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment
         places = [path] * accepts(field, Path)
         if accepts(field, dict[str, Path]) and isinstance(below, dict):
             places = [(*path, name) for name in below]
-        by_name = any(accepts(field, dict[str, kind]) for kind in (MixedSourceConfig, ModelConfig))  # type: ignore[valid-type]
-        if by_name and isinstance(below, dict):
-            places = [(*path, name, "path") for name, one in below.items() if isinstance(one, dict)]
+        if (named := entries(field.annotation)) is not None and isinstance(below, dict):
+            keys = [key for key, one in named.model_fields.items() if accepts(one, Path)]
+            places = [(*path, name, key) for name, one in below.items() if isinstance(one, dict) for key in keys]
         for place in places:
             if isinstance(text := value_at(data, place), str):
                 absolute = os.path.abspath(source.folder(place) / os.path.expanduser(text))

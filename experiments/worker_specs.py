@@ -196,6 +196,8 @@ class GenerationSpec(FrozenConfig):
     """Answers to one prompt."""
     max_running_requests: int = Field(ge=1)
     """Answers that one data-parallel rank decodes at a time."""
+    teacher_prompt_tokens: int = 0
+    """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""
 
@@ -377,6 +379,8 @@ class RolloutWorkerSpec(FrozenConfig):
     group_size: int = Field(ge=1)
     train_batch_size: int = Field(default=1, ge=1)
     """Prompts of a train step."""
+    teacher_prompt_tokens: int = 0
+    """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     rollout: RolloutConfig
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""

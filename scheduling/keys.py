@@ -152,6 +152,20 @@ def teacher_keys(top_k: int | None) -> tuple[Key, ...]:
     )
 
 
+def keys_of_teachers(sources: Sequence[str], top_k: int | None) -> tuple[Key, ...]:
+    """What the policy reads of teachers: of the one, or of those of these sources of rows."""
+    keys = teacher_keys(top_k)
+    return tuple(Key(f"{key.name}_{one}", key.layout, key.dtype, key.shape) for one in sources for key in keys) or keys
+
+
+TEACHER_PROMPT = "teacher_prompt"
+
+
+def teacher_prompt_key(num_tokens: int) -> Key:
+    """What teachers read in the prompt's place: at most so many token ids, and -1 behind them."""
+    return Key(TEACHER_PROMPT, "per_answer", "int32", (num_tokens,))
+
+
 def built_in(*names: str) -> tuple[Key, ...]:
     """The built-in keys of these names.
 

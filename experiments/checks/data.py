@@ -83,7 +83,10 @@ def _too_long(
             looked_at[source.name] += 1
             fields |= {name for name, value in row.fields.items() if value is not None}
             place = "" if isinstance(row.prompt, str) else f"{row.place}: "
-            if excess := limits.find_excess(row.prompt, row.answers, tools=row.tools):
+            excess = limits.find_excess(row.prompt, row.answers, tools=row.tools)
+            if not excess and row.teacher_prompt is not row.prompt:
+                excess = limits.find_excess(row.teacher_prompt, tools=row.tools)
+            if excess:
                 firsts.setdefault(source.name, f"{row.place}: {excess}")
                 too_long.setdefault(source.name, []).append(number)
     except ValueError as error:
@@ -92,13 +95,13 @@ def _too_long(
     return too_long, firsts, looked_at, frozenset(fields)
 
 
-def check_demonstrations(field: str, checked: CheckedDataset) -> Iterator[ConfigProblem]:
-    """Answers of rows that no group would ever show."""
+def check_field(field: str, checked: CheckedDataset, *, what: str, path: KeyPath) -> Iterator[ConfigProblem]:
+    """A field that would never be read, since no row has it."""
     if checked.num_rows is not None and field not in checked.fields:
         yield ConfigProblem(
-            f"no row that was looked at has an answer to show in a field {field!r}",
+            f"no row that was looked at has {what} in a field {field!r}",
             did_you_mean(field, sorted(checked.fields), "name the field of the rows that has one, or remove it"),
-            path=("rollout", "demonstrations"),
+            path=path,
         )
 
 
@@ -242,6 +245,8 @@ def dataset_warnings(
         if any(source.order is not None for source in held_out.all_sources.values()):
             yield "order has no effect in evaluation.dataset: held-out rows are all looked at each time"
     unread = {"answer"} if kind == "preferences" else {"chosen", "rejected"}
+    if kind in ("conversations", "preferences"):
+        unread.add("teacher_prompt")
     for name, one in datasets.items():
         given = {column for source in one.all_sources.values() for column in source.columns.model_fields_set}
         for key in sorted(unread & given):

@@ -49,6 +49,9 @@ class ColumnsConfig(FrozenConfig):
     tools: str = Field(default="tools", min_length=1)
     """What the model is told that it may call, beside messages: a list of OpenAI's {"type": "function", "function":
     {...}}. A row need not have it."""
+    teacher_prompt: str | None = Field(default=None, min_length=1)
+    """What teachers read in the prompt's place, in the same forms: the prompt with a hint, or behind a worked answer.
+    Of a row without it they read the prompt. None: no row has one."""
     answer: str = Field(default="answer", min_length=1)
     """The reference answer, a string or a number, which is taken as its text."""
     chosen: str = Field(default="chosen", min_length=1)
@@ -123,8 +126,8 @@ class DatasetConfig(SourceConfig):
     """Several sources by name, in place of `path` and `hub`: prompts are taken from all of them in the shares that
     their weights say, and rewards are told source by source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt in tokens. Rows that are longer are left out, and counted; a held-out row that is longer is
-    refused, and a prompt that an agent makes is dropped."""
+    """Longest prompt in tokens, `columns.teacher_prompt` included. Rows that are longer are left out, and counted; a
+    held-out row that is longer is refused, and a prompt that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
 
@@ -160,6 +163,11 @@ class DatasetConfig(SourceConfig):
     def all_sources(self) -> Mapping[str, SourceConfig]:
         """By name; where there is one, it has none."""
         return self.sources or {"": self}
+
+    @property
+    def has_teacher_prompts(self) -> bool:
+        """Whether teachers read what the policy does not."""
+        return any(one.columns.teacher_prompt is not None for one in self.all_sources.values())
 
     def of_file(self, path: Path) -> Self:
         """Another file, whose rows are read as those here."""

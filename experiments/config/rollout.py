@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.endpoint import TeacherEndpointConfig, checked_teacher_names
 from corral.experiments.config.environment import EnvironmentConfig
 
 EXACT_MATCH = "corral.workers.rewards:exact_match"
@@ -203,6 +204,10 @@ class RolloutConfig(GenerationConfig):
     """How the manager spreads requests over generation servers."""
     max_updating_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the generation servers, at least one of them, that may stand still at the same time to take over new weights; the others generate on with those before, where the staleness bound allows it. 1.0: all at once."""  # noqa: E501
+    teacher: TeacherEndpointConfig | None = None
+    """A teacher outside of the trial, in place of the model `teacher`; answers are shown to it when they are judged."""
+    teachers: Annotated[dict[str, TeacherEndpointConfig], AfterValidator(checked_teacher_names)] = {}
+    """Such teachers by the source whose rows each judges; other sources have theirs in `teachers` of the trial."""
     agent: ImportPath = SINGLE_TURN
     """An async function (task, session) -> float, Outcome or None; see docs/agents.md."""
     agent_settings: dict[str, Any] = {}
@@ -238,6 +243,11 @@ class RolloutConfig(GenerationConfig):
                 f"{self.sampling.max_new_tokens}; raise that"
             )
         return self
+
+    @property
+    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
+        """Those outside of the trial, by source; that of all rows has no name."""
+        return self.teachers if self.teacher is None else {"": self.teacher, **self.teachers}
 
     def longest_answer(self, step: int) -> int:
         """Tokens that an answer to a prompt of a train step may have."""

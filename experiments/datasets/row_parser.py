@@ -29,6 +29,7 @@ class DatasetRow:
 
     row_id: unique in the data; with the dataset epoch it makes the sample's uid.
     prompt: text, messages, or token ids; no messages at all before an answer that is a whole conversation.
+    teacher_prompt: what teachers read in its place; the same, where the row says nothing else.
     tools: what the model is told that it may call, beside messages.
     answers: the reference answer if there is one, or the chosen and the rejected answer.
     fields: everything that the row says, for rewards and agents of one's own.
@@ -38,6 +39,7 @@ class DatasetRow:
 
     row_id: str
     prompt: Prompt
+    teacher_prompt: Prompt
     answers: tuple[Answer, ...]
     fields: dict[str, Any]
     place: str
@@ -74,6 +76,7 @@ class RowParser:
             hint = "write {" + ", ".join(f'"{what}": ...' for what in ("prompt", *self._answer_columns)) + "}"
             raise RowError(f"row is no JSON object but {show_value(fields)}", hint)
         prompt, answers = self._prompt_and_answers(fields)
+        key = self.columns.teacher_prompt
         has_messages = not isinstance(prompt, str) and not is_ids(prompt)
         if has_messages and prompt and plain_messages(prompt) in [list(answer[: len(prompt)]) for answer in answers]:
             hint = "take it out of the answer; or name a field that no row has with columns.prompt"
@@ -81,6 +84,7 @@ class RowParser:
         return DatasetRow(
             row_id=row_id,
             prompt=prompt,
+            teacher_prompt=prompt if key is None or fields.get(key) is None else self._prompt(fields, key),
             answers=answers,
             fields=fields,
             place=place,
@@ -100,13 +104,12 @@ class RowParser:
         if self.kind == "conversations" and not has_prompt and fields.get(self.columns.messages) is not None:
             return (), (self._messages(fields, self.columns.messages),)
         if self.kind != "preferences" or has_prompt:
-            return self._prompt(fields), self._answers(fields)
+            return self._prompt(fields, self.columns.prompt), self._answers(fields)
         if any(fields.get(key) is None for key in self._answer_columns.values()):
             raise _missing(fields, self.columns.prompt, "prompt", "")
         return _common_beginning(*self._answers(fields))
 
-    def _prompt(self, fields: Mapping[str, Any]) -> Prompt:
-        key = self.columns.prompt
+    def _prompt(self, fields: Mapping[str, Any], key: str) -> Prompt:
         prompt = fields.get(key)
         if isinstance(prompt, str) and prompt:
             return prompt

@@ -55,6 +55,14 @@ class PromptEncoder:
 
         return ChatRenderer.of_model(self.directory, self.tokenizer)
 
+    def encode_within(self, max_tokens: int, prompt: Prompt, *, tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """As `encode`; ValueError, too, if it has more tokens."""
+        ids = self.encode(prompt, tools=tools)
+        if len(ids) > max_tokens:
+            limit = f"dataset.max_prompt_tokens {max_tokens}"
+            raise ValueError(f"the prompt has {len(ids)} tokens, more than {limit}; shorten it")
+        return ids
+
     def encode(self, prompt: Prompt, *, tools: Sequence[ToolSchema] = ()) -> list[int]:
         """
         Raises:

@@ -60,8 +60,11 @@ def sequences_of(row: DatasetRow, kind: RowKind, encoder: PromptEncoder) -> dict
         names = ("chosen", "rejected") if kind == "preferences" else ("row",)
         learned = (encoder.encode_learned(row.prompt, answer, tools=row.tools) for answer in row.answers)
         return dict(zip(names, learned, strict=True))
-    ids = encoder.encode(row.prompt, tools=row.tools)
-    return {"prompt": LearnedSequence(ids, [True] * len(ids))}
+    prompts = {"prompt": row.prompt}
+    if row.teacher_prompt is not row.prompt:
+        prompts["what teachers read"] = row.teacher_prompt
+    encoded = {name: encoder.encode(prompt, tools=row.tools) for name, prompt in prompts.items()}
+    return {name: LearnedSequence(ids, [True] * len(ids)) for name, ids in encoded.items()}
 
 
 def as_seen(sequence: LearnedSequence, tokenizer: Any) -> Text:

@@ -97,14 +97,20 @@ def _slow_server(figures: Figures) -> tuple[str, str] | None:
     return text, "look at the host and the GPU of that server, or do without it"
 
 
-def _slow_reward(figures: Figures) -> tuple[str, str] | None:
-    rewards, answers = figures.of("rewards", "rollout_worker"), figures.of("answers")
-    judged_s, made_s = figures.lane_s("rewards"), figures.lane_s("answers")
-    if not rewards or not answers or judged_s < made_s:
-        return None
-    mean_s = sum(span.seconds for span in rewards) / len(rewards)
-    text = f"a group waits {mean_s:.3g} s for its reward, {judged_s / (judged_s + made_s):.0%} of its time"
-    return text, _FASTER_REWARD
+def _slow_judge(lane: str, judge: str, remedy: str) -> Callable[[Figures], tuple[str, str] | None]:
+    def rule(figures: Figures) -> tuple[str, str] | None:
+        judged, answers = figures.of(lane, "rollout_worker"), figures.of("answers")
+        judged_s, made_s = figures.lane_s(lane), figures.lane_s("answers")
+        if not judged or not answers or judged_s < made_s:
+            return None
+        mean_s = sum(span.seconds for span in judged) / len(judged)
+        return f"a group waits {mean_s:.3g} s for its {judge}, {judged_s / (judged_s + made_s):.0%} of its time", remedy
+
+    return rule
+
+
+_slow_reward = _slow_judge("rewards", "reward", _FASTER_REWARD)
+_slow_teacher = _slow_judge("teachers", "teacher", "give rollout.teacher a faster server")
 
 
 def _slow_agents(figures: Figures) -> tuple[str, str] | None:
@@ -191,7 +197,7 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], tuple[str
     (
         ("wait for a batch",),
         "waiting for a batch",
-        (_slow_server, _slow_reward, _slow_agents, _shut_gate, _no_server, _few_servers),
+        (_slow_server, _slow_reward, _slow_teacher, _slow_agents, _shut_gate, _no_server, _few_servers),
     ),
     (("train step",), "the calls of the step", (_slow_rank, _slow_judging, _long_call)),
     (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.errors import ConfigError
@@ -16,13 +17,15 @@ from corral.experiments.policy import PolicyExperiment
 from corral.experiments.registry import load_experiment, load_with_source
 from corral.experiments.worker_specs import (
     GenerationServerSpec,
+    GserverManagerSpec,
     MasterWorkerSpec,
     ModelWorkerSpec,
     RolloutWorkerSpec,
     RoutedExpertsSpec,
 )
+from corral.launcher.submit.prompts_text import print_prompts
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.keys import Key, teacher_keys
+from corral.scheduling.keys import Key, teacher_keys, teacher_prompt_key
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_PPO, VALID_SFT, write_inputs
 from tests.scheduling.test_dataflow import levels_of
 
@@ -355,13 +358,65 @@ def test_each_source_of_rows_may_have_a_teacher_of_its_own(folder: Path) -> None
     }
 
 
+def test_teachers_may_read_prompts_of_their_own_which_nobody_else_gets(folder: Path) -> None:
+    told = [f"teacher.path={folder / 'model'}", "ppo.algorithm=distillation", "dataset.columns.teacher_prompt=answer"]
+    plan, key = _plan(folder / "ppo.yaml", *told), teacher_prompt_key(16)
+    asked, train = plan.master.calls
+    assert key.name in asked.input_keys and key.name not in train.input_keys and key in plan.master.declared_keys
+    (worker,) = plan.all_of(RolloutWorkerSpec)
+    assert worker.teacher_prompt_tokens == 16 == plan.all_of(GserverManagerSpec)[0].dataset.config.max_prompt_tokens
+    assert key not in _plan(folder / "ppo.yaml", *told[:2]).master.declared_keys
+    console = Console(record=True, file=(folder / "shown").open("w"))
+    print_prompts(plan, console)
+    assert "what teachers read: 1 tokens" in console.export_text()
+    (warning,) = load_experiment(folder / "ppo.yaml", told[2:]).find_warnings()
+    assert warning == "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
+
+
+def test_a_teacher_may_be_outside_of_the_trial_for_all_rows_or_some(folder: Path) -> None:
+    text = (folder / "ppo.yaml").read_text()
+    served, told = "{url: 'https://t/v1', model: m}", ["ppo.algorithm=distillation"]
+    experiment = load_experiment(folder / "ppo.yaml", [f"rollout.teacher={served}", *told])
+    assert "nobody has compared the tokens of the teacher at https://t/v1" in "\n".join(experiment.find_warnings())
+    plan = _plan(folder / "ppo.yaml", f"rollout.teacher={served}", *told, "dataset.columns.teacher_prompt=answer")
+    (train,) = plan.master.calls
+    assert train.name == "actor_train" and "teacher_logprobs" in train.input_keys
+    assert plan.all_of(RolloutWorkerSpec)[0].teacher_prompt_tokens == 0, "samples need not carry what it reads"
+    rows = "path: train.jsonl, where: len(prompt)"
+    data = f"dataset:\n  sources: {{sums: {{{rows} <= 4}}, others: {{{rows} > 4}}}}\n"
+    (folder / "taught.yaml").write_text(
+        "teachers: {sums: {path: model}}\n" + text.replace("dataset:\n  path: train.jsonl\n", data)
+    )
+    own = f"rollout.teachers={{others: {served[:-1]}, path: {folder / 'model'}, key_file: ~/key}}}}"
+    plan = _plan(folder / "taught.yaml", own, *told)
+    asked, train = plan.master.calls
+    assert asked.name == "teacher_sums_inf"
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} <= set(train.input_keys)
+    assert {"teacher_logprobs_sums", "teacher_logprobs_others"} == {key.name for key in plan.master.declared_keys}
+    (worker,) = plan.all_of(RolloutWorkerSpec)
+    assert worker.rollout.teachers["others"].key_file == Path.home() / "key"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["teachers={sums: {path: model}}"], "teachers are named sums, and dataset.sources nothing"),
         (["teachers={a-b: {path: model}}"], "'a-b' cannot be part of a role's name"),
-        (["teachers={sums: {path: model}}", "teacher={path: model}"], "both say who is learned from"),
+        (
+            ["teachers={sums: {path: model}}", "teacher={path: model}"],
+            "teachers.sums say who is learned from on the same rows",
+        ),
         (["teachers={sums: {path: nowhere}}"], "nowhere does not exist"),
+        (["rollout.teachers={a-b: {url: 'http://t/v1', model: m}}"], "'a-b' cannot be part of a role's name"),
+        (["rollout.teacher={url: 'http://t/v1', model: m, path: model}", "teacher={path: model}"], "on the same rows"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "ppo.distillation.top_k=5"], "cannot name others by their"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "rollout.sampling.temperature=0.7"], "are sampled at 0.7"),
+        (["rollout.teacher={url: 'http://t/v1', model: m}", "experiment=ppo"], "unknown key 'teacher' in rollout"),
+        (["teacher={path: model}", "dataset.columns.teacher_prompt=promt"], "a prompt for teachers in a field 'promt'"),
+        (
+            ["teacher={path: model}", "dataset.columns.teacher_prompt=prompt", "rollout.agent=corral.agents:other"],
+            "without rollout.agent and rollout.environment",
+        ),
     ],
 )
 def test_teachers_of_no_source_are_refused(

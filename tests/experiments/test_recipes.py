@@ -48,7 +48,10 @@ def _load(recipe: Path, folder: Path, *more: str) -> Experiment:
     for name in examples.values():
         if name.endswith(".jsonl"):
             count = 10 if name.startswith("heldout") else 128
-            (folder / name).write_text(pairs(count) if "preferences" in name else rows(count))
+            text = pairs(count) if "preferences" in name else rows(count)
+            (folder / name).write_text(
+                text.replace('"answer"', '"hinted": "1=", "answer"') if "hinted" in name else text
+            )
     paths = {key: folder / (UNTRAINED if name in MADE else name) for key, name in examples.items()}
     overrides = [f"{key}={path}" for key, path in paths.items()]
     return load_experiment(recipe, [*overrides, *more])

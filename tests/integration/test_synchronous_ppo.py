@@ -16,7 +16,19 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import RECIPES, Material, Trial, submit
 
 NUM_STEPS = 5
-ALIKE = {"control.max_steps": NUM_STEPS, "evaluation": "null", "actor.optimizer.lr": 1e-3, "ppo.n_minibatches": 2}
+
+
+def alike(material: Material) -> dict[str, object]:
+    """Few steps, that learn from rewards and from the model that they begin with, which reads the answer instead."""
+    return {
+        "control.max_steps": NUM_STEPS,
+        "evaluation": "null",
+        "actor.optimizer.lr": 1e-3,
+        "ppo.n_minibatches": 2,
+        "teacher.path": material.model,
+        "ppo.distillation.coef": 1.0,
+        "dataset.columns.teacher_prompt": "answer",
+    }
 
 
 def synchronous(folder: Path) -> Path:
@@ -57,7 +69,7 @@ def check_same_training(first: Trial, second: Trial) -> None:
 def in_turns(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     """A synchronous trial that has ended."""
     folder = tmp_path_factory.mktemp("in_turns")
-    alarmed = ALIKE | {"ppo.gap_alarm": 1e-9}  # by rounding alone
+    alarmed = alike(material) | {"ppo.gap_alarm": 1e-9}  # by rounding alone
     trial = submit("grpo", folder, material, num_rows=40, overrides=alarmed, file=synchronous(folder))
     try:
         trial.wait_for_end()
@@ -67,9 +79,10 @@ def in_turns(material: Material, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
-    start_trial: Callable[..., Trial], in_turns: Trial
+    start_trial: Callable[..., Trial], in_turns: Trial, material: Material
 ) -> None:
-    asynchronous = start_trial("grpo", num_rows=40, overrides=ALIKE | {"rollout.max_head_offpolicyness": 0})
+    at_once = alike(material) | {"rollout.max_head_offpolicyness": 0}
+    asynchronous = start_trial("grpo", num_rows=40, overrides=at_once)
     asynchronous.wait_for_end()
     for trial in (asynchronous, in_turns):
         check_nothing_is_left(trial)
@@ -87,12 +100,12 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
 
 @pytest.mark.slow  # a replica beside its policy is in the other test, and meshes apart in test_four_roles.py
 def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
-    start_trial: Callable[..., Trial], in_turns: Trial, tmp_path: Path
+    start_trial: Callable[..., Trial], in_turns: Trial, material: Material, tmp_path: Path
 ) -> None:
     apart = start_trial(
         "grpo",
         num_rows=40,
-        overrides=ALIKE | {"allocation": "actor=fsdp:d1,generation=fsdp:d1"},
+        overrides=alike(material) | {"allocation": "actor,teacher=fsdp:d1,generation=fsdp:d1"},
         file=synchronous(tmp_path),
     )
     apart.wait_for_end()

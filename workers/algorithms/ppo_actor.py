@@ -19,7 +19,7 @@ from torch import Tensor
 
 from corral.experiments.config.algorithm import DistillationConfig, PPOConfig
 from corral.experiments.worker_specs import BehaviourSpec
-from corral.scheduling.keys import TEACHER_TOPK_LOGPROBS, built_in
+from corral.scheduling.keys import TEACHER_TOPK_LOGPROBS, built_in, keys_of_teachers
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import (
@@ -43,7 +43,7 @@ from corral.workers.algorithms.ppo_batch import (
     weigh_behaviour,
     with_loss_weights,
 )
-from corral.workers.algorithms.teacher import keys_of_teachers, with_teachers_merged
+from corral.workers.algorithms.teacher import with_teachers_merged
 from corral.workers.backends.base import LossOutput, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores

@@ -6,6 +6,7 @@
 
 Where each source of rows has a teacher of its own, each computes the answers to its own rows alone.
 Or they say which tokens they find likeliest in the place of each, teacher_topk_ids and teacher_topk_logprobs, alike.
+They read the policy's prompts, or with `teacher_prompt` others, of which the policy knows nothing.
 What the policy makes of it is in `ppo_batch.py` and `ppo_actor.py`.
 """
 
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import Key, built_in, teacher_keys
+from corral.scheduling.keys import TEACHER_PROMPT, built_in, keys_of_teachers, teacher_keys
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
 from corral.workers.backends.base import TrainEngine
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.teacher_prompts import as_it_is, behind_prompts, kept_prompts
 
 
 class TeacherInterface(ModelInterface):
@@ -45,38 +47,32 @@ class TeacherInterface(ModelInterface):
         return {CallType.INFERENCE: teacher_keys(self._top_k)}
 
     def inference(self, engine: TrainEngine[TokenScores], sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
-        """Its keys of the answers to its own rows; 0 for those to others."""
+        """Its keys of the answers to its own rows; 0 for those to others.
+
+        Where the sample has `teacher_prompt`, of the answers behind that: then 0 on prompts, too.
+        """
         is_own = [not self._sources or source_of(uid) in self._sources for uid in sample.uids]
         is_own_answer = np.repeat(np.array(is_own, np.bool_), sample.num_answers_per_sample())
         own = sample if all(is_own) else sample.select_answers(np.flatnonzero(is_own_answer).tolist())
-        is_own_token = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
+        is_told = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
+        taught = behind_prompts(own, kept_prompts(own)) if TEACHER_PROMPT in own.data else as_it_is(own)
+        is_told[is_told] = taught.policy_places
         if self._top_k is None:
-            made = [compute_logprobs(engine, own, temperature=self._temperature)]
+            made = [compute_logprobs(engine, taught.sample, temperature=self._temperature)]
         else:
-            read = own.select_keys(["input_ids"])
+            read = taught.sample.select_keys(["input_ids"])
             made = list(engine.forward(read, temperature=self._temperature, top_k=self._top_k).values())
-        return {
-            key.name: _spread(values.astype(key.dtype), np.repeat(is_own_token, math.prod(key.shape)))
-            for key, values in zip(teacher_keys(self._top_k), made, strict=True)
-        }
-
-
-def _spread(values: npt.NDArray[Any], is_own: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """The values in their places, and 0 elsewhere."""
-    whole = np.zeros(len(is_own), values.dtype)
-    whole[is_own] = values
-    return whole
+        told: dict[str, npt.NDArray[Any]] = {}
+        for key, values in zip(teacher_keys(self._top_k), made, strict=True):
+            whole = np.zeros((len(is_told), math.prod(key.shape)), key.dtype)
+            whole[is_told] = values.reshape(-1, whole.shape[1])[taught.places]
+            told[key.name] = whole.reshape(-1)
+        return told
 
 
 def source_of(uid: str) -> str:
     """The name of the source that a sample's row comes from: of "0:math/12" it is math."""
     return uid.partition(":")[2].partition("/")[0]
-
-
-def keys_of_teachers(sources: Sequence[str], top_k: int | None) -> tuple[Key, ...]:
-    """What the policy reads of teachers: of the one, or of those of these sources."""
-    keys = teacher_keys(top_k)
-    return tuple(Key(f"{key.name}_{one}", key.layout, key.dtype, key.shape) for one in sources for key in keys) or keys
 
 
 def with_teachers_merged(sample: SequenceSample, sources: Sequence[str], top_k: int | None) -> SequenceSample:

@@ -8,6 +8,7 @@ writes DIR/model (Hugging Face format), problems with their answers, and prefere
     heldout_few.jsonl                                       the first of heldout.jsonl
     train_preferences.jsonl  heldout_preferences.jsonl      {..., "chosen": "46", "rejected": "56"}
     train_tools.jsonl                                       the same, with answers that ask a calculator: "12+34="
+    train_hinted.jsonl                                      {..., "hinted": "12+34=12+34=<eos>46="}
 
 Held-out problems appear in no training file.
 """
@@ -60,11 +61,20 @@ def make_tool_rows(problems: list[dict[str, str]]) -> list[dict[str, str]]:
     rows = []
     for row in problems:
         prompt, answer = row["prompt"], row["answer"]
-        asked = f"{prompt}{prompt}{END_OF_ANSWER}{answer}="
         rows.append({"id": f"{row['id']}/answer", "prompt": prompt, "answer": answer})
         rows.append({"id": f"{row['id']}/call", "prompt": prompt, "answer": prompt})
-        rows.append({"id": f"{row['id']}/reply", "prompt": asked, "answer": answer})
+        rows.append({"id": f"{row['id']}/reply", "prompt": _replied(row), "answer": answer})
     return rows
+
+
+def _replied(row: dict[str, str]) -> str:
+    """The problem, a calculator that is asked, and what that said."""
+    return f"{row['prompt']}{row['prompt']}{END_OF_ANSWER}{row['answer']}="
+
+
+def make_hinted_rows(problems: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Each problem with what a teacher reads that has the calculator's reply."""
+    return [{**row, "hinted": _replied(row)} for row in problems]
 
 
 def write_datasets(directory: Path, *, seed: int) -> None:
@@ -78,6 +88,7 @@ def write_datasets(directory: Path, *, seed: int) -> None:
         ("train_grpo.jsonl", training),
         ("heldout_preferences.jsonl", make_preferences(held_out, seed=seed)),
         ("train_tools.jsonl", make_tool_rows(training[:NUM_TOOLS])),
+        ("train_hinted.jsonl", make_hinted_rows(training)),
         ("train_preferences.jsonl", make_preferences(training, seed=seed)),
     ):
         write_rows(directory / name, part)

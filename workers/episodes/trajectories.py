@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.experiments.worker_specs import RoutedExpertsSpec
-from corral.scheduling.keys import REMARKS, REWARD_PARTS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key
+from corral.scheduling.keys import (
+    REMARKS,
+    REWARD_PARTS,
+    ROUTED_EXPERTS,
+    TEACHER_PROMPT,
+    Key,
+    remarks_key,
+    reward_parts_key,
+    teacher_prompt_key,
+)
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.data.sequence_sample import SequenceSample, key_specs
 from corral.workers.episodes.log import Branch, Segment
@@ -99,6 +108,7 @@ def make_sample(
     experts: RoutedExpertsSpec | None = None,
     parts: Sequence[str] = (),
     remarks_bytes: int = 0,
+    teacher_prompt: npt.NDArray[np.int32] | None = None,
     says_episodes: bool = False,
 ) -> SequenceSample:
     """The packed sample of one group.
@@ -107,6 +117,7 @@ def make_sample(
         experts: of a mixture whose trainer is told whom to choose.
         parts: of the reward, whose numbers go along for people to read.
         remarks_bytes: for what is said of each in words, which goes along, too.
+        teacher_prompt: what teachers read in the prompt's place, as its key has it; it goes along, too.
         says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
     """
     # One from which nothing is learned has no number: the trainer counts from 0 without a gap.
@@ -134,6 +145,9 @@ def make_sample(
     if remarks_bytes:
         declared.append(remarks_key(remarks_bytes))
         values[REMARKS] = [_padded(episodes[number].remarks, remarks_bytes) for number, _ in numbered]
+    if teacher_prompt is not None:
+        declared.append(teacher_prompt_key(len(teacher_prompt)))
+        values[TEACHER_PROMPT] = [teacher_prompt] * len(branches)
     if experts is not None:
         declared.append(experts.key)
         values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
@@ -63,6 +66,7 @@ class _Prompt:
     order: int
     row: DatasetRow
     token_ids: list[int]
+    teacher_prompt: npt.NDArray[np.int32] | None
 
     def dropped(self, because: str, *, version: str, cause: str = "") -> Generated:
         described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
@@ -134,13 +138,17 @@ class Generator:
         """A prompt; dropped, if its row is broken or too long."""
         try:
             row = self._rows[split_uid(uid)[1]]
-            ids = self._prompts.encode(row.prompt, tools=row.tools)
-            if len(ids) > self._max_prompt_tokens:
-                raise ValueError(f"the prompt has {len(ids)} tokens; max_prompt_tokens is {self._max_prompt_tokens}")
+            ids = self._prompts.encode_within(self._max_prompt_tokens, row.prompt, tools=row.tools)
+            size = self._generation.teacher_prompt_tokens
+            told = (
+                padded_prompt(self._prompts.encode_within(size, row.teacher_prompt, tools=row.tools), size)
+                if size
+                else None
+            )
         except ValueError as error:
             because = f"{BAD_ROW}: {error}"
             return Generated(SampleMetadata(uid, (), [], (version,), order, dropped_because=because), None)
-        return _Prompt(uid, order, row, ids)
+        return _Prompt(uid, order, row, ids, told)
 
     def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
         """UserCodeError if the reward has failed on everything since the trial began."""
@@ -237,5 +245,6 @@ class Generator:
             experts=self._generation.experts,
             parts=told_parts(parts),
             remarks_bytes=remarks_size(parts),
+            teacher_prompt=prompt.teacher_prompt,
         )
         return prompt.answered(sample, version=version, statistics=group_statistics(judged))

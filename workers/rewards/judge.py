@@ -10,47 +10,30 @@ rollout worker are in one process, which knows what was said and what was spent 
 """
 
 import asyncio
-import os
-import random
 import re
 import string
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import aiohttp
 import msgspec
 from pydantic import Field, PrivateAttr, model_validator
 
-from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.endpoint import EndpointConfig
 from corral.experiments.config.patterns import FindingPattern, last_found
 from corral.workers.rewards.contract import Problem, StopTrialError
+from corral.workers.rewards.endpoint import SHOWN, ask, without_key
 
-_CONNECT_TIMEOUT_S = 10.0
-_LONGEST_PAUSE_S = 30.0
 _MOST_SAID = 4000  # characters of a reply that are kept: what comes last, the verdict with them
-_SHOWN = 200  # characters of a reply, where a failure is told
-_BUSY = frozenset({408, 429, *range(500, 600)})  # by which an endpoint asks to come back
 
 
 Verdict = tuple[float, dict[str, str]]
 """The number, and `said`: what the model has said."""
 
 
-class EndpointDownError(ConnectionError):
-    """The endpoint did not answer on any try, or was busy."""
-
-
 class BudgetSpentError(RuntimeError):
     """The judge may ask no more."""
-
-
-class _BusyError(Exception):
-    def __init__(self, status: int, pause_s: float) -> None:
-        super().__init__(f"status {status}")
-        self.pause_s = pause_s
 
 
 @dataclass(slots=True)
@@ -84,13 +67,9 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class Judge(FrozenConfig):
+class Judge(EndpointConfig):
     """The number that a language model gives an answer; async."""
 
-    url: str = Field(pattern=r"^https?://[^/@\s]+(/|$)")
-    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password."""
-    model: str
-    """As the endpoint calls it."""
     prompt: str
     """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
     verdict: FindingPattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
@@ -101,14 +80,6 @@ class Judge(FrozenConfig):
     """Nor is one above."""
     sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
     """Further fields of the request."""
-    key_variable: str = ""
-    """Name of the environment variable with the endpoint's key; "": none."""
-    key_file: Path | None = None
-    """The file with the key, readable by its owner alone; None: none."""
-    tries: int = Field(default=4, ge=1)
-    """Of a call: where the endpoint is down or busy it is asked again, after 1 s, 2 s, 4 s, or when it says."""
-    request_timeout_s: float = Field(default=60.0, gt=0.0)
-    """Deadline of one try."""
     max_calls: int | None = Field(default=None, ge=0)
     """Most requests of a rollout worker since it started; None: no limit."""
     max_tokens: int | None = Field(default=None, ge=0)
@@ -121,9 +92,7 @@ class Judge(FrozenConfig):
     _known: _Known = PrivateAttr(default_factory=_Known)
 
     @model_validator(mode="after")
-    def _has_one_key_and_the_answer(self) -> Self:
-        if self.key_variable and self.key_file is not None:
-            raise ValueError("key_variable and key_file both say where the key is; remove one")
+    def _has_the_answer(self) -> Self:
         try:
             fields = {re.split(r"[.\[]", name or "")[0] for _, name, _, _ in string.Formatter().parse(self.prompt)}
         except ValueError as error:
@@ -161,46 +130,20 @@ class Judge(FrozenConfig):
                 self._known.verdicts.popitem(last=False)
 
     async def _ask(self, prompt: str) -> Verdict:
-        cause: Exception | None = None
-        for number in range(self.tries):
-            pause_s = 2.0 ** (number - 1) * random.uniform(1.0, 1.5)  # not all at the same moment
-            if cause is not None:
-                await asyncio.sleep(min(max(pause_s, getattr(cause, "pause_s", 0.0)), _LONGEST_PAUSE_S))
-            try:
-                return self._verdict_of(await self._post(prompt))
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, _BusyError) as error:
-                cause = error
-        raise EndpointDownError(f"{self.url} failed {self.tries} times, last: {type(cause).__name__}: {cause}")
-
-    async def _post(self, prompt: str) -> str:
-        """What the model says."""
-        self._count()
-        key = self._key()
-        timeout = aiohttp.ClientTimeout(total=self.request_timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         body = {**self.sampling, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        # A connection each: next to what a language model takes it is nothing, and none is left over.
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
-            async with session.post(f"{self.url.rstrip('/')}/chat/completions", json=body) as response:
-                if response.status in _BUSY:
-                    asks_for = response.headers.get("Retry-After", "")
-                    raise _BusyError(response.status, float(asks_for) if asks_for.isdecimal() else 0.0)
-                text = await response.text(errors="replace")
-        shown = (text.replace(key, "***") if key else text)[:_SHOWN]
-        if response.status != 200:
-            raise ValueError(f"{self.url} refuses the request, status {response.status}: {shown}")
+        text = await ask(self, "chat/completions", body, before_try=lambda _: self._count())
         try:
             reply = msgspec.json.decode(text, type=_Completion)
         except msgspec.DecodeError as error:
-            raise ValueError(f"{self.url} answers what is no chat completion: {shown}") from error
+            said = without_key(self, text)[:SHOWN]
+            raise ValueError(f"{self.url} answers what is no chat completion: {said}") from error
         self._known.num_tokens += reply.usage.total_tokens if reply.usage else 0
-        said = reply.choices[0].message.content or ""
-        return said.replace(key, "***") if key else said
+        return self._verdict_of(without_key(self, reply.choices[0].message.content or ""))
 
     def _verdict_of(self, said: str) -> Verdict:
         found = last_found(self.verdict, said)
         if found is None:
-            raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-_SHOWN:]!r}")
+            raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-SHOWN:]!r}")
         number = float(found)
         if not self.lowest <= number <= self.highest:
             raise ValueError(f"the judge's verdict {number} is not between {self.lowest:g} and {self.highest:g}")
@@ -220,21 +163,3 @@ class Judge(FrozenConfig):
             error = StopTrialError if self.when_spent == "stop" else BudgetSpentError
             raise error(f"the judge's {over[0]}; rl-submit --resume goes on with as much again")
         known.num_calls += 1
-
-    def _key(self) -> str:
-        """
-        Raises:
-            ValueError: naming the variable or the file, if it is not there, empty, or others can read it.
-        """
-        if self.key_variable:
-            if key := os.environ.get(self.key_variable, "").strip():
-                return key
-            raise ValueError(f"the environment variable {self.key_variable} with the judge's key is not set; export it")
-        if self.key_file is None:
-            return ""
-        path = self.key_file.expanduser()
-        if path.stat().st_mode & 0o077:
-            raise ValueError(f"others can read the judge's key in {path}; chmod 600 {path}")
-        if key := path.read_text().strip():
-            return key
-        raise ValueError(f"the file {path} with the judge's key is empty")

@@ -1,6 +1,6 @@
 """GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
 
-    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ──► sample
+    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ─teachers─► sample
                   └─ agent of one's own ──► EpisodePlayer, n at a time ──► judge┘
                       │ an episode failed
                       ├── again, `rollout.reward_retries` times
@@ -24,20 +24,23 @@ from types import MappingProxyType
 from corral.experiments.config.rollout import RolloutConfig, functions_of, remarks_size, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.experiments.errors import split_remedy
-from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
 from corral.workers.data.answer_seed import answer_seed, group_seeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
+from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.trials import Judged
 
@@ -57,7 +60,8 @@ class PromptFailedError(RuntimeError):
 
 
 class PromptsFailError(RuntimeError):
-    """Agent or reward fail on everything now, and did not before: the worker starts again, as what they ask may do."""
+    """Agent, reward or teacher fail on everything now, and did not before: the worker starts again, as what they ask
+    may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Group:
     episodes: Sequence[JudgedEpisode]
     num_failed: int = 0
     """Others that failed, and could be spared."""
+    teacher_prompt: Sequence[int] = ()
+    """Ids that teachers read in the prompt's place; none of episodes, which begin as they will."""
 
 
 @dataclass(slots=True)
@@ -91,6 +97,10 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
+    teachers: ServedTeachers | None = None
+    """Outside of the trial, where there are such."""
+    teacher_prompt_tokens: int = 0
+    """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
@@ -105,6 +115,11 @@ class GroupMaker:
         """
         try:
             group = await self.attempt(uid, row, order=order)
+            rewards = [episode.total for episode in group.episodes]
+            sample: SequenceSample | None = None
+            statistics: dict[str, float] = {}
+            if not self.config.drop_uniform_groups or len(set(rewards)) > 1:
+                sample, statistics = await self._sample(uid, row, group)
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             if self.player is not None:
@@ -117,35 +132,48 @@ class GroupMaker:
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
-        episodes = group.episodes
-        rewards = [episode.total for episode in episodes]
         mean = math.fsum(rewards) / len(rewards)
         told = {GROUP_REWARD: mean} if self.says_reward else {}
-        if self.config.drop_uniform_groups and len(set(rewards)) == 1:
+        if sample is None:
             raise PromptFailedError(
                 f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
             )
+        if row.source:
+            tokens = sum(len(answer.output_ids) for episode in group.episodes for answer in episode.answers)
+            statistics |= {
+                f"reward/source/{row.source}": mean,
+                f"response_length/source/{row.source}": tokens / len(rewards),
+                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
+            }
+        return group.episodes, sample, told | statistics
+
+    async def _sample(self, uid: str, row: DatasetRow, group: Group) -> tuple[SequenceSample, dict[str, float]]:
+        """What the trainer gets of a group, with what teachers outside of the trial say of it."""
         says_episodes = self.player is not None
+        size = self.teacher_prompt_tokens
         sample = make_sample(
             uid,
-            episodes,
+            group.episodes,
             experts=self.client.experts,
             parts=told_parts(self.config.reward),
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
+            teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,
         )
-        statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
-        if row.source:
-            tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
-            statistics |= {
-                f"reward/source/{row.source}": mean,
-                f"response_length/source/{row.source}": tokens / len(episodes),
-                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
-            }
-        return episodes, sample, statistics
+        statistics = group_statistics(group.episodes) | (statistics_of(group) if says_episodes else {})
+        if self.teachers is None:
+            return sample, statistics
+        try:
+            taught = await self.teachers.judge(sample, source=row.source, prompt_ids=group.teacher_prompt)
+        except TeacherFailedError as error:
+            raise PromptFailedError(f"teacher_error: {error}") from error
+        except EndpointDownError as error:
+            raise PromptsFailError(f"the teacher is away: {error}") from error
+        return taught[0], statistics | taught[1]
 
     def _all_fail(self, what: str) -> RuntimeError:
-        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}"
+        others = "" if self.teachers is None else ", or the teacher"
+        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}{others}"
         if self.has_judged:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
@@ -153,15 +181,14 @@ class GroupMaker:
     async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
-            prompt_ids, shown = self.prompts.encode(row.prompt, tools=row.tools), self._shown(row)
+            prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
+            told = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
         except ValueError as error:
             raise RowError(*split_remedy(str(error))) from error
-        if len(prompt_ids) > self.max_prompt_tokens:
-            limit = f"dataset.max_prompt_tokens {self.max_prompt_tokens}"
-            raise RowError(f"the prompt has {len(prompt_ids)} tokens, more than {limit}", "shorten it")
         try:
             if self.player is None:
-                return Group(await self._answers(uid, row, prompt_ids, shown, order=order))
+                answers = await self._answers(uid, row, prompt_ids, shown, order=order)
+                return Group(answers, teacher_prompt=told)
             group = await self._episodes(self.player, uid, row, prompt_ids, order=order)
             self.player.forget(uid)
             return group
@@ -171,6 +198,9 @@ class GroupMaker:
             raise PromptFailedError(f"request_refused: {error}") from error
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
+
+    def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
+        return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
 
     def _client_of(self, order: int) -> GenerationClient:
         """Who asks for answers as long as those of the prompt's step may be."""

@@ -65,6 +65,7 @@ from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.served_teachers import ServedTeachers
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
@@ -182,9 +183,18 @@ class RolloutWorker(Worker):
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
             says_reward=spec.dataset.config.sampler is not None,
+            teachers=self._served_teachers(),
+            teacher_prompt_tokens=spec.teacher_prompt_tokens,
         )
         if spec.held_out is not None:
             self._held_out = HeldOutProblems(spec.held_out.config, self._held_out_rows, self._groups)
+
+    def _served_teachers(self) -> ServedTeachers | None:
+        if not (endpoints := self._spec.rollout.served_teachers):
+            return None
+        return ServedTeachers(
+            endpoints, show_wait=lambda said: self._show_wait(said, ()), record=self.context.presence.record
+        )
 
     def _load_data(self) -> None:
         spec = self._spec

@@ -288,6 +288,19 @@ def test_pairs_have_their_prompt_apart_or_begin_alike(tmp_path: Path) -> None:
         parsed(tmp_path, "preferences", prompt=[asked], chosen=[asked, good], rejected=[asked, bad])
 
 
+def test_teachers_read_a_prompt_of_any_form_or_that_of_the_policy(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "1+1? It is 2."}]
+    rows = [{"prompt": "1+1?", "told": told} for told in (asked, "2=1+1?", [1, 2], None)] + [
+        {"prompt": "a", "told": {}}
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    columns = ColumnsConfig(teacher_prompt="told")
+    read = Dataset.open(DatasetConfig(path=path, columns=columns), kind="prompts")
+    assert [read[str(number)].teacher_prompt for number in range(4)] == [asked, "2=1+1?", [1, 2], "1+1?"]
+    with pytest.raises(ValueError, match="'told' is no prompt"):
+        read["4"]
+
+
 def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:
     """As pandas has it where one is missing."""
     table = pyarrow.table({"question": ["1+1?", "1+2?"], "solution": [2.0, float("nan")]})

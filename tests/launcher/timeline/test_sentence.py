@@ -44,6 +44,10 @@ TRAINS = (("wait for a batch", 0.5), ("train step", 9.5))
 CASES = {
     "a server among three": (steps(*WAITS) + groups([9, 40, 10]), f"40 ms for each token of {SERVERS[1]}, and 9.5"),
     "a reward": (steps(*WAITS) + groups([9, 10], reward_s=3.0), "3 s for its reward, 76% of its time; make the reward"),
+    "a teacher outside": (
+        [*steps(*WAITS), *groups([9]), span("rollout_worker/0", "teachers", "teacher", 1.0, 7.0)],
+        "6 s for its teacher, 87% of its time; give rollout.teacher",
+    ),
     "an agent": (
         [*steps(*WAITS), *groups([9]), span("rollout_worker/0", "episodes", "episode", 0.0, 9.0)],
         "90% of the time of episodes is the agent's own",

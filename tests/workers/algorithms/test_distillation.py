@@ -1,6 +1,7 @@
 """What a teacher adds to the advantages, against sums over a whole vocabulary and beside rewards."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.keys import teacher_keys
+from corral.scheduling.keys import keys_of_teachers, teacher_keys, teacher_prompt_key
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.functional.kl import kl_over_top_k
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
-from corral.workers.algorithms.teacher import TeacherInterface, keys_of_teachers, with_teachers_merged
+from corral.workers.algorithms.teacher import TeacherInterface, with_teachers_merged
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
+from corral.workers.data.teacher_prompts import padded_prompt
 from tests.workers.algorithms.small_engine import SmallEngine
-from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample
+from tests.workers.backends.test_fsdp import make_engine
+from tests.workers.backends.training_helpers import VOCAB_SIZE, load_reference, make_sample, save_tiny_model
 
 
 def taught_sample(teacher: SmallEngine, student: SmallEngine) -> SequenceSample:
@@ -141,6 +144,42 @@ def test_each_teacher_says_of_its_own_rows_what_one_of_all_would_say(top_k: int 
     assert set(merged.data) == {*make_sample([[6]]).data, *whole}
     for name, values in whole.items():
         np.testing.assert_array_equal(merged.data[name], values)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_a_teacher_that_is_told_more_says_of_each_token_what_it_says_behind_its_own_prompt(
+    tmp_path: Path, top_k: int | None
+) -> None:
+    engine, reference = make_engine(save_tiny_model(tmp_path)), load_reference(tmp_path).double()
+    sample = make_sample([[6, 9], [7], [5, 3, 4]])
+    sample = SequenceSample(["0:a/1", "0:b/1", "1:a/2"], sample.seqlens, sample.data)
+    prompts = [
+        [9, 8, 7, 6, 5],
+        [9, 8, 7, 6, 5],
+        [1],
+        [3, 2],
+        [3, 2],
+        [3, 2],
+    ]  # longer and shorter than those of 2 tokens
+    told = sample.with_key(teacher_prompt_key(6), np.concatenate([padded_prompt(one, 6) for one in prompts]))
+    interface = TeacherInterface(temperature=0.7, top_k=top_k, sources=["a"])
+    made = [values.reshape(-1, top_k or 1) for values in interface.inference(engine, told).values()]
+    first = 0
+    for number, (place, prompt) in enumerate(zip(answer_slices(sample.answer_lengths()), prompts, strict=True)):
+        answer = sample.data["input_ids"][place].tolist()[2:]
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        table = torch.log_softmax(logits / 0.7, -1)
+        found = [values[first : first + 1 + len(answer)] for values in made]
+        first += 1 + len(answer)
+        if number == 2:  # another teacher's
+            assert not any(values.any() for values in found)
+            continue
+        expected: Any = table.topk(top_k) if top_k else [table.gather(1, torch.tensor(answer)[:, None])]
+        np.testing.assert_allclose(found[-1][1:], expected[0], atol=1e-5)
+        if top_k:
+            assert found[0][1:].tolist() == expected[1].tolist()
+        assert not any(values[0].any() for values in found), "nothing is said of the policy's prompt"
 
 
 class _Recording(SmallEngine):

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from corral.experiments.config.algorithm import DPOConfig, PPOConfig
 from corral.experiments.config.model import LoraConfig, Recompute
 from corral.experiments.config.presets import PRESETS, fill_in
-from corral.scheduling.keys import teacher_keys
+from corral.scheduling.keys import teacher_keys, teacher_prompt_key
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
@@ -28,10 +28,12 @@ from corral.workers.algorithms.pair_losses import PAIR_LOSSES
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.preferences import DPOInterface
 from corral.workers.algorithms.sft import SFTInterface
+from corral.workers.algorithms.teacher import TeacherInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config, score_loss, value_loss
 from tests.workers.some_samples import some_of
@@ -308,6 +310,10 @@ def train_variant(
         engine.offload()
     engine.save_weights(directory)
     said = engine.forward(share_of(batch(2), context), top_k=variant.top_k)
+    if variant.top_k:
+        said |= TeacherInterface(temperature=1.0, top_k=variant.top_k).inference(
+            engine, told_more(share_of(batch(2), context))
+        )
     seen: dict[str, Any] = {"stats": stats, "said": {name: values.tolist() for name, values in said.items()}}
     if variant.head == "lm":  # as ranks do that generate themselves, or evaluate by answers
         seen["generated"] = generate_greedily(engine.model, [[3, 5, 8], [13, 21]], max_new_tokens=6)
@@ -324,6 +330,12 @@ def taught(engine: MeshEngine, sample: SequenceSample) -> SequenceSample:
     liking = np.tile(np.log(np.array([0.5, 0.3, 0.1], np.float32)), len(tokens) // 3)
     ids, logprobs = teacher_keys(3)
     return sample.with_key(ids, tokens.astype(np.int32)).with_key(logprobs, liking)
+
+
+def told_more(sample: SequenceSample) -> SequenceSample:
+    """The sample with longer and shorter prompts for its teacher than those that it has."""
+    prompts = [padded_prompt(range(1, 2 + answer % 7), 8) for answer in range(len(sample.answer_lengths()))]
+    return sample.with_key(teacher_prompt_key(8), np.concatenate(prompts))
 
 
 def play_variants(

@@ -3,14 +3,21 @@
 A trial always starts SGLang without the one, and with the other by default; here its flags say otherwise.
 """
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from corral.experiments.config.endpoint import TeacherEndpointConfig
+from corral.workers.data.sequence_sample import answer_slices
+from corral.workers.generation.embedded import EmbeddedBackend
+from corral.workers.rollout.served_teachers import ServedTeachers
+from tests.workers.backends.training_helpers import make_sample
 from tests.workers.engine.tiny_models import (
     add_tokenizer,
     load_reference,
@@ -20,6 +27,7 @@ from tests.workers.engine.tiny_models import (
     text_of,
 )
 from tests.workers.generation.servers import Served, serving
+from tests.workers.rewards.scripted_endpoint import Endpoint
 
 pytestmark = pytest.mark.slow  # the start of SGLang is half a minute of computing
 PROMPTS = [[7, 31, 15, 8], [(3 * index) % 60 for index in range(37)]]
@@ -82,3 +90,26 @@ def test_min_p_leaves_out_what_is_rare_and_the_logprobs_as_they_are(served: Serv
     chosen = torch.tensor(answer["output_ids"]).unsqueeze(-1)
     torch.testing.assert_close(drawn, logprobs.gather(-1, chosen).squeeze(-1), atol=1e-4, rtol=0)
     assert (drawn < logprobs.max(dim=-1).values - 1e-4).any()
+
+
+def test_a_teacher_behind_it_says_of_given_tokens_what_its_model_says(
+    model: Path, served: Served, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(served.backend, EmbeddedBackend):
+        pytest.skip("speaks no /v1/completions")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    endpoint = Endpoint()  # by plain HTTP, as a teacher of anybody's is asked
+    endpoint.answers = [(200, lambda body: served.client.call("POST", "/v1/completions", body)[1], {})]
+    config = TeacherEndpointConfig(url=endpoint.url, model=str(model), tries=1)
+    sample, prompt = make_sample([[30, 12, 5]]), [7, 31, 15, 8]
+    judging = ServedTeachers({"": config}, show_wait=str).judge(sample, source="", prompt_ids=prompt)
+    try:
+        found = asyncio.run(judging)[0].data["teacher_logprobs"]
+    finally:
+        endpoint.close()
+    expected = list[float]()
+    for place in answer_slices(sample.answer_lengths()):
+        answer = sample.data["input_ids"][place].tolist()[2:]
+        table = torch.log_softmax(reference_logits(reference, prompt, answer), -1)
+        expected += [0.0, *table.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()]
+    np.testing.assert_allclose(found, expected, atol=1e-4)

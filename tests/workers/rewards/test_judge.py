@@ -3,11 +3,8 @@
 import asyncio
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,62 +13,18 @@ from pydantic import ValidationError
 from corral.experiments.config.rollout import reward_parts
 from corral.experiments.worker_specs import RewardSpec
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.rewards import judge as judge_module
+from corral.workers.rewards import endpoint as endpoint_module
 from corral.workers.rewards.contract import StopTrialError
-from corral.workers.rewards.judge import BudgetSpentError, EndpointDownError, Judge
+from corral.workers.rewards.endpoint import EndpointDownError
+from corral.workers.rewards.judge import BudgetSpentError, Judge
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.sandbox.curtain import Curtain
+from tests.workers.rewards.scripted_endpoint import Endpoint
 from tests.workers.rollout.rollout_rig import RolloutRig
 
 PROMPT = "Question: {problem[question]}\nAnswer: {answer}\nEnd with 'Score: N', N from 0 to 10."
 ROW = {"question": "What is 6 times 7?"}
 KEY = "sk-a-very-secret-key"
-
-
-class Endpoint:
-    """Answers a chat completion as `answers` says, call by call; the last goes on."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[int, Any, dict[str, str]]] = [(200, "Score: 7", {})]
-        self.delay_s = 0.0
-        self.usage: dict[str, int] | None = {"total_tokens": 50}
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.most_at_a_time = self._running = 0
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint._running += 1
-                endpoint.most_at_a_time = max(endpoint.most_at_a_time, endpoint._running)
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                number = min(len(endpoint.asked), len(endpoint.answers) - 1)
-                endpoint.asked.append({"path": self.path, **body})
-                endpoint.keys.append(self.headers.get("Authorization"))
-                status, said, headers = endpoint.answers[number]
-                time.sleep(endpoint.delay_s)
-                completion = {"choices": [{"message": {"content": said}}], "usage": endpoint.usage}
-                reply = (json.dumps(completion) if status == 200 and isinstance(said, str) else str(said)).encode()
-                endpoint._running -= 1
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(reply))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                try:
-                    self.wfile.write(reply)
-                except BrokenPipeError:
-                    pass  # nobody waits for it any more
-
-            def log_message(self, *_: object) -> None:
-                """Nothing: the test says what was asked."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-        Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -84,7 +37,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 
 @pytest.fixture
 def make_judge(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judge]:
-    monkeypatch.setattr(judge_module, "_LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint_module, "_LONGEST_PAUSE_S", 0.01)
     return lambda **settings: Judge(**{"url": endpoint.url, "model": "m", "prompt": PROMPT, **settings})
 
 
@@ -202,10 +155,10 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
     assert endpoint.keys == [f"Bearer {KEY}"] * 2
     path.chmod(0o640)
     (open_to_others,) = asked(make_judge(key_file=path), "42")
-    assert "others can read the judge's key" in str(open_to_others)
+    assert f"others can read the key of {endpoint.url}" in str(open_to_others)
     monkeypatch.delenv("JUDGE_KEY")
     (missing,) = asked(make_judge(key_variable="JUDGE_KEY"), "42")
-    assert "the environment variable JUDGE_KEY with the judge's key is not set" in str(missing)
+    assert f"the environment variable JUDGE_KEY with the key of {endpoint.url} is not set" in str(missing)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from aiohttp import web
@@ -131,10 +132,13 @@ class RolloutRig:
         train_batch_size: int = 256,
         server: FakeGenerationServer | None = None,
         fields: Sequence[Mapping[str, Any]] = (),
+        dataset: Mapping[str, Any] = MappingProxyType({}),
+        teacher_prompt_tokens: int = 0,
     ) -> None:
         """
         Args:
             fields: what the rows say besides; nothing where there are none.
+            dataset: further settings of it.
         """
         self.server = server or FakeGenerationServer()
         self.received: list[TrajectoryHeader] = []
@@ -145,12 +149,13 @@ class RolloutRig:
         self.trial.create()
         self.phase: Callable[[], str] = lambda: ""
         """What the worker of `run_until` says that it does."""
-        self._prompts, self._fields = prompts, fields
+        self._prompts, self._fields, self._dataset = prompts, fields, dataset
         self._folder = folder
         self._rollout = RolloutConfig.model_validate(
             {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.rollout_rig:judge", **rollout}
         )
         self._group_size = group_size
+        self._teacher_prompt_tokens = teacher_prompt_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._train_batch_size = train_batch_size
         self._num_retried = 0
@@ -268,7 +273,7 @@ class RolloutRig:
 
     def _make_plan(self) -> RunPlan:
         dataset = prompt_dataset(
-            self._folder, self._prompts, max_prompt_tokens=self._max_prompt_tokens, fields=self._fields
+            self._folder, self._prompts, fields=self._fields, max_prompt_tokens=self._max_prompt_tokens, **self._dataset
         )
         manager = GserverManagerSpec(
             num_generation_servers=1,
@@ -283,20 +288,26 @@ class RolloutRig:
             dataset=dataset,
             tokenizer=write_tokenizer(self._folder / "model"),
             group_size=self._group_size,
+            teacher_prompt_tokens=self._teacher_prompt_tokens,
             rollout=self._rollout,
         )
         return make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [manager, worker]})
 
 
 def prompt_dataset(
-    folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16, fields: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    prompts: Sequence[Prompt],
+    *,
+    max_prompt_tokens: int = 16,
+    fields: Sequence[Mapping[str, Any]] = (),
+    **settings: Any,
 ) -> DatasetSpec:
     """Prompts whose ids are their numbers, in this order."""
     path = folder / "rows.jsonl"
     rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
     rows = [{**row, **more} for row, more in zip_longest(rows, fields, fillvalue={})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
+    config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False, **settings)
     return dataset_spec(config, kind="prompts")
 
 

@@ -1,0 +1,53 @@
+"""Servers outside of the trial that speak OpenAI's API: where they are, and what they are asked with."""
+
+from pathlib import Path
+from typing import Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from corral.experiments.config.base import FrozenConfig
+
+Named = TypeVar("Named")
+
+
+def checked_teacher_names(teachers: dict[str, Named]) -> dict[str, Named]:
+    """The teachers of sources; ValueError if one is called as no role or key of samples can be."""
+    if others := [name for name in teachers if not f"teacher_{name}".isidentifier()]:
+        raise ValueError(
+            f"{others[0]!r} cannot be part of a role's name, teacher_...; call the source by letters, digits and _"
+        )
+    return teachers
+
+
+class EndpointConfig(FrozenConfig):
+    """A model behind a URL."""
+
+    url: str = Field(pattern=r"^https?://[^/@\s]+(/|$)")
+    """Of the API: https://host/v1. It appears in logs: no password."""
+    model: str
+    """As the endpoint calls it."""
+    key_variable: str = ""
+    """Name of the environment variable with the endpoint's key; "": none."""
+    key_file: Path | None = None
+    """The file with the key, readable by its owner alone; None: none."""
+    tries: int = Field(default=4, ge=1)
+    """Of a request: where the endpoint is down or busy it is asked again, after 1 s, 2 s, 4 s up to 30 s, or when it says."""  # noqa: E501
+    request_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Deadline of one try."""
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Self:
+        if self.key_variable and self.key_file is not None:
+            raise ValueError("key_variable and key_file both say where the key is; remove one")
+        return self
+
+
+class TeacherEndpointConfig(EndpointConfig):
+    """A teacher outside of the trial, which says how likely given tokens are: /completions as SGLang and vLLM serve it."""  # noqa: E501
+
+    path: Path | None = None
+    """Directory of its model, where that can be read at submission: its tokens are compared with the actor's. None compares nothing."""  # noqa: E501
+    tries: int = Field(default=64, ge=1)
+    """Of the request for a group: 64 are half an hour of a teacher that is down, in which its groups wait. Then the rollout worker is started again, and no prompt is lost."""  # noqa: E501
+    request_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Deadline of one try."""
