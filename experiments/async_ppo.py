@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from corral.experiments.checks.algorithm import check_admission
-from corral.experiments.checks.data import check_demonstrations, check_length
+from corral.experiments.checks.data import check_field, check_length
 from corral.experiments.checks.environment import check_environment
 from corral.experiments.checks.generation import (
     check_backend_settings,
@@ -135,6 +135,7 @@ class AsyncPPOExperiment(PolicyExperiment):
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
             sampling=self.rollout.sampling,
+            has_row_temperatures=self.dataset.names_temperatures,
             dtype=self.engine.dtype,
             rounded_by=self.rounding_settings,
             keeps_cache=self.weights.update_mode == "in_place",
@@ -268,8 +269,8 @@ class AsyncPPOExperiment(PolicyExperiment):
                 model=self.actor.path,
                 is_in_container=group is not None and group.container_image is not None,
             )
-        if self.rollout.demonstrations is not None:
-            yield from check_demonstrations(self.rollout.demonstrations, self.checked_dataset)
+        shown, path = self.rollout.demonstrations, ("rollout", "demonstrations")
+        yield from check_field(shown, "an answer to show", self.checked_dataset, path)
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length
+from corral.experiments.checks.data import MODEL_CONTEXT, check_field, check_length
 from corral.experiments.checks.teachers import check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
@@ -37,7 +37,15 @@ from corral.experiments.inputs.model_directory import context_length, model_type
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
-from corral.scheduling.keys import EPISODE_KEYS, ROUTED_EXPERTS, Key, remarks_key, reward_parts_key, teacher_keys
+from corral.scheduling.keys import (
+    EPISODE_KEYS,
+    ROUTED_EXPERTS,
+    TEMPERATURES,
+    Key,
+    remarks_key,
+    reward_parts_key,
+    teacher_keys,
+)
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -128,7 +136,13 @@ class PolicyExperiment(Experiment):
         """What comes with the answers."""
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
         for_people = (key.name for key in self._keys_for_people)
-        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *(EPISODE_KEYS if self.makes_episodes else ()))
+        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        return (*TRAJECTORY_KEYS, *self._keys_of_rows, *of_experts, *for_people, *of_episodes)
+
+    @property
+    def _keys_of_rows(self) -> tuple[str, ...]:
+        """What rows say of their answers that who computes their log-probabilities has to know."""
+        return (TEMPERATURES,) if self.dataset.names_temperatures else ()
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
@@ -193,7 +207,7 @@ class PolicyExperiment(Experiment):
         def infer(name: str, role: str, implementation: str, reads: Sequence[str], outputs: Mapping[str, str]) -> None:
             made.append(self.inference_call(name, role, implementation, input_keys=reads, outputs=outputs))
 
-        masked = ("input_ids", "prompt_mask")
+        masked = ("input_ids", "prompt_mask", *self._keys_of_rows)
         if self.calls_for_proximal:
             routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
             infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
@@ -296,6 +310,10 @@ class PolicyExperiment(Experiment):
             sources=self.dataset.sources.keys(),
             top_k=self.ppo.distillation.top_k,
         )
+        for name, source in self.dataset.all_sources.items():
+            place = ("dataset", "sources", name) if name else ("dataset",)
+            path = (*place, "columns", "temperature")
+            yield from check_field(source.columns.temperature, "a temperature", self.checked_dataset, path)
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(

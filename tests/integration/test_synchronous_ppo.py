@@ -16,7 +16,13 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import RECIPES, Material, Trial, submit
 
 NUM_STEPS = 5
-ALIKE = {"control.max_steps": NUM_STEPS, "evaluation": "null", "actor.optimizer.lr": 1e-3, "ppo.n_minibatches": 2}
+ALIKE = {
+    "control.max_steps": NUM_STEPS,
+    "evaluation": "null",
+    "actor.optimizer.lr": 1e-3,
+    "ppo.n_minibatches": 2,
+    "dataset.columns.temperature": "warmth",
+}
 
 
 def synchronous(folder: Path) -> Path:

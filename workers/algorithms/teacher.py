@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import Key, built_in, teacher_keys
+from corral.scheduling.keys import TEMPERATURES, Key, built_in, teacher_keys
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
 from corral.workers.backends.base import TrainEngine
@@ -32,7 +32,7 @@ class TeacherInterface(ModelInterface):
     def __init__(self, *, temperature: float, top_k: int | None = None, sources: Sequence[str] = ()) -> None:
         """
         Args:
-            temperature: that the answers are sampled with.
+            temperature: that the answers are sampled with, where samples do not say it.
             top_k: how many likeliest tokens; None for those of the answers.
             sources: of rows, the answers to which it judges; none: all.
         """
@@ -53,7 +53,7 @@ class TeacherInterface(ModelInterface):
         if self._top_k is None:
             made = [compute_logprobs(engine, own, temperature=self._temperature)]
         else:
-            read = own.select_keys(["input_ids"])
+            read = own.select_keys([key for key in ("input_ids", TEMPERATURES) if key in own.seqlens])
             made = list(engine.forward(read, temperature=self._temperature, top_k=self._top_k).values())
         return {
             key.name: _spread(values.astype(key.dtype), np.repeat(is_own_token, math.prod(key.shape)))

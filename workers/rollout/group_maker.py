@@ -91,6 +91,8 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
+    says_temperature: bool = False
+    """Whether samples say what their answers were sampled with, since rows may."""
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
@@ -133,6 +135,7 @@ class GroupMaker:
             parts=told_parts(self.config.reward),
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             says_episodes=says_episodes,
+            temperature=self._client_of(row, order).sampling.temperature if self.says_temperature else None,
         )
         statistics = told | group_statistics(episodes) | (statistics_of(group) if says_episodes else {})
         if row.source:
@@ -172,10 +175,11 @@ class GroupMaker:
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
 
-    def _client_of(self, order: int) -> GenerationClient:
-        """Who asks for answers as long as those of the prompt's step may be."""
+    def _client_of(self, row: DatasetRow, order: int) -> GenerationClient:
+        """Who asks for answers, sampled as the row says and as long as those of its step may be."""
+        own = {} if row.temperature is None else {"temperature": row.temperature}
         longest = self.config.longest_answer(1 + order // self.train_batch_size)
-        return self.client if longest == self.config.sampling.max_new_tokens else self.client.limited_to(longest)
+        return self.client.sampling_by(max_new_tokens=longest, **own)
 
     async def _answers(
         self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], *, order: int
@@ -183,7 +187,7 @@ class GroupMaker:
         """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
         num_made = self.group_size - len(shown)
         seeds = group_seeds(self.trial_seed, order=order, group_size=num_made + self.config.spare_answers)
-        answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
+        answers = await self._client_of(row, order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
         branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
@@ -259,7 +263,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self._client_of(order),
+                    client=self._client_of(row, order),
                     seed_of=seed_of,
                 )
                 span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)

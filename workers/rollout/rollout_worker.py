@@ -182,6 +182,7 @@ class RolloutWorker(Worker):
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
             says_reward=spec.dataset.config.sampler is not None,
+            says_temperature=spec.dataset.config.names_temperatures,
         )
         if spec.held_out is not None:
             self._held_out = HeldOutProblems(spec.held_out.config, self._held_out_rows, self._groups)

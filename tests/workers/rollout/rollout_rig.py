@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from aiohttp import web
 
-from corral.experiments.config.data import DatasetConfig
+from corral.experiments.config.data import ColumnsConfig, DatasetConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.plan import RunPlan
@@ -60,7 +61,9 @@ class FakeGenerationServer:
         """Gives the status of a request for this prompt, a partial answer included."""
         self.num_requests = 0
         self.seeds: list[int] = []
-        """Of each request that it answered."""
+        """Of each request that it answered,"""
+        self.temperatures: list[float] = []
+        """and what it was to be sampled at."""
         self.most_tokens = 2
         """Of one request."""
         self.broken_updates: list[int] = []
@@ -99,6 +102,7 @@ class FakeGenerationServer:
             return web.json_response({"error": {"message": f"status {status}"}}, status=status)
         sampling = body["sampling_params"]
         self.seeds.append(sampling["sampling_seed"])
+        self.temperatures.append(sampling["temperature"])
         event = self._event(body["input_ids"], min(int(sampling["max_new_tokens"]), self.most_tokens))
         return web.Response(text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
 
@@ -131,10 +135,12 @@ class RolloutRig:
         train_batch_size: int = 256,
         server: FakeGenerationServer | None = None,
         fields: Sequence[Mapping[str, Any]] = (),
+        columns: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             fields: what the rows say besides; nothing where there are none.
+            columns: what of it means something.
         """
         self.server = server or FakeGenerationServer()
         self.received: list[TrajectoryHeader] = []
@@ -145,7 +151,7 @@ class RolloutRig:
         self.trial.create()
         self.phase: Callable[[], str] = lambda: ""
         """What the worker of `run_until` says that it does."""
-        self._prompts, self._fields = prompts, fields
+        self._prompts, self._fields, self._columns = prompts, fields, columns
         self._folder = folder
         self._rollout = RolloutConfig.model_validate(
             {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.rollout_rig:judge", **rollout}
@@ -268,7 +274,11 @@ class RolloutRig:
 
     def _make_plan(self) -> RunPlan:
         dataset = prompt_dataset(
-            self._folder, self._prompts, max_prompt_tokens=self._max_prompt_tokens, fields=self._fields
+            self._folder,
+            self._prompts,
+            max_prompt_tokens=self._max_prompt_tokens,
+            fields=self._fields,
+            columns=self._columns,
         )
         manager = GserverManagerSpec(
             num_generation_servers=1,
@@ -289,14 +299,20 @@ class RolloutRig:
 
 
 def prompt_dataset(
-    folder: Path, prompts: Sequence[Prompt], *, max_prompt_tokens: int = 16, fields: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    prompts: Sequence[Prompt],
+    *,
+    max_prompt_tokens: int = 16,
+    fields: Sequence[Mapping[str, Any]] = (),
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> DatasetSpec:
     """Prompts whose ids are their numbers, in this order."""
     path = folder / "rows.jsonl"
     rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
     rows = [{**row, **more} for row, more in zip_longest(rows, fields, fillvalue={})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False)
+    named = ColumnsConfig(**columns)
+    config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False, columns=named)
     return dataset_spec(config, kind="prompts")
 
 
