@@ -28,6 +28,7 @@ from corral.experiments.config.model import (
     ReferenceModelConfig,
     RewardModelConfig,
 )
+from corral.experiments.config.presets import SHOWING
 from corral.experiments.config.rollout import GenerationConfig, remarks_size, told_parts
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigProblem, dotted
@@ -354,8 +355,9 @@ class PolicyExperiment(Experiment):
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
         if (self.teacher is not None or self.teachers) and self.ppo.distillation.coef == 0.0:
             yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
-        if self.ppo.algorithm == "luffy" and getattr(self.rollout, "demonstrations", None) is None:
-            yield "ppo.algorithm: luffy shows no answers without rollout.demonstrations of async_ppo; name their field"
+        if self.ppo.algorithm in SHOWING and getattr(self.rollout, "demonstrations", None) is None:
+            shows = f"ppo.algorithm: {self.ppo.algorithm} shows no answers without rollout.demonstrations of async_ppo"
+            yield f"{shows}; name their field"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
         if self.actor.lora is not None and self.actor.lora.dropout > 0.0:
