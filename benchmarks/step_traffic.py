@@ -113,7 +113,7 @@ def counted(config: Any, mesh: DeviceMesh, dtype: torch.dtype, tokens: int) -> t
     recompute_layers(layers_of(model), "full")
     model.train()
     with Counting() as step, torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        head.columns(model, row(tokens), temperature=1.0)[:, 0].sum().backward()
+        head.columns(model, row(tokens))[:, 0].sum().backward()
     with Counting() as export:
         reshard(model)
         for _, tensor in merged_weights(model, dtype=dtype):

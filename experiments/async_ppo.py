@@ -140,6 +140,7 @@ class AsyncPPOExperiment(PolicyExperiment):
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
             sampling=self.rollout.sampling,
+            has_row_temperatures=self.dataset.names_temperatures,
             dtype=self.engine.dtype,
             rounded_by=self.rounding_settings,
             keeps_cache=self.weights.update_mode == "in_place",
@@ -274,9 +275,8 @@ class AsyncPPOExperiment(PolicyExperiment):
                 model=self.actor.path,
                 is_in_container=group is not None and group.container_image is not None,
             )
-        if (field := self.rollout.demonstrations) is not None:
-            shown, path = "an answer to show", ("rollout", "demonstrations")
-            yield from check_field(field, self.checked_dataset, what=shown, path=path)
+        shown, path = self.rollout.demonstrations, ("rollout", "demonstrations")
+        yield from check_field(shown, "an answer to show", self.checked_dataset, path)
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_length
+from corral.experiments.checks.data import MODEL_CONTEXT, check_field, check_length
 from corral.experiments.checks.teachers import check_served_teachers, check_teacher_prompts, check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
@@ -29,6 +29,7 @@ from corral.experiments.config.model import (
     ReferenceModelConfig,
     RewardModelConfig,
 )
+from corral.experiments.config.presets import SHOWING
 from corral.experiments.config.rollout import GenerationConfig, remarks_size, told_parts
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigProblem, dotted
@@ -42,6 +43,7 @@ from corral.scheduling.keys import (
     EPISODE_KEYS,
     ROUTED_EXPERTS,
     TEACHER_PROMPT,
+    TEMPERATURES,
     Key,
     keys_of_teachers,
     remarks_key,
@@ -156,7 +158,12 @@ class PolicyExperiment(Experiment):
         for_people = (key.name for key in self._keys_for_people)
         of_teachers = [key.name for key in self._served_keys] + [TEACHER_PROMPT] * bool(self.teacher_prompt_tokens)
         of_episodes = EPISODE_KEYS if self.makes_episodes else ()
-        return (*TRAJECTORY_KEYS, *of_experts, *for_people, *of_teachers, *of_episodes)
+        return (*TRAJECTORY_KEYS, *self._keys_of_rows, *of_experts, *for_people, *of_teachers, *of_episodes)
+
+    @property
+    def _keys_of_rows(self) -> tuple[str, ...]:
+        """What rows say of their answers that who computes their log-probabilities has to know."""
+        return (TEMPERATURES,) if self.dataset.names_temperatures else ()
 
     @property
     def model_keys(self) -> tuple[Key, ...]:
@@ -227,7 +234,7 @@ class PolicyExperiment(Experiment):
         def infer(name: str, role: str, implementation: str, reads: Sequence[str], outputs: Mapping[str, str]) -> None:
             made.append(self.inference_call(name, role, implementation, input_keys=reads, outputs=outputs))
 
-        masked = ("input_ids", "prompt_mask")
+        masked = ("input_ids", "prompt_mask", *self._keys_of_rows)
         if self.calls_for_proximal:
             routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
             infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
@@ -337,9 +344,16 @@ class PolicyExperiment(Experiment):
             top_k=self.ppo.distillation.top_k,
         )
         yield from check_served_teachers(
-            served, temperature=self.rollout.sampling.temperature, top_k=self.ppo.distillation.top_k
+            served,
+            temperature=self.rollout.sampling.temperature,
+            has_row_temperatures=self.dataset.names_temperatures,
+            top_k=self.ppo.distillation.top_k,
         )
         yield from check_teacher_prompts(self.dataset, self.checked_dataset, makes_episodes=self.makes_episodes)
+        for name, source in self.dataset.all_sources.items():
+            place = ("dataset", "sources", name) if name else ("dataset",)
+            path = (*place, "columns", "temperature")
+            yield from check_field(source.columns.temperature, "a temperature", self.checked_dataset, path)
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(
@@ -388,8 +402,9 @@ class PolicyExperiment(Experiment):
                     f"nobody has compared the tokens of the teacher at {endpoint.url} with the actor's: it is asked by "
                     "their ids, and has to have the same ones; name its directory in `path`, if it can be read here"
                 )
-        if self.ppo.algorithm == "luffy" and getattr(self.rollout, "demonstrations", None) is None:
-            yield "ppo.algorithm: luffy shows no answers without rollout.demonstrations of async_ppo; name their field"
+        if self.ppo.algorithm in SHOWING and getattr(self.rollout, "demonstrations", None) is None:
+            shows = f"ppo.algorithm: {self.ppo.algorithm} shows no answers without rollout.demonstrations of async_ppo"
+            yield f"{shows}; name their field"
         if self.critic is not None and not self.ppo.needs_critic:
             yield f"critic has no effect on the policy with ppo.advantage: {self.ppo.advantage}; set it to gae"
         if self.actor.lora is not None and self.actor.lora.dropout > 0.0:

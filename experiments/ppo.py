@@ -90,7 +90,11 @@ class PPOExperiment(PolicyExperiment):
             experts=self.routed_experts,
         )
         # On the trainer's float32 weights as they are.
-        behaviour = BehaviourSpec(sampling=self.rollout.sampling, routes_anew=self.routes_anew)
+        behaviour = BehaviourSpec(
+            sampling=self.rollout.sampling,
+            has_row_temperatures=self.dataset.names_temperatures,
+            routes_anew=self.routes_anew,
+        )
         return {**super().rank_settings(), "generation": generation, "behaviour": behaviour}
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:

@@ -150,6 +150,8 @@ class BehaviourSpec(FrozenConfig):
 
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
+    has_row_temperatures: bool = False
+    """Whether rows of the dataset may say another temperature; samples then carry that of each answer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the generator's matrix products."""
     rounded_by: tuple[str, ...] = ()

@@ -98,6 +98,7 @@ BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
             Key("counts_episode", "per_answer", "bool"),  # True on the one sequence of an episode that counts it
             Key("is_chosen", "per_answer", "bool"),  # True where the answer is the preferred one of a pair
             Key("seq_no_eos_mask", "per_answer", "bool"),  # True where the answer was cut off by the token limit
+            Key("temperatures", "per_answer", "float32"),  # that it was sampled with; a group has one
         )
     }
 )
@@ -107,6 +108,10 @@ EPISODES, TURN_REWARDS = "episodes", "turn_rewards"
 EPISODE_KEYS = (EPISODES, TURN_REWARDS)
 """What samples carry besides where an answer may be an episode of several sequences. Those of one episode lie next to
 each other, and in the order in which they were begun. Without these keys each sequence is an episode."""
+
+TEMPERATURES = "temperatures"
+"""What samples carry besides where rows of the dataset may say at which temperature their answers are sampled.
+Without it that is the trial's."""
 
 ROUTED_EXPERTS = "routed_experts"
 

@@ -95,9 +95,9 @@ def _too_long(
     return too_long, firsts, looked_at, frozenset(fields)
 
 
-def check_field(field: str, checked: CheckedDataset, *, what: str, path: KeyPath) -> Iterator[ConfigProblem]:
-    """A field that would never be read, since no row has it."""
-    if checked.num_rows is not None and field not in checked.fields:
+def check_field(field: str | None, what: str, checked: CheckedDataset, path: KeyPath) -> Iterator[ConfigProblem]:
+    """What no row has, though a key names the field."""
+    if field is not None and checked.num_rows is not None and field not in checked.fields:
         yield ConfigProblem(
             f"no row that was looked at has {what} in a field {field!r}",
             did_you_mean(field, sorted(checked.fields), "name the field of the rows that has one, or remove it"),
@@ -244,9 +244,10 @@ def dataset_warnings(
             yield "evaluation.dataset is the training data: the accuracy says nothing about new problems"
         if any(source.order is not None for source in held_out.all_sources.values()):
             yield "order has no effect in evaluation.dataset: held-out rows are all looked at each time"
+        if evaluation.dataset.names_temperatures:
+            yield "columns.temperature has no effect in evaluation.dataset: evaluation.sampling says how is sampled"
     unread = {"answer"} if kind == "preferences" else {"chosen", "rejected"}
-    if kind in ("conversations", "preferences"):
-        unread.add("teacher_prompt")
+    unread |= {"teacher_prompt", "temperature"} if kind in ("conversations", "preferences") else set()
     for name, one in datasets.items():
         given = {column for source in one.all_sources.values() for column in source.columns.model_fields_set}
         for key in sorted(unread & given):

@@ -51,7 +51,9 @@ def check_teachers(
         )
 
 
-def check_served_teachers(keys: Collection[str], *, temperature: float, top_k: int | None) -> Iterator[ConfigProblem]:
+def check_served_teachers(
+    keys: Collection[str], *, temperature: float, has_row_temperatures: bool, top_k: int | None
+) -> Iterator[ConfigProblem]:
     """What teachers outside of the trial cannot say.
 
     Args:
@@ -64,6 +66,12 @@ def check_served_teachers(keys: Collection[str], *, temperature: float, top_k: i
             f"are sampled at {temperature:g}",
             "sample at 1, or take a `teacher` of the trial",
             path=("rollout", "sampling", "temperature"),
+        )
+    if keys and has_row_temperatures:
+        yield ConfigProblem(
+            f"{', '.join(keys)} says log-probabilities at temperature 1, and rows say at which answers are sampled",
+            "leave out columns.temperature of dataset, or take a `teacher` of the trial",
+            path=("dataset",),
         )
     if keys and top_k is not None:
         yield ConfigProblem(
@@ -89,7 +97,7 @@ def check_teacher_prompts(
                 path=path,
             )
         else:
-            yield from check_field(field, checked, what="a prompt for teachers", path=path)
+            yield from check_field(field, "a prompt for teachers", checked, path)
 
 
 def _check_one(teacher: Path, actor: Path, *, key: str, top_k: int | None = None) -> Iterator[ConfigProblem]:

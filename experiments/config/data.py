@@ -60,6 +60,9 @@ class ColumnsConfig(FrozenConfig):
     """The other answer of a pair: text, or messages."""
     id: str = Field(default="id", min_length=1)
     """What identifies the row; one without it is known by its number in the data, counted from 0."""
+    temperature: str | None = Field(default=None, min_length=1)
+    """The temperature of answers to the row, in the place of `rollout.sampling.temperature`: a number from 0.01 to 10.
+    A row need not have it. None samples all answers alike."""
 
 
 class SourceConfig(FrozenConfig):
@@ -174,6 +177,11 @@ class DatasetConfig(SourceConfig):
         return self.model_copy(
             update={"path": path, "hub": None, "split": None, "files": (), "rows": ":", "sources": {}}
         )
+
+    @property
+    def names_temperatures(self) -> bool:
+        """Whether its rows may say how their answers are sampled."""
+        return any(one.columns.temperature is not None for one in self.all_sources.values())
 
     @property
     def is_named(self) -> bool:

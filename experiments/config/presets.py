@@ -12,6 +12,8 @@ from typing import Any
 
 _DAPO = "dapo"
 _OVERLONG_SHARE = 5  # DAPO's buffer: 4,096 of 20,480 tokens
+SHOWING = ("luffy", "sft_mix")
+"""Those that learn from answers of rows, which `rollout.demonstrations` names."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Schulman et al. 2017, https://arxiv.org/abs/1707.06347: the clip is around the policy that generated.
@@ -54,6 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "self_imitation": {"loss": "corral.workers.algorithms.self_imitation:SelfImitation"},
     # Yan et al. 2025, https://arxiv.org/abs/2504.14945; `rollout.demonstrations` says where the answers are.
     "luffy": {"loss": "corral.workers.algorithms.luffy:Luffy", "use_decoupled_loss": False},
+    "sft_mix": {"loss": "corral.workers.algorithms.sft_mix:SFTMix", "use_decoupled_loss": False},
     # Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, on the student's own answers alone; the reverse KL by token
     # as its advantage: Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
     "distillation": {"advantage": "none", "distillation": {"coef": 1.0}},

@@ -121,7 +121,7 @@ class SamplingConfig(FrozenConfig):
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Divides the logits, in generation and in the training loss alike."""
+    """Divides the logits, in generation and in the training loss alike. Rows may say another (dataset.columns)."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the probability mass that is sampled from; 1.0 is all."""
     top_k: int = Field(default=-1, ge=-1)
@@ -189,7 +189,7 @@ class RolloutConfig(GenerationConfig):
     max_head_offpolicyness: int = Field(default=1, ge=0)
     """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
     demonstrations: str | None = None
-    """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy`."""  # noqa: E501
+    """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy` and `sft_mix`."""  # noqa: E501
     length_schedule: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = {}
     """Longest answers in tokens by the train step from which on they may be so long, {0: 512, 200: 1024}: at most `sampling.max_new_tokens`, which is said of all other steps. A prompt's step is its place in the order of prompts, so that an answer has the same limit whoever makes it anew."""  # noqa: E501
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)

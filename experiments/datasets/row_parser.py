@@ -20,6 +20,8 @@ from corral.experiments.prompts.messages import ToolSchema, check_tools, plain_m
 from corral.experiments.prompts.row_prompts import Answer, Prompt, is_ids
 
 _MAX_ID_LENGTH = 128
+_TEMPERATURES = (0.01, 10.0)
+"""Below, a draw is the likeliest token, or logits overflow; above, all tokens are as good as equally likely."""
 _MESSAGE = 'a message is {"role": "user", "content": "..."}, and a token id is a whole number'
 
 
@@ -35,6 +37,7 @@ class DatasetRow:
     fields: everything that the row says, for rewards and agents of one's own.
     place: where it stands, for people: train.jsonl:41.
     source: name of where it comes from, if the data has several.
+    temperature: that answers are sampled with; None is the trial's.
     """
 
     row_id: str
@@ -45,6 +48,7 @@ class DatasetRow:
     place: str
     tools: tuple[ToolSchema, ...] = ()
     source: str = ""
+    temperature: float | None = None
 
 
 class RowError(ValueError):
@@ -90,6 +94,7 @@ class RowParser:
             place=place,
             tools=self._tools(fields) if has_messages else (),
             source=source,
+            temperature=self._temperature(fields),
         )
 
     @property
@@ -141,6 +146,16 @@ class RowParser:
         except ValueError as error:
             hint = f"name another field with columns.tools if {key!r} is not what the model may call"
             raise RowError(f"{key!r} {error}", hint) from error
+
+    def _temperature(self, fields: Mapping[str, Any]) -> float | None:
+        key, (least, most) = self.columns.temperature, _TEMPERATURES
+        given = None if key is None or self.learns_answers else fields.get(key)
+        if given is None:
+            return None
+        if isinstance(given, bool) or not isinstance(given, int | float) or not least <= given <= most:
+            rule = f"{key!r} must be a temperature, a number from {least:g} to {most:g}, got {show_value(given)}"
+            raise RowError(rule, "leave it out of a row whose answers are sampled as the trial says")
+        return float(given)
 
     def _answers(self, fields: Mapping[str, Any]) -> tuple[Answer, ...]:
         columns = self._answer_columns

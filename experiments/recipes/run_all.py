@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from corral.experiments.config.presets import PRESETS
+from corral.experiments.config.presets import PRESETS, SHOWING
 from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
 
@@ -156,7 +156,7 @@ def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, goal: f
     rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {goal:g}")]
     for name in names:
         own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
-        own += ["rollout.demonstrations=answer"] if name == "luffy" else []
+        own += ["rollout.demonstrations=answer"] if name in SHOWING else []
         metrics = train(recipe_of(name), root=root, trial=f"{trial}-{name}", start=trial, data=data, overrides=own)
         values, answers = read_values(metrics, "eval/reward/mean"), answers_to_goal(metrics, goal)
         ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")

@@ -106,6 +106,8 @@ def _panel(row: DatasetRow, title: Text, spec: DatasetSpec, encoder: PromptEncod
         parts += [Text(counted, "bold"), as_seen(sequence, encoder.tokenizer)]
     if spec.row_kind in ("prompts", "answers") and row.answers:
         parts.append(Text(f"answer that rewards see: {row.answers[0]}", "dim"))
+    if row.temperature is not None:
+        parts.append(Text(f"answers are sampled at temperature {row.temperature:g}", "dim"))
     return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
 
 

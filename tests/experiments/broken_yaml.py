@@ -977,6 +977,19 @@ FILE_CASES = (
         line=13,
     ),
     BrokenCase(
+        name="temperature-that-no-row-has",
+        edit=("  path: train.jsonl\n", "  path: train.jsonl\n  columns: {temperature: anwser}\n"),
+        words=("no row that was looked at has a temperature in a field 'anwser'", "did you mean 'answer'?"),
+        line=18,
+    ),
+    BrokenCase(
+        name="temperature-of-text",
+        edit=("  path: train.jsonl\n", "  path: train.jsonl\n  columns: {temperature: warmth}\n"),
+        files={"train.jsonl": rows(2) + _row(id="c", prompt="1+1=", answer="2", warmth="0.7")},
+        words=("train.jsonl:3", "'warmth' must be a temperature, a number from 0.01 to 10", "0.7"),
+        line=17,
+    ),
+    BrokenCase(
         name="row-too-long-for-a-micro-batch",
         base=VALID_SFT,
         overrides=("model.max_tokens_per_micro_batch=20",),

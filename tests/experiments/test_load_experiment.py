@@ -182,9 +182,10 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
     ] == []
     assert list(_ppo(folder).find_warnings()) == []
     assert list(_ppo(folder, "weights.transport=delta", "actor.dtype=bfloat16").find_warnings()) == []
-    (warning,) = _ppo(folder, "ppo.algorithm=luffy").find_warnings()
-    assert "luffy shows no answers without rollout.demonstrations" in warning
-    assert list(_ppo(folder, "ppo.algorithm=luffy", "rollout.demonstrations=answer").find_warnings()) == []
+    for name in ("luffy", "sft_mix"):
+        (warning,) = _ppo(folder, f"ppo.algorithm={name}").find_warnings()
+        assert f"{name} shows no answers without rollout.demonstrations" in warning
+        assert list(_ppo(folder, f"ppo.algorithm={name}", "rollout.demonstrations=answer").find_warnings()) == []
 
 
 def test_trackers_that_could_not_run_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

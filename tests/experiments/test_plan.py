@@ -290,6 +290,23 @@ def test_each_model_says_whether_its_micro_batches_share_prompts(folder: Path) -
     assert [shares[name] for name in ("actor_inf", "actor_train", "ref_inf")] == [True, True, False]
 
 
+def test_temperatures_of_rows_go_with_their_answers_to_whoever_computes_log_probabilities(folder: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1), "warmth": 0.5 + n % 2}) + "\n" for n in range(40)]
+    (folder / "warm.jsonl").write_text("".join(rows))
+    more = [f"{role}.path={folder / 'model'}" for role in ("ref", "teacher", "critic")]
+    more += ["ppo.kl.coef=0.1", "ppo.distillation.coef=0.1", "ppo.advantage=gae", "ppo.sample_reuse=2"]
+    own = ("dataset.columns.temperature=warmth", f"dataset.path={folder / 'warm.jsonl'}")
+
+    def readers(plan: RunPlan) -> set[str]:
+        return {call.name for call in plan.master.calls if "temperatures" in call.input_keys}
+
+    plan = _plan(folder / "ppo.yaml", *more, *own)
+    assert readers(plan) == {"actor_inf", "ref_inf", "teacher_inf", "actor_train"}  # and not the critic
+    rank = plan.worker("model_worker", 0)
+    assert isinstance(rank, ModelWorkerSpec) and rank.behaviour.has_row_temperatures
+    assert not readers(_plan(folder / "ppo.yaml", *more))
+
+
 def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
     plan = _plan(folder / "ppo.yaml", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1", "ppo.sample_reuse=2")
     calls = {call.name: call for call in plan.master.calls}

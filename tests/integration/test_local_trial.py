@@ -56,6 +56,8 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
             "evaluation.more.twice": material.held_out,
             "weights.transport": transport,
             "actor.shared_prompts": shared_prompts,
+            "dataset.columns.temperature": "warmth",
+            "evaluation.dataset.columns.temperature": "warmth",  # which is not heeded
         },
     )
     trial.wait_for_steps(1)

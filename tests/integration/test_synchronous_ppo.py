@@ -28,6 +28,7 @@ def alike(material: Material) -> dict[str, object]:
         "teacher.path": material.model,
         "ppo.distillation.coef": 1.0,
         "dataset.columns.teacher_prompt": "answer",
+        "dataset.columns.temperature": "warmth",
     }
 
 

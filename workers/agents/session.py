@@ -216,7 +216,8 @@ class Session:
         Args:
             max_new_tokens: at most; None is `rollout.sampling.max_new_tokens`, which is the most that there is.
             stop: texts that end the answer; the token that completes one is its last.
-            temperature: None is that of the trial. From an answer that is sampled in another way nothing is learned.
+            temperature: None is that of the row or the trial. From an answer that is sampled in another way nothing is
+                learned.
             tools: schemas of what the answer may ask for; None are those of the last `say`.
             train: False for an answer from which nothing is to be learned.
 

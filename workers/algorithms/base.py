@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import ROUTED_EXPERTS, Key
+from corral.scheduling.keys import ROUTED_EXPERTS, TEMPERATURES, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.backends.base import AnyEngine, LossOutput, TrainEngine
@@ -148,9 +148,9 @@ def compute_logprobs(
 ) -> npt.NDArray[np.float32]:
     """Log-probability of every response token under the engine's weights, packed; 0 on prompt tokens.
 
-    Where the sample has `routed_experts`, by those experts.
+    Where the sample has `routed_experts`, by those experts; where it has `temperatures`, at these.
     """
-    read = [key for key in ("input_ids", ROUTED_EXPERTS) if key in sample.seqlens]
+    read = [key for key in ("input_ids", ROUTED_EXPERTS, TEMPERATURES) if key in sample.seqlens]
     logprobs = engine.forward(sample.select_keys(read), temperature=temperature)["logprobs"]
     return np.where(response_mask(sample), logprobs, np.float32(0.0))
 

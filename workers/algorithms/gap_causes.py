@@ -70,10 +70,16 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
     """What holds from the first version on."""
     sampling, behaviour = sides.behaviour.sampling, sides.behaviour
     if gap.explained_by_temperature > _TEMPERATURE_SHARE and gap.temperature_ratio > 0.0:
+        about = (
+            f"{1.0 / gap.temperature_ratio:.2g} times what the trainer computes with, as rows say it "
+            "(dataset.columns.temperature)"
+            if behaviour.has_row_temperatures
+            else f"{sampling.temperature / gap.temperature_ratio:.2g}, the trainer computes with "
+            f"rollout.sampling.temperature {sampling.temperature:g}"
+        )
         yield (
             f"temperature: another one explains {gap.explained_by_temperature:.0%} of the differences; the generator's "
-            f"numbers are those of about {sampling.temperature / gap.temperature_ratio:.2g}, the trainer computes with "
-            f"rollout.sampling.temperature {sampling.temperature:g}"
+            f"numbers are those of about {about}"
         )
         return
     is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0

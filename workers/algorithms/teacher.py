@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import TEACHER_PROMPT, built_in, keys_of_teachers, teacher_keys
+from corral.scheduling.keys import TEACHER_PROMPT, TEMPERATURES, built_in, keys_of_teachers, teacher_keys
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
 from corral.workers.backends.base import TrainEngine
@@ -34,7 +34,7 @@ class TeacherInterface(ModelInterface):
     def __init__(self, *, temperature: float, top_k: int | None = None, sources: Sequence[str] = ()) -> None:
         """
         Args:
-            temperature: that the answers are sampled with.
+            temperature: that the answers are sampled with, where samples do not say it.
             top_k: how many likeliest tokens; None for those of the answers.
             sources: of rows, the answers to which it judges; none: all.
         """
@@ -60,7 +60,9 @@ class TeacherInterface(ModelInterface):
         if self._top_k is None:
             made = [compute_logprobs(engine, taught.sample, temperature=self._temperature)]
         else:
-            read = taught.sample.select_keys(["input_ids"])
+            read = taught.sample.select_keys(
+                [key for key in ("input_ids", TEMPERATURES) if key in taught.sample.seqlens]
+            )
             made = list(engine.forward(read, temperature=self._temperature, top_k=self._top_k).values())
         told: dict[str, npt.NDArray[Any]] = {}
         for key, values in zip(teacher_keys(self._top_k), made, strict=True):

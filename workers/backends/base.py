@@ -79,7 +79,8 @@ class TrainEngine(Protocol[ScoresT_co]):
         is not finite changes no weight: `train/skipped_nonfinite` is then 1. Returns the same numbers on every rank.
 
         Args:
-            temperature: that the answers were sampled with; logits are divided by it.
+            temperature: that the answers were sampled with, where the sample has no `temperatures`; logits are divided
+                by it.
             counted: a boolean key of the sample.
             keeps_groups: whether all answers of a prompt must be in one micro-batch, as a loss over pairs needs.
             may_step: None steps whenever all is finite; where it says no, no weight changes and
@@ -94,6 +95,7 @@ class TrainEngine(Protocol[ScoresT_co]):
         lm: `logprobs` and `entropy` per shifted token. value: `values` per token. scalar: `scores` per answer.
 
         Args:
+            temperature: as in `train_batch`.
             top_k: above 0 the `top_k` likeliest tokens in the place of each one that came next, in place of its scores:
                 lm: `topk_ids` (whole numbers) and `topk_logprobs`, so many per shifted token, the likeliest first.
         """

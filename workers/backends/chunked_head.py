@@ -31,7 +31,8 @@ class Question:
     """[T, k] int64: others, whose log-probabilities are wanted besides."""
     top_k: int = 0
     """Above 0 the likeliest tokens are wanted, in place of anything else."""
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
+    """That logits are divided by: of all, or [T] float32."""
 
     @property
     def num_columns(self) -> int:

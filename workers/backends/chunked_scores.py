@@ -79,7 +79,7 @@ def score_tokens(
     *,
     asked: Tensor | None = None,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
     share: VocabularyShare = WHOLE_VOCABULARY,
     chunk_tokens: int | None = None,
@@ -94,7 +94,8 @@ def score_tokens(
         labels: [T] int64: tokens of the whole vocabulary.
         asked: [T, k] int64: further ones.
         bias: [V].
-        temperature: logits are divided by it, as the sampler did; 0 (greedy) is read as 1.
+        temperature: logits are divided by it, as the sampler did, by one or by one for each token, [T] float32; 0
+            (greedy) is read as 1.
         dtype: type that the operands of products are rounded to; results are float32 whatever it is.
         share: of a vocabulary that is cut over ranks; a collective of its group.
         chunk_tokens: rows of logits that exist at once; None takes as many as a bounded number of bytes holds.
@@ -113,7 +114,7 @@ def likeliest_tokens(
     k: int,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
     share: VocabularyShare = WHOLE_VOCABULARY,
     chunk_tokens: int | None = None,
@@ -123,14 +124,14 @@ def likeliest_tokens(
     Args:
         k: at most the whole vocabulary. For the rest see `score_tokens`.
     """
-    own = min(k, weight.shape[0])
+    own, scale = min(k, weight.shape[0]), _scale(temperature)
     sums = hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32)
     ids = hidden.new_zeros((hidden.shape[0], k), dtype=torch.int64)
     values = torch.full_like(ids, -torch.inf, dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         rows = _operand(weight, dtype)
         for chunk in _chunks(hidden.shape[0], chunk_tokens or _tokens_of_chunk(weight)):
-            logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _scale(temperature))
+            logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _of(chunk, scale))
             values[chunk, :own], ids[chunk, :own] = logits.topk(own)
             sums[:, chunk] = _softmax_sums(logits, ids.new_empty((len(logits), 0)))
     largest, total, _ = share.combine(sums)
@@ -138,8 +139,15 @@ def likeliest_tokens(
     return share.join(ids + share.first).gather(1, places), (values - largest[:, None]) - total.log()[:, None]
 
 
-def _scale(temperature: float) -> float:
+def _scale(temperature: float | Tensor) -> float | Tensor:
+    """What logits are multiplied by: [T, 1] where each token has its own."""
+    if isinstance(temperature, Tensor):
+        return torch.where(temperature > 0.0, temperature.reciprocal(), 1.0)[:, None]
     return 1.0 / temperature if temperature > 0.0 else 1.0
+
+
+def _of(chunk: slice, scale: float | Tensor) -> float | Tensor:
+    return scale[chunk] if isinstance(scale, Tensor) else scale
 
 
 def _tokens_of_chunk(weight: Tensor) -> int:
@@ -156,7 +164,7 @@ class _ChunkedScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        scale: float,
+        scale: float | Tensor,
         dtype: torch.dtype,
         share: VocabularyShare,
         chunk_tokens: int,
@@ -166,7 +174,7 @@ class _ChunkedScores(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _operand(weight, dtype)
             for chunk in _chunks(hidden.shape[0], chunk_tokens):
-                logits = _logits(_operand(hidden[chunk], dtype), rows, bias, scale)
+                logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _of(chunk, scale))
                 sums[:, chunk] = _softmax_sums(logits, labels[chunk])
         largest, total, weighted, *of_labels = share.combine(sums)
         log_total = total.log()
@@ -188,7 +196,7 @@ class _ChunkedScores(torch.autograd.Function):
             rows = _operand(weight, ctx.dtype)
             for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
                 inputs = _operand(hidden[chunk], ctx.dtype)
-                logits = _logits(inputs, rows, bias, ctx.scale)
+                logits = _logits(inputs, rows, bias, _of(chunk, ctx.scale))
                 of_logits = _logits_gradient(logits, labels[chunk], log_normalizer[chunk], slopes[chunk])
                 if of_bias is not None:
                     of_bias += of_logits.sum(0)
@@ -208,12 +216,12 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
 
 
-def _logits(inputs: Tensor, rows: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def _logits(inputs: Tensor, rows: Tensor, bias: Tensor | None, scale: float | Tensor) -> Tensor:
     """[n, H], [V, H] -> [n, V] float32."""
     logits = _product(inputs, rows.T)
     if bias is not None:
         logits += bias
-    return logits if scale == 1.0 else logits.mul_(scale)
+    return logits.mul_(scale) if isinstance(scale, Tensor) or scale != 1.0 else logits
 
 
 def _softmax_sums(logits: Tensor, labels: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
     first = rank * width
     own = slice(first, first + width)
     scores = {layout: slice(numbers[rank], numbers[rank + 1]) for layout, numbers in before.items()}
-    experts = micro_batch.routed_experts
+    experts, temperature = micro_batch.routed_experts, micro_batch.temperature
     part = replace(
         micro_batch,
         segment_lengths=micro_batch.segment_lengths + ((padding,) if padding else ()),
@@ -90,6 +90,9 @@ def cut_row(micro_batch: MicroBatch, *, rank: int, num_ranks: int, part_multiple
         labels=micro_batch.labels[scores[KeyLayout.PER_SHIFTED_TOKEN]],
         asked=None if micro_batch.asked is None else micro_batch.asked[scores[KeyLayout.PER_SHIFTED_TOKEN]],
         last_tokens=micro_batch.last_tokens[scores[KeyLayout.PER_ANSWER]] - first,
+        temperature=temperature[scores[KeyLayout.PER_SHIFTED_TOKEN]]
+        if isinstance(temperature, Tensor)
+        else temperature,
         # Those of padding say nothing.
         routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, padding), value=-1)[own],
     )

@@ -44,7 +44,7 @@ class Head:
     has_score_layer: bool = True
     """Whether a linear layer named `score` makes the logits, which a language model's directory lacks."""
 
-    def columns(self, model: Any, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+    def columns(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         """[entries, names] float32: one forward pass over the row of a micro-batch."""
         shared = micro_batch.shared
         if self.has_score_layer:
@@ -54,7 +54,7 @@ class Head:
             return values[micro_batch.last_tokens] if self.layout is KeyLayout.PER_ANSWER else values
         predicting = micro_batch.predicting if shared is None else shared.predicting
         columns: Tensor = model.get_output_embeddings().ask(
-            question_of(micro_batch, temperature=temperature),
+            question_of(micro_batch),
             lambda: _forward_row(model, micro_batch, logits_to_keep=predicting),
         )
         return columns if shared is None else columns.index_select(0, shared.questions)
@@ -71,12 +71,12 @@ class Head:
         return 1 if self.has_score_layer else question_of(micro_batch).num_columns
 
 
-def question_of(micro_batch: MicroBatch, *, temperature: float = 1.0) -> Question:
+def question_of(micro_batch: MicroBatch) -> Question:
     """What a language model is asked of the row of a micro-batch."""
     # What is asked of an answer is not what is asked of another one that begins alike.
     assert micro_batch.shared is None or micro_batch.asked is None, "answers that share tokens are asked for others"
     labels = micro_batch.labels if micro_batch.shared is None else micro_batch.shared.labels
-    return Question(labels, micro_batch.asked, micro_batch.top_k, temperature)
+    return Question(labels, micro_batch.asked, micro_batch.top_k, micro_batch.temperature)
 
 
 def _forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tensor:

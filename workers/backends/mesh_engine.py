@@ -140,13 +140,11 @@ class MeshEngine(ABC):
         """
 
     @abstractmethod
-    def _forward(
-        self, micro_batches: Iterator[MicroBatch], *, temperature: float
-    ) -> Iterable[tuple[MicroBatch, Tensor]]:
+    def _forward(self, micro_batches: Iterator[MicroBatch]) -> Iterable[tuple[MicroBatch, Tensor]]:
         """Each micro-batch and the head's columns of it, by a model that is on its device and set to evaluate."""
 
     @abstractmethod
-    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
+    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss) -> None:
         """The gradients of one step, and no others, added up over micro-batches; every rank calls each loss once.
 
         The model is on its device and set to train.
@@ -230,7 +228,7 @@ class MeshEngine(ABC):
             return output.loss_sum / count
 
         self._optimizer.zero_grad()
-        self._backward(self._micro_batches(sample, keeps_groups=keeps_groups), loss, temperature=temperature)
+        self._backward(self._micro_batches(sample, keeps_groups=keeps_groups, temperature=temperature), loss)
         sums.add({_SQUARED_NORM: self._squared_norm()})
         return self._apply_gradients(config, count, self._over_mesh(sums), may_step)
 
@@ -240,7 +238,7 @@ class MeshEngine(ABC):
     ) -> dict[str, npt.NDArray[np.float32]]:
         """See `TrainEngine.forward`."""
         self._begin()
-        passes = self._forward(self._micro_batches(sample, top_k=top_k), temperature=temperature)
+        passes = self._forward(self._micro_batches(sample, top_k=top_k, temperature=temperature))
         columns = _on_host([output for output in passes if not output[0].is_padding])
         if top_k:
             both = scatter_to_answers(sample, columns, self._head.layout).reshape(-1, 2, top_k)
@@ -256,15 +254,17 @@ class MeshEngine(ABC):
         torch.set_float32_matmul_precision("high" if self.takes_tf32 else "highest")
 
     def _micro_batches(
-        self, sample: SequenceSample, *, keeps_groups: bool = False, top_k: int = 0
+        self, sample: SequenceSample, *, keeps_groups: bool = False, **asked: Any
     ) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, as many as the rank with the most has."""
+        """This rank's micro-batches, as many as the rank with the most has.
+
+        Args:
+            asked: the rest of what `make_micro_batches` takes.
+        """
         shares = self._shares_prompts()
         plan = plan_micro_batches(sample, self.micro_batches, keeps_groups=keeps_groups, shares_prompts=shares)
         count = int(self.context.max_over_ranks({"micro_batches": len(plan)})["micro_batches"])
-        return make_micro_batches(
-            sample, plan, count=count, device=self.context.device, shares_prompts=shares, top_k=top_k
-        )
+        return make_micro_batches(sample, plan, count=count, device=self.context.device, shares_prompts=shares, **asked)
 
     def _shares_prompts(self) -> bool:
         """Whether rows have prompts once; what is done is said when it is first asked for."""

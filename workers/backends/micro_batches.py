@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, KeyLayout
+from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, TEMPERATURES, KeyLayout
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 from corral.workers.shared_prompts.rows import (
@@ -58,14 +58,16 @@ class MicroBatch:
     last_tokens: Tensor
     """[n] int64: which token of the answers, laid end to end, is the last of each."""
     tensors: dict[str, Tensor]
-    """Every key of the sample but input_ids, the experts and what is asked, cut to these answers. Keys per shifted
-    token align with `labels`."""
+    """Every key of the sample but input_ids, the experts, the temperatures and what is asked, cut to these answers.
+    Keys per shifted token align with `labels`."""
     routed_experts: Tensor | None = None
     """[R, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
     asked: Tensor | None = None
     """[T - n, k] int64: tokens whose log-probabilities are wanted besides those of `labels`."""
     top_k: int = 0
     """Above 0 it is asked for so many likeliest tokens in the place of each label, and nothing else."""
+    temperature: float | Tensor = 1.0
+    """That logits are divided by: of all, or float32 of each label, where prompts are shared of each of `shared`."""
     shared: SharedRow | None = None
     """Where the tokens of the answers are, in a row that has prompts once."""
 
@@ -116,12 +118,14 @@ def make_micro_batches(
     device: torch.device,
     shares_prompts: bool = False,
     top_k: int = 0,
+    temperature: float = 1.0,
 ) -> Iterator[MicroBatch]:
     """The planned micro-batches, then padding until there are `count`.
 
     Args:
         shares_prompts: whether rows have once what neighbours of one prompt begin with.
         top_k: see `MicroBatch`.
+        temperature: of answers whose sample does not say it.
     """
     slices = {key: answer_slices(sample.answer_lengths(key)) for key in sample.data}
     lengths = sample.answer_lengths() if plan else []
@@ -136,9 +140,11 @@ def make_micro_batches(
         if ROUTED_EXPERTS in tensors:
             tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
         groups = None if beginnings is None else groups_of_row(answers, lengths, prompts, beginnings)
-        yield _pack(tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups, top_k)
+        yield _pack(
+            tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups, top_k, temperature
+        )
     for _ in range(count - len(plan)):
-        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device, None, top_k)
+        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device, None, top_k, temperature)
 
 
 def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
@@ -157,6 +163,7 @@ def _pack(
     device: torch.device,
     groups: tuple[PromptGroup, ...] | None,
     top_k: int,
+    temperature: float | Tensor,
 ) -> MicroBatch:
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
@@ -166,10 +173,14 @@ def _pack(
     has_next[last_tokens] = False
     predicting = has_next.nonzero().squeeze(1)
     labels = input_ids[predicting + 1]
+    if TEMPERATURES in tensors:
+        temperature = tensors.pop(TEMPERATURES).repeat_interleave(torch.tensor(segment_lengths) - 1)
     shared = None
     if groups is not None:
         sources, row = shared_row(groups, input_ids)
         shared = SharedRow(groups, *(_sent(tensor, device) for tensor in row[1:]))
+        if isinstance(temperature, Tensor):  # which answers of one prompt have in common
+            temperature = temperature.new_ones(len(row.labels)).scatter(0, row.questions, temperature)
         input_ids, position_ids = input_ids[sources], position_ids[sources]
         routed_experts = None if routed_experts is None else routed_experts[sources]
     return MicroBatch(
@@ -185,6 +196,7 @@ def _pack(
         routed_experts=None if routed_experts is None else _sent(routed_experts, device),
         asked=None if asked is None else _sent(asked.to(torch.int64).view(len(labels), -1), device),
         top_k=top_k,
+        temperature=_sent(temperature, device) if isinstance(temperature, Tensor) else temperature,
         shared=shared,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import TEACHER_PROMPT
+from corral.scheduling.keys import TEACHER_PROMPT, TEMPERATURES
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
 
 Mask = npt.NDArray[np.bool_]
@@ -20,7 +20,7 @@ class TaughtAnswers(NamedTuple):
     """The answers of a sample behind other prompts."""
 
     sample: SequenceSample
-    """Their `input_ids` and `prompt_mask`."""
+    """Their `input_ids` and `prompt_mask`, and `temperatures` where there are any."""
     places: Mask
     """True at the answers' tokens among the shifted tokens of `sample`,"""
     policy_places: Mask
@@ -58,5 +58,8 @@ def behind_prompts(sample: SequenceSample, prompts: Iterable[npt.ArrayLike]) -> 
     lengths = iter([len(one) for one in ids[1:]])
     groups = [[next(lengths) for _ in range(count)] for count in sample.num_answers_per_sample()]
     data = {"input_ids": np.concatenate(ids), "prompt_mask": np.concatenate(masks)}
-    taught = SequenceSample(sample.uids, dict.fromkeys(data, groups), data, sample.specs)
+    seqlens = dict.fromkeys(data, groups)
+    if TEMPERATURES in sample.data:
+        data[TEMPERATURES], seqlens[TEMPERATURES] = sample.data[TEMPERATURES], sample.seqlens[TEMPERATURES]
+    taught = SequenceSample(sample.uids, seqlens, data, sample.specs)
     return TaughtAnswers(taught, np.concatenate(places), np.concatenate(policy_places))

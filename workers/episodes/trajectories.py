@@ -3,6 +3,7 @@
     given P, made A, given T, made B, reward  ──►  input_ids [N], prompt_mask [N]: True on P and T
                                                    old_logprobs [N-1], versions [N-1], rewards [1], seq_no_eos_mask [1]
                                                    of a mixture: routed_experts [N, layers, k]
+                                                   where rows may say how is sampled: temperatures [1]
     of agents besides: episodes [1], which one of the group it is of;  turn_rewards [N-1]
 
 Values that belong to a token stand at the position before it, where it was predicted: the first token of an answer to a
@@ -23,6 +24,7 @@ from corral.scheduling.keys import (
     REWARD_PARTS,
     ROUTED_EXPERTS,
     TEACHER_PROMPT,
+    TEMPERATURES,
     Key,
     remarks_key,
     reward_parts_key,
@@ -110,6 +112,7 @@ def make_sample(
     remarks_bytes: int = 0,
     teacher_prompt: npt.NDArray[np.int32] | None = None,
     says_episodes: bool = False,
+    temperature: float | None = None,
 ) -> SequenceSample:
     """The packed sample of one group.
 
@@ -119,6 +122,7 @@ def make_sample(
         remarks_bytes: for what is said of each in words, which goes along, too.
         teacher_prompt: what teachers read in the prompt's place, as its key has it; it goes along, too.
         says_episodes: whether it has `episodes` and `turn_rewards`; without, every episode is one sequence.
+        temperature: that all of it was sampled with, where the sample is to say so.
     """
     # One from which nothing is learned has no number: the trainer counts from 0 without a gap.
     episodes = [each for each in episodes if each.sequences()]
@@ -138,6 +142,8 @@ def make_sample(
     if says_episodes:
         values["episodes"] = [np.asarray([number], np.int32) for number, _ in numbered]
         values["turn_rewards"] = [_before(each, _turn_rewards, np.float32) for each in branches]
+    if temperature is not None:
+        values[TEMPERATURES] = [np.asarray([temperature], np.float32)] * len(branches)
     declared: list[Key] = []
     if parts:
         declared.append(reward_parts_key(len(parts)))

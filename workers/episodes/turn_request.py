@@ -32,5 +32,5 @@ class TurnRequest:
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the answer, beside those that do anyway."""
     is_trained: bool = True
-    """Whether something is to be learned from the answer. One that is sampled in another way than the trial says never
-    is: the trainer's probabilities are those of the trial's sampling."""
+    """Whether something is to be learned from the answer. One that is sampled in another way than the trial or the row
+    says never is: the trainer's probabilities are those of that sampling."""

@@ -100,6 +100,7 @@ class Generator:
         self._seed = seed
         self._rows = load_planned_rows(spec.dataset)
         self._max_prompt_tokens = spec.dataset.config.max_prompt_tokens
+        self._says_temperature = spec.dataset.config.names_temperatures
         self._prompts = PromptEncoder(spec.tokenizer)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
@@ -181,7 +182,7 @@ class Generator:
             GenerationRequest(
                 request_id=f"{number}/{answer}",
                 prompt=tuple(prompt.token_ids),
-                sampling=self._sampling(seed),
+                sampling=self._sampling(prompt.row, seed),
                 experts_from=None if generation.experts is None else 0,
             )
             for number, prompt in enumerate(prompts)
@@ -193,11 +194,14 @@ class Generator:
             for start in range(0, len(outputs), size)
         ]
 
-    def _sampling(self, seed: int) -> SamplingParams:
+    def _temperature(self, row: DatasetRow) -> float:
+        return self._generation.sampling.temperature if row.temperature is None else row.temperature
+
+    def _sampling(self, row: DatasetRow, seed: int) -> SamplingParams:
         sampling = self._generation.sampling
         return SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
+            temperature=self._temperature(row),
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
@@ -246,5 +250,6 @@ class Generator:
             parts=told_parts(parts),
             remarks_bytes=remarks_size(parts),
             teacher_prompt=prompt.teacher_prompt,
+            temperature=self._temperature(prompt.row) if self._says_temperature else None,
         )
         return prompt.answered(sample, version=version, statistics=group_statistics(judged))

@@ -131,11 +131,11 @@ class GenerationClient:
     _under_way: Counter[str] = field(default_factory=Counter, init=False)
     """Answers that `complete` makes now, by uid: a group's episodes share a server, and each has its own."""
 
-    def limited_to(self, max_new_tokens: int) -> "GenerationClient":
-        """The same, with all that it knows, for answers of at most so many tokens."""
-        limited = copy.copy(self)
-        object.__setattr__(limited, "sampling", self.sampling.model_copy(update={"max_new_tokens": max_new_tokens}))
-        return limited
+    def sampling_by(self, **changes: float) -> "GenerationClient":
+        """The same, with all that it knows, for answers that are sampled otherwise."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "sampling", self.sampling.model_copy(update=changes))
+        return changed
 
     async def sample_group(
         self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None

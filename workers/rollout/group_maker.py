@@ -97,6 +97,8 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
+    says_temperature: bool = False
+    """Whether samples say what their answers were sampled with, since rows may."""
     teachers: ServedTeachers | None = None
     """Outside of the trial, where there are such."""
     teacher_prompt_tokens: int = 0
@@ -159,6 +161,7 @@ class GroupMaker:
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,
+            temperature=(row.temperature or self.client.sampling.temperature) if self.says_temperature else None,
         )
         statistics = group_statistics(group.episodes) | (statistics_of(group) if says_episodes else {})
         if self.teachers is None:
@@ -202,10 +205,11 @@ class GroupMaker:
     def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
         return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
 
-    def _client_of(self, order: int) -> GenerationClient:
-        """Who asks for answers as long as those of the prompt's step may be."""
+    def _client_of(self, row: DatasetRow, order: int) -> GenerationClient:
+        """Who asks for answers, sampled as the row says and as long as those of its step may be."""
+        own = {} if row.temperature is None else {"temperature": row.temperature}
         longest = self.config.longest_answer(1 + order // self.train_batch_size)
-        return self.client if longest == self.config.sampling.max_new_tokens else self.client.limited_to(longest)
+        return self.client.sampling_by(max_new_tokens=longest, **own)
 
     async def _answers(
         self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], *, order: int
@@ -213,7 +217,7 @@ class GroupMaker:
         """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
         num_made = self.group_size - len(shown)
         seeds = group_seeds(self.trial_seed, order=order, group_size=num_made + self.config.spare_answers)
-        answers = await self._client_of(order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
+        answers = await self._client_of(row, order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
         branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
@@ -289,7 +293,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self._client_of(order),
+                    client=self._client_of(row, order),
                     seed_of=seed_of,
                 )
                 span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)

@@ -54,7 +54,7 @@ class HeldOutProblems:
         """
         order = self._orders[problem.dataset][problem.row_id]
         try:
-            row = self._rows[problem.dataset][problem.row_id]
+            row = replace(self._rows[problem.dataset][problem.row_id], temperature=None)  # all are sampled alike
             episodes = (await self._groups.attempt(problem.uid, row, order=order)).episodes
         except (PromptFailedError, RowError) as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)

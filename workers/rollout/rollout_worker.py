@@ -183,6 +183,7 @@ class RolloutWorker(Worker):
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
             says_reward=spec.dataset.config.sampler is not None,
+            says_temperature=spec.dataset.config.names_temperatures,
             teachers=self._served_teachers(),
             teacher_prompt_tokens=spec.teacher_prompt_tokens,
         )

@@ -1,6 +1,7 @@
 """Rows of every format are the same rows; parts, splits, transforms and pairs of them."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from datetime import date, datetime
@@ -17,6 +18,7 @@ from corral.experiments.config.data import ColumnsConfig, DatasetConfig, MixedSo
 from corral.experiments.datasets import row_files
 from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
 from corral.experiments.datasets.row_files import fingerprint
+from corral.experiments.datasets.row_parser import RowError, RowParser
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.located_rows import locate_rows
 from corral.experiments.inputs.users_process import importing_from
@@ -299,6 +301,20 @@ def test_teachers_read_a_prompt_of_any_form_or_that_of_the_policy(tmp_path: Path
     assert [read[str(number)].teacher_prompt for number in range(4)] == [asked, "2=1+1?", [1, 2], "1+1?"]
     with pytest.raises(ValueError, match="'told' is no prompt"):
         read["4"]
+
+
+def test_a_row_may_have_a_temperature_of_its_own() -> None:
+    named = RowParser(ColumnsConfig(temperature="warmth"), "prompts")
+
+    def read(parser: RowParser, **more: Any) -> float | None:
+        return parser.parse({"prompt": "q", **more}, row_id="0", place="", source="").temperature
+
+    given: list[Any] = [0.01, 1, 10.0, None]
+    assert [read(named, warmth=value) for value in given] == [0.01, 1.0, 10.0, None] and read(named) is None
+    for value in (0, -0.5, "0.7", True, [1.0], 10.5, math.inf, math.nan, 10**400):
+        with pytest.raises(RowError, match="'warmth' must be a temperature, a number from 0.01 to 10, got "):
+            read(named, warmth=value)
+        assert read(RowParser(ColumnsConfig(), "prompts"), warmth=value) is None
 
 
 def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:

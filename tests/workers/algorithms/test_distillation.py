@@ -1,6 +1,7 @@
 """What a teacher adds to the advantages, against sums over a whole vocabulary and beside rewards."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.keys import keys_of_teachers, teacher_keys, teacher_prompt_key
+from corral.scheduling.keys import built_in, keys_of_teachers, teacher_keys, teacher_prompt_key
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.functional.kl import kl_over_top_k
@@ -147,8 +148,9 @@ def test_each_teacher_says_of_its_own_rows_what_one_of_all_would_say(top_k: int 
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("warmth", [{}, {"temperatures": (0.7, 0.4, 1.0, 2.0, 0.9, 1.3)}], ids=["trial", "rows"])
 def test_a_teacher_that_is_told_more_says_of_each_token_what_it_says_behind_its_own_prompt(
-    tmp_path: Path, top_k: int | None
+    tmp_path: Path, top_k: int | None, warmth: Mapping[str, Sequence[float]]
 ) -> None:
     engine, reference = make_engine(save_tiny_model(tmp_path)), load_reference(tmp_path).double()
     sample = make_sample([[6, 9], [7], [5, 3, 4]])
@@ -162,6 +164,9 @@ def test_a_teacher_that_is_told_more_says_of_each_token_what_it_says_behind_its_
         [3, 2],
     ]  # longer and shorter than those of 2 tokens
     told = sample.with_key(teacher_prompt_key(6), np.concatenate([padded_prompt(one, 6) for one in prompts]))
+    for key in built_in(*warmth):
+        told = told.with_key(key, np.array(warmth[key.name], np.float32))
+    temperatures = warmth.get("temperatures", (0.7,) * len(prompts))
     interface = TeacherInterface(temperature=0.7, top_k=top_k, sources=["a"])
     made = [values.reshape(-1, top_k or 1) for values in interface.inference(engine, told).values()]
     first = 0
@@ -169,7 +174,7 @@ def test_a_teacher_that_is_told_more_says_of_each_token_what_it_says_behind_its_
         answer = sample.data["input_ids"][place].tolist()[2:]
         with torch.no_grad():
             logits = reference(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-        table = torch.log_softmax(logits / 0.7, -1)
+        table = torch.log_softmax(logits / temperatures[number], -1)
         found = [values[first : first + 1 + len(answer)] for values in made]
         first += 1 + len(answer)
         if number == 2:  # another teacher's

@@ -58,8 +58,14 @@ class Maker:
     def of(cls, directory: Path, *, dtype: torch.dtype = torch.float32) -> "Maker":
         return cls(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval())
 
-    def answers(self, *, version: int, temperature: float = TEMPERATURE, **sampling: Any) -> SequenceSample:
-        """Groups of answers, which say that they are of this version."""
+    def answers(
+        self, *, version: int, temperature: float = TEMPERATURE, own: Sequence[float] = (), **sampling: Any
+    ) -> SequenceSample:
+        """Groups of answers, which say that they are of this version.
+
+        Args:
+            own: a temperature of each prompt, which its answers tell.
+        """
         rng = np.random.default_rng(version)
         prompts = [rng.integers(0, VOCAB_SIZE, 5 + number).tolist() for number in range(NUM_PROMPTS)]
         with torch.no_grad():
@@ -76,7 +82,10 @@ class Maker:
                     request_id=f"{number}/{answer}",
                     prompt=tuple(prompt),
                     sampling=SamplingParams(
-                        max_new_tokens=8 + 4 * answer, temperature=temperature, sampling_seed=answer, **sampling
+                        max_new_tokens=8 + 4 * answer,
+                        temperature=own[number] if own else temperature,
+                        sampling_seed=answer,
+                        **sampling,
                     ),
                 )
                 for number, prompt in enumerate(prompts)
@@ -96,7 +105,9 @@ class Maker:
         return SequenceSample.gather(
             [
                 make_sample(
-                    f"0:p{number}", judged_answers(prompts[number], group, [float(i % 2) for i in range(len(group))])
+                    f"0:p{number}",
+                    judged_answers(prompts[number], group, [float(i % 2) for i in range(len(group))]),
+                    temperature=own[number] if own else None,
                 )
                 for number, group in enumerate(groups)
             ]
@@ -179,6 +190,20 @@ def test_another_temperature_is_an_alarm_that_names_both(weights: Path) -> None:
     assert notice.causes[0].startswith("temperature: another one explains")
     assert "about 0.9" in notice.causes[0] or "about 1" in notice.causes[0]
     assert "rollout.sampling.temperature 0.8" in notice.causes[0]
+
+
+@pytest.mark.parametrize("by", [1.0, 1.25])
+def test_answers_are_compared_at_the_temperature_of_their_row(by: float, weights: Path) -> None:
+    own = [0.5, 0.8, 1.0, 1.6]
+    sample = Maker.of(weights).answers(version=0, own=own)
+    told = np.repeat(own, GROUP_SIZE).astype(np.float32) * np.float32(by)
+    behaviour = SAMPLED.model_copy(update={"has_row_temperatures": True})
+    training = Training(weights, behaviour=behaviour, n_minibatches=1)
+    stats, (notice,) = training.train(sample.with_key("temperatures", told), version=0)
+    assert notice.is_alarm == (by != 1.0) == (stats["gap/max"] > 1e-5)
+    if notice.is_alarm:
+        assert notice.causes[0].startswith("temperature: another one explains")
+        assert "about 0.8 times what the trainer computes with, as rows say it" in notice.causes[0]
 
 
 def test_a_generator_in_bfloat16_is_an_alarm_that_names_its_arithmetic(weights: Path) -> None:

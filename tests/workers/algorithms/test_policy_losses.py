@@ -22,6 +22,7 @@ from corral.workers.algorithms.functional.policy_losses import (
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.luffy import Luffy
 from corral.workers.algorithms.self_imitation import SelfImitation
+from corral.workers.algorithms.sft_mix import SFTMix
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
 
@@ -257,7 +258,8 @@ def test_self_imitation_adds_what_came_out_better_whatever_the_clip_says() -> No
     assert made.stats["self_imitation/fraction"].tolist() == (t.advantages > 0).tolist()
 
 
-def test_luffy_learns_what_was_shown_by_a_shape_of_its_probability() -> None:
+@pytest.mark.parametrize("loss", [Luffy(gamma=0.2), SFTMix(coef=0.3)], ids=["luffy", "sft_mix"])
+def test_what_was_shown_is_learned_by_a_loss_of_its_own(loss: Luffy | SFTMix) -> None:
     t = Tokens()
     is_shown = np.arange(NUM_TOKENS) % 3 == 0
     logprobs = torch.tensor(np.where(is_shown, np.minimum(t.current, 0.0), t.current), requires_grad=True)
@@ -268,20 +270,24 @@ def test_luffy_learns_what_was_shown_by_a_shape_of_its_probability() -> None:
         "versions": torch.tensor(np.where(is_shown, -1, 3)),
     }
     scores, batch = TokenScores(logprobs, torch.zeros(NUM_TOKENS)), cast(MicroBatch, SimpleNamespace(tensors=keys))
-    made = Luffy(gamma=0.2)(scores, batch, PPOConfig(use_decoupled_loss=False))
+    made = loss(scores, batch, PPOConfig(use_decoupled_loss=False))
     made.losses.sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     for i in range(NUM_TOKENS):
         logprob, advantage = float(logprobs.detach()[i]), t.advantages[i]
-        loss, slope = slow_ppo_token(logprob, t.old[i], advantage, low=0.2, high=0.2, c_clip=None)
-        if is_shown[i]:
+        value, slope = slow_ppo_token(logprob, t.old[i], advantage, low=0.2, high=0.2, c_clip=None)
+        if is_shown[i] and isinstance(loss, Luffy):
             p = math.exp(logprob)
-            loss, slope = -advantage * p / (p + 0.2), -advantage * 0.2 * p / (p + 0.2) ** 2
-        assert float(made.losses.detach()[i]) == pytest.approx(loss, abs=1e-9)
+            value, slope = -advantage * p / (p + 0.2), -advantage * 0.2 * p / (p + 0.2) ** 2
+        elif is_shown[i]:
+            value, slope = -0.3 * logprob, -0.3
+        assert float(made.losses.detach()[i]) == pytest.approx(value, abs=1e-9)
         assert float(logprobs.grad[i]) == pytest.approx(slope, abs=1e-9)
-    assert made.stats["luffy/shown_fraction"].tolist() == is_shown.tolist()
+    assert (
+        made.stats[f"{'luffy' if isinstance(loss, Luffy) else 'sft_mix'}/shown_fraction"].tolist() == is_shown.tolist()
+    )
     with pytest.raises(ValueError, match="set ppo.use_decoupled_loss: false"):
-        Luffy()(scores, batch, PPOConfig())
+        loss(scores, batch, PPOConfig())
 
 
 BOUNDS = {"token": (0.6, 1.5), "answer": (0.01, 100.0), "answer_mean": (0.9, 1.05)}

@@ -271,6 +271,7 @@ VARIANTS = {
 def train_by_all(engine: MeshEngine) -> Stats:
     """What each algorithm and each loss of pairs has made of one engine, in turn."""
     judged, pairs = (share_of(make_sample(lengths, seed=7), engine.context) for lengths in (LENGTHS, PAIRS))
+    judged = with_temperatures(judged)
     # By a policy near the engine's own, so that ratios are near 1; the critic's values are of no matter.
     near = compute_logprobs(engine, judged) + np.float32(0.3) * np.cos(judged.data["old_logprobs"] * 40)
     judged = judged.with_key("old_logprobs", np.where(response_mask(judged), near, np.float32(0.0)))
@@ -324,8 +325,15 @@ def train_variant(
     return seen
 
 
+def with_temperatures(sample: SequenceSample) -> SequenceSample:
+    """The sample with a temperature of each prompt's."""
+    of_prompts = [0.7 + 0.3 * int(uid.rpartition(":")[2]) for uid in sample.uids]
+    return sample.with_key("temperatures", np.repeat(of_prompts, sample.num_answers_per_sample()).astype(np.float32))
+
+
 def taught(engine: MeshEngine, sample: SequenceSample) -> SequenceSample:
     """The sample as a teacher judges it that likes the same tokens as the engine, in proportions of its own."""
+    sample = with_temperatures(sample)
     tokens = engine.forward(sample, top_k=3)["topk_ids"]
     liking = np.tile(np.log(np.array([0.5, 0.3, 0.1], np.float32)), len(tokens) // 3)
     ids, logprobs = teacher_keys(3)

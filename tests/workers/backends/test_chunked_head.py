@@ -60,24 +60,31 @@ class Case:
     labels: Tensor
     slopes: Tensor
     """Of a loss by each log-probability."""
-    temperature: float
+    temperature: float | Tensor
+    """Of all tokens, or [T]."""
+
+    @property
+    def scales(self) -> Tensor:
+        """[T] float64."""
+        temperature = torch.as_tensor(self.temperature, dtype=torch.float64).expand(len(self.labels))
+        return torch.where(temperature > 0.0, 1.0 / temperature, 1.0)
 
     def expected(self) -> dict[str, Array]:
         """Scores, and gradients of sum(slopes * logprobs), from whole logits, one row after the other."""
         hidden, weight, bias, slopes = (
             tensor.double().numpy() for tensor in (self.hidden, self.weight, self.bias, self.slopes)
         )
-        scale = 1.0 / self.temperature if self.temperature else 1.0
+        scales = self.scales.tolist()
         found: dict[str, list[Any]] = {"logprobs": [], "entropy": []}
         of_logits = np.zeros((len(hidden), len(weight)))
         for t, label in enumerate(self.labels.tolist()):
-            row = [scale * (math.fsum(hidden[t] * weight[v]) + bias[v]) for v in range(len(weight))]
+            row = [scales[t] * (math.fsum(hidden[t] * weight[v]) + bias[v]) for v in range(len(weight))]
             log_normalizer = max(row) + math.log(math.fsum(math.exp(z - max(row)) for z in row))
             p = [math.exp(z - log_normalizer) for z in row]
             found["logprobs"].append(row[label] - log_normalizer)
             found["entropy"].append(math.fsum(q * (log_normalizer - z) for q, z in zip(p, row, strict=True)))
             for v in range(len(weight)):
-                of_logits[t, v] = slopes[t] * scale * ((v == label) - p[v])
+                of_logits[t, v] = slopes[t] * scales[t] * ((v == label) - p[v])
         return {name: np.array(values) for name, values in found.items()} | {
             "of_hidden": of_logits @ weight,
             "of_weight": of_logits.T @ hidden,
@@ -106,15 +113,20 @@ class Case:
         return {name: tensor.detach().double().numpy() for name, tensor in tensors.items()}
 
 
+MIXED = -1.0
+"""In the place of a temperature: each token has its own, and some of padding have 0."""
+
+
 def make_case(*, num_tokens: int, vocab_size: int, hidden_size: int, temperature: float = 1.0, seed: int = 0) -> Case:
     rng = np.random.default_rng(seed)
+    mixed = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(num_tokens)[:num_tokens]
     return Case(
         hidden=torch.tensor(rng.normal(size=(num_tokens, hidden_size)), dtype=torch.float32),
         weight=torch.tensor(2 * rng.normal(size=(vocab_size, hidden_size)), dtype=torch.float32),
         bias=torch.tensor(rng.normal(size=vocab_size), dtype=torch.float32),
         labels=torch.tensor(rng.integers(0, vocab_size, size=num_tokens)),
         slopes=torch.tensor(rng.normal(size=num_tokens), dtype=torch.float32),
-        temperature=temperature,
+        temperature=mixed if temperature == MIXED else temperature,
     )
 
 
@@ -161,7 +173,7 @@ def loss_of(logprobs: Tensor, asked: Tensor, slopes: Tensor) -> Tensor:
 def expected_asked(case: Case) -> dict[str, Array]:
     """The same from whole logits in float64."""
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
-    table = ((hidden @ weight.T + case.bias.double()) / (case.temperature or 1.0)).log_softmax(-1)
+    table = ((hidden @ weight.T + case.bias.double()) * case.scales[:, None]).log_softmax(-1)
     asked, logprobs = table.gather(1, asked_of(case)), table.gather(1, case.labels[:, None])[:, 0]
     torch.autograd.backward(loss_of(logprobs, asked, case.slopes.double()))
     top, ids = table.topk(min(TOP_K, len(case.weight)))
@@ -179,7 +191,7 @@ def expected_asked(case: Case) -> dict[str, Array]:
     vocab_size=st.integers(1, 8),
     hidden_size=st.integers(1, 5),
     chunk_tokens=st.integers(1, 10),
-    temperature=st.sampled_from([1.0, 0.6, 1.7, 0.0]),
+    temperature=st.sampled_from([1.0, 0.6, 1.7, 0.0, MIXED]),
     seed=st.integers(0, 999),
 )
 def test_scores_and_gradients_are_those_of_whole_logits_in_float64(chunk_tokens: int, **sizes: Any) -> None:
@@ -187,7 +199,7 @@ def test_scores_and_gradients_are_those_of_whole_logits_in_float64(chunk_tokens:
     assert_close(case.found(chunk_tokens=chunk_tokens), case.expected(), atol=2e-4)
 
 
-@pytest.mark.parametrize(("vocab_size", "temperature"), [(2, 1.0), (7, 0.6), (40, 1.7)])
+@pytest.mark.parametrize(("vocab_size", "temperature"), [(2, 1.0), (7, 0.6), (40, 1.7), (9, MIXED)])
 def test_tokens_that_are_asked_for_besides_and_the_likeliest_are_those_of_whole_logits(
     vocab_size: int, temperature: float
 ) -> None:
@@ -352,6 +364,8 @@ LENGTHS = [[5, 17, 9], [30, 3], [2, 12]]
 UIDS_BY_RANK = (["0:0", "0:1"], ["0:2"])  # rank 1 runs padding beside rank 0's second micro-batch
 NUM_STEPS = 2
 TEMPERATURE = 0.8
+OWN_TEMPERATURES = {1: [0.8, 0.8, 0.8, 1.5, 1.5, 0.5, 0.5]}
+"""Of the answers of a step, where they have some."""
 CUTS = (slice(0, 6), slice(6, 11))  # rows of the vocabulary by rank, uneven on purpose
 
 
@@ -369,11 +383,13 @@ def make_engine(
 
 
 def sample_of(step: int) -> SequenceSample:
-    return trainable_sample(LENGTHS, seed=step)
+    sample = trainable_sample(LENGTHS, seed=step)
+    own = OWN_TEMPERATURES.get(step)
+    return sample if own is None else sample.with_key("temperatures", np.array(own, np.float32))
 
 
 def cut_case() -> Case:
-    return make_case(num_tokens=8, vocab_size=CUTS[1].stop, hidden_size=5, temperature=TEMPERATURE, seed=3)
+    return make_case(num_tokens=8, vocab_size=CUTS[1].stop, hidden_size=5, temperature=MIXED, seed=3)
 
 
 def play_rank(context: ParallelContext, directory: Path) -> None:
@@ -452,9 +468,10 @@ def plain_training(directory: Path) -> dict[str, Tensor]:
         sample = sample_of(step)
         ends, masks = np.cumsum(sample.answer_lengths())[:-1], np.asarray(sample.data["loss_mask"])
         logprobs = []
-        for tokens in np.split(np.asarray(sample.data["input_ids"]), ends):
+        temperatures = OWN_TEMPERATURES.get(step, [TEMPERATURE] * len(sample.answer_lengths()))
+        for tokens, temperature in zip(np.split(sample.data["input_ids"], ends), temperatures, strict=True):
             ids = torch.as_tensor(tokens, dtype=torch.long)
-            table = (model(input_ids=ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            table = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
             logprobs.append(table.gather(1, ids[1:, None])[:, 0])
         optimizer.zero_grad()
         mask = torch.as_tensor(masks)
@@ -477,6 +494,20 @@ def test_training_in_several_chunks_is_that_of_plain_transformers(
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         np.testing.assert_allclose(weight, expected[key], atol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_answers_of_several_temperatures_are_scored_as_those_of_each_alone(top_k: int, tmp_path: Path) -> None:
+    engine, sample = make_engine(save_tiny_model(tmp_path)), sample_of(1)
+    together = engine.forward(sample, top_k=top_k)  # in several micro-batches
+    apart = [
+        engine.forward(some_of(sample.select_keys(["input_ids"]), [uid]), temperature=temperature, top_k=top_k)
+        for uid, temperature in zip(sample.uids, (0.8, 1.5, 0.5), strict=True)
+    ]
+    for name, values in together.items():
+        np.testing.assert_allclose(values, np.concatenate([one[name] for one in apart]), atol=1e-5, err_msg=name)
+    alike = engine.forward(sample.select_keys(["input_ids"]), top_k=top_k)
+    assert any(np.abs(values - alike[name]).max() > 0.1 for name, values in together.items())
 
 
 def test_two_ranks_train_in_bfloat16_as_one_does(two_ranks: Path, tmp_path: Path) -> None:

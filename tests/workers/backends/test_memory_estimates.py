@@ -190,7 +190,7 @@ def whole_gradients(engine: FSDPEngine) -> int:
     [row] = make_micro_batches(sample, [[0, 1]], count=1, device=torch.device("cpu"))
     sum_gradients(engine.model, False)
     engine.model.train()
-    torch.autograd.backward(engine._scores(row, 1.0)[:, 0].sum())
+    torch.autograd.backward(engine._scores(row)[:, 0].sum())
     modules: list[Any] = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     return size_bytes(parameter.unsharded_param.grad for group in groups for parameter in group.fsdp_params)
@@ -240,7 +240,7 @@ def kept_bytes(engine: FSDPEngine) -> int:
     )
     engine.model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine._scores(micro_batch, 1.0)
+        engine._scores(micro_batch)
     # Afterwards: what was gathered of a layer that is cut is let go, and gathered again.
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

@@ -49,9 +49,9 @@ def kept_bytes_of_a_layer(how: Recompute, directory: Path, *, tokens: int) -> fl
         sample = make_sample([[tokens // 4] * 4])
         [row] = make_micro_batches(sample, [list(range(4))], count=1, device=torch.device("cpu"))
         engine.model.train()
-        engine._scores(row, 1.0)  # what is made once, at the first use, is not counted
+        engine._scores(row)  # what is made once, at the first use, is not counted
         gc.collect()
-        kept.append(sum(memory_changes(lambda engine=engine, row=row: engine._scores(row, 1.0))))
+        kept.append(sum(memory_changes(lambda engine=engine, row=row: engine._scores(row))))
     of_a_layer = (kept[1] - kept[0]) / 2
     random_state = torch.get_rng_state().nbytes if how != "none" else 0
     return (of_a_layer - random_state) / tokens

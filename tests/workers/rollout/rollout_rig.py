@@ -61,7 +61,9 @@ class FakeGenerationServer:
         """Gives the status of a request for this prompt, a partial answer included."""
         self.num_requests = 0
         self.seeds: list[int] = []
-        """Of each request that it answered."""
+        """Of each request that it answered,"""
+        self.temperatures: list[float] = []
+        """and what it was to be sampled at."""
         self.most_tokens = 2
         """Of one request."""
         self.broken_updates: list[int] = []
@@ -100,6 +102,7 @@ class FakeGenerationServer:
             return web.json_response({"error": {"message": f"status {status}"}}, status=status)
         sampling = body["sampling_params"]
         self.seeds.append(sampling["sampling_seed"])
+        self.temperatures.append(sampling["temperature"])
         event = self._event(body["input_ids"], min(int(sampling["max_new_tokens"]), self.most_tokens))
         return web.Response(text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
 

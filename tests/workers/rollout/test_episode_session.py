@@ -90,6 +90,12 @@ def test_what_is_sampled_in_another_way_than_the_trial_says_is_not_trained(model
         requests = [TurnRequest(temperature=0.5), TurnRequest(temperature=1.0), TurnRequest(is_trained=False)]
         turns = [await session.generate([*PROMPT, number], each) for number, each in enumerate(requests)]
         assert [turn.branch.segments[-1].is_trained for turn in turns] == [False, True, False]
+        # Of a row that has a temperature of its own.
+        session = opened()
+        session.client = session.client.sampling_by(temperature=0.5)
+        requests = [TurnRequest(temperature=0.5), TurnRequest(temperature=1.0), TurnRequest()]
+        turns = [await session.generate([*PROMPT, number], each) for number, each in enumerate(requests)]
+        assert [turn.branch.segments[-1].is_trained for turn in turns] == [True, False, True]
 
     play(model, episode)
 

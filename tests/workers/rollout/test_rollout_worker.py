@@ -234,6 +234,25 @@ def test_answers_are_as_long_as_the_schedule_says_of_the_step_of_their_prompt(tm
     assert lengths == {"0:0": [2, 2], "0:1": [1, 1], "0:2": [2, 2]}
 
 
+@pytest.mark.parametrize("agent", [{}, {"agent": "tests.workers.rollout.some_agents:asks_twice"}], ids=["", "agent"])
+def test_answers_are_sampled_at_the_temperature_of_their_row_and_say_so(agent: dict[str, str], tmp_path: Path) -> None:
+    rollout = {"sampling": {"max_new_tokens": 4, "temperature": 0.8}, **agent}
+    fields, columns = [{"warmth": 0.5}, {}, {"warmth": 2}, {"warmth": "hot"}], {"temperature": "warmth"}
+    prompts = [f"1+{number}=" for number in range(4)]
+    with RolloutRig(tmp_path, prompts, rollout=rollout, fields=fields, dataset={"columns": columns}) as rig:
+        rig.run_until(lambda: len(rig.received) == 4, "four prompts")
+    assert "'warmth' must be a temperature" in rig.outcomes()["3"]
+    told = {
+        header.uid.partition("#")[0]: (tensors["temperatures"].tolist(), (~tensors["prompt_mask"]).any())
+        for header, tensors in zip(rig.received, rig.tensors, strict=True)
+        if tensors
+    }
+    wanted = {"0:0": 0.5, "0:1": 0.8, "0:2": 2.0}
+    assert told == {uid: ([pytest.approx(value)] * 2, True) for uid, value in wanted.items()}
+    each = len(rig.server.temperatures) // 3
+    assert sorted(rig.server.temperatures) == [0.5] * each + [0.8] * each + [2.0] * each
+
+
 def test_spare_answers_are_asked_for_and_a_group_has_as_many_as_ever(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+2="], rollout={"spare_answers": 3}, group_size=2) as rig:
         rig.run_until(lambda: len(rig.received) == 1, "a prompt")

@@ -31,7 +31,8 @@ NUM_STEPS_OF_LAYOUTS = 2
 def grouped_batch(
     step: int, *, prompts: Sequence[int] = PROMPTS, answers: Sequence[Sequence[int]] = ANSWERS
 ) -> SequenceSample:
-    """Random groups with all that a PPO actor reads; the answers of a group begin with the same random prompt."""
+    """Random groups with all that a PPO actor reads; the answers of a group begin with the same random prompt. Those of
+    odd steps have temperatures of their own."""
     parts = []
     rng = np.random.default_rng([step, 11])
     for number, (prompt, own) in enumerate(zip(prompts, answers, strict=True)):
@@ -43,7 +44,11 @@ def grouped_batch(
         parts.append(
             SequenceSample([f"0:{number}"], group.seqlens, group.data | {"input_ids": np.concatenate(ids)}, group.specs)
         )
-    return SequenceSample.gather(parts)
+    sample = SequenceSample.gather(parts)
+    if step % 2 == 0:
+        return sample
+    of_prompts = 0.7 + 0.3 * np.arange(len(parts))
+    return sample.with_key("temperatures", np.repeat(of_prompts, sample.num_answers_per_sample()).astype(np.float32))
 
 
 def make_engine(

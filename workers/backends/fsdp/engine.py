@@ -80,37 +80,35 @@ class FSDPEngine(MeshEngine):
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, micro_batches: Iterator[MicroBatch], *, temperature: float
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+    def _forward(self, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
         self._model.eval()
         for micro_batch in micro_batches:
-            yield micro_batch, self._scores(micro_batch, temperature)
+            yield micro_batch, self._scores(micro_batch)
         reshard(self._model)  # no backward pass will
 
-    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
+    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss) -> None:
         torch.manual_seed(self._seed_of_step())
         self._model.train()
         for micro_batch, is_last in with_last(micro_batches):
             sum_gradients(self._model, is_last or self.gradient_sums == "each_micro_batch")
-            torch.autograd.backward(loss(self._scores(micro_batch, temperature), micro_batch))
+            torch.autograd.backward(loss(self._scores(micro_batch), micro_batch))
 
-    def _scores(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+    def _scores(self, micro_batch: MicroBatch) -> Tensor:
         """The head's columns of a whole micro-batch, on every rank that has a part of it."""
         context = self.context
         if context.cp_group is None:
-            return self._own_scores(micro_batch, temperature)
+            return self._own_scores(micro_batch)
         part = cut_row(micro_batch, rank=context.coords.cp_rank, num_ranks=context.mesh.dims.cp)
-        return part.join(self._own_scores(part.micro_batch, temperature), self._head.layout, context.cp_group)
+        return part.join(self._own_scores(part.micro_batch), self._head.layout, context.cp_group)
 
-    def _own_scores(self, micro_batch: MicroBatch, temperature: float = 1.0) -> Tensor:
+    def _own_scores(self, micro_batch: MicroBatch) -> Tensor:
         with torch.autocast(
             self.context.device.type,
             dtype=self.compute_dtype,
             enabled=self.compute_dtype != torch.float32,
             cache_enabled=False,  # it would hold what `cast_per_use` lets go
         ):
-            return self._head.columns(self.model, micro_batch, temperature=temperature)
+            return self._head.columns(self.model, micro_batch)
 
     def _squared_norm(self) -> Tensor:
         parameters = self._trained()

@@ -128,17 +128,15 @@ class MegatronEngine(MeshEngine):
 
     # --- computing --------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, micro_batches: Iterator[MicroBatch], *, temperature: float
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+    def _forward(self, micro_batches: Iterator[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
         self._trainee.eval()
         rows = list(micro_batches)
-        return zip(rows, self._pipeline.forward(rows, temperature=temperature), strict=True)
+        return zip(rows, self._pipeline.forward(rows), strict=True)
 
-    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss, *, temperature: float) -> None:
+    def _backward(self, micro_batches: Iterator[MicroBatch], loss: Loss) -> None:
         torch.manual_seed(self._seed_of_step() ^ self._groups.pp.rank())  # stages have other layers, which draw others
         self._trainee.train()
-        self._pipeline.backward(list(micro_batches), loss, temperature=temperature)
+        self._pipeline.backward(list(micro_batches), loss)
 
     def _finish_gradients(self, models: list[Any], _: Tensor | None, **options: Any) -> None:
         """Over the ranks; without Megatron's division by tokens, since a loss carries the mean of the global batch."""

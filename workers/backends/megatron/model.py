@@ -119,15 +119,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         super().__init__(**arguments)
         self.head = head
         self._micro_batch: MicroBatch | None = None
-        self._temperature = 1.0
 
-    def forward_row(self, micro_batch: MicroBatch, *, temperature: float) -> Tensor:
+    def forward_row(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states for the next stage, or the scores of this rank's tokens: [entries, numbers] float32.
 
         Args:
             micro_batch: the tokens of this rank, as many as the ranks of a layer can share evenly.
         """
-        self._micro_batch, self._temperature = micro_batch, temperature
+        self._micro_batch = micro_batch
         row = PackedRow.of(micro_batch)
         row.routed_experts = self._experts_of_own_tokens(micro_batch.routed_experts)
         output: Tensor = self(
@@ -187,7 +186,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
             # The gather's own backward pass adds the parts of the gradient up.
             first = group.rank() * self.vocab_size // group.size()
             share = VocabularyShare(group, first)
-        question = question_of(row, temperature=self._temperature)
+        question = question_of(row)
         return question.answer(hidden[row.predicting], weight, dtype=self.config.params_dtype, share=share)
 
 

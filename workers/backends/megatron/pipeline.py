@@ -43,33 +43,30 @@ class Pipeline:
         self._groups = groups
         self._context = context
 
-    def forward(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The scores of each micro-batch, on every rank: [entries, numbers] float32."""
         if not micro_batches:
             return []  # Megatron's schedules want one
         return self._run(
             micro_batches,
             lambda scores, _: scores,
-            temperature=temperature,
             forward_only=True,
             collect_non_loss_data=True,
         )
 
-    def backward(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float) -> None:
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Add up the gradients of all micro-batches over the ranks of the model; every rank sees each loss computed."""
 
         def lose(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
             return loss(scores, micro_batch), torch.ones((), dtype=torch.int, device=scores.device), {}
 
-        shared = self._run(micro_batches, lose, temperature=temperature, forward_only=False)
+        shared = self._run(micro_batches, lose, forward_only=False)
         if not self._stage.post_process:
             with torch.no_grad():
                 for scores, micro_batch in zip(shared, micro_batches, strict=True):
                     loss(scores, micro_batch)
 
-    def _run(
-        self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], *, temperature: float, **how: Any
-    ) -> list[Tensor]:
+    def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], **how: Any) -> list[Tensor]:
         """The scores of each micro-batch, which `finish` has been told on the last stage, on every rank."""
         collected: list[Tensor] = []
 
@@ -82,7 +79,7 @@ class Pipeline:
                 collected.append(whole_row.detach())
                 return finish(whole_row, micro_batch)
 
-            return self._stage.forward_row(part.micro_batch, temperature=temperature), end
+            return self._stage.forward_row(part.micro_batch), end
 
         pipeline = self._groups.pp
         schedule = get_forward_backward_func(pp_size=pipeline.size(), vp_size=None)

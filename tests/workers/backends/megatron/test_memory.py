@@ -147,7 +147,7 @@ def kept_bytes(case: Case, model: Path, context: ParallelContext) -> int:
 
 def forward(engine: MegatronEngine) -> Tensor:
     pipeline = engine._pipeline
-    return pipeline._stage.forward_row(pipeline._part(row()).micro_batch, temperature=1.0)
+    return pipeline._stage.forward_row(pipeline._part(row()).micro_batch)
 
 
 def row() -> MicroBatch:
