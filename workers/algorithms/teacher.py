@@ -22,6 +22,7 @@ from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
 from corral.workers.backends.base import TrainEngine
 from corral.workers.backends.token_scores import TokenScores
+from corral.workers.data.prompts import source_of
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import as_it_is, behind_prompts, kept_prompts
 
@@ -70,11 +71,6 @@ class TeacherInterface(ModelInterface):
             whole[is_told] = values.reshape(-1, whole.shape[1])[taught.places]
             told[key.name] = whole.reshape(-1)
         return told
-
-
-def source_of(uid: str) -> str:
-    """The name of the source that a sample's row comes from: of "0:math/12" it is math."""
-    return uid.partition(":")[2].partition("/")[0]
 
 
 def with_teachers_merged(sample: SequenceSample, sources: Sequence[str], top_k: int | None) -> SequenceSample:
