@@ -26,6 +26,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.patterns import FindingPattern, last_found
+from corral.experiments.config.rollout import TRIAL
 from corral.workers.rewards.contract import Problem, StopTrialError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -87,9 +88,10 @@ class _Completion(msgspec.Struct):
 class Judge(FrozenConfig):
     """The number that a language model gives an answer; async."""
 
-    url: str = Field(pattern=r"^https?://[^/@\s]+(/|$)")
-    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password."""
-    model: str
+    url: str = Field(pattern=r"^(trial$|https?://[^/@\s]+(/|$))")
+    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password. `trial`: the
+    trial's own judge, `rollout.judge`."""
+    model: str = "judge"
     """As the endpoint calls it."""
     prompt: str
     """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
@@ -130,6 +132,8 @@ class Judge(FrozenConfig):
             raise ValueError(f"prompt is no format string: {error}; write {{{{ and }}}} for braces") from error
         if "answer" not in fields:
             raise ValueError("prompt has no {answer}; the judge would not see it")
+        if self.url == TRIAL and (self.key_variable or self.key_file is not None):
+            raise ValueError("the trial's own judge is told a key; remove key_variable and key_file")
         if self.lowest > self.highest:
             raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self
@@ -174,13 +178,17 @@ class Judge(FrozenConfig):
 
     async def _post(self, prompt: str) -> str:
         """What the model says."""
+        if self.url == TRIAL:
+            raise EndpointDownError("the trial's own judge answers while the trial runs, and only there")
         self._count()
         key = self._key()
         timeout = aiohttp.ClientTimeout(total=self.request_timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         body = {**self.sampling, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
         # A connection each: next to what a language model takes it is nothing, and none is left over.
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
+        # To this machine itself no proxy leads.
+        by_proxy = not self.url.startswith("http://127.0.0.1:")
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=by_proxy) as session:
             async with session.post(f"{self.url.rstrip('/')}/chat/completions", json=body) as response:
                 if response.status in _BUSY:
                     asks_for = response.headers.get("Retry-After", "")
