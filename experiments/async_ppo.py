@@ -19,6 +19,7 @@ from corral.experiments.checks.generation import (
     check_backend_settings,
     check_embedded_model,
     check_heads,
+    check_judge,
     check_mixture,
     check_parallel_flags,
     check_server_gpus,
@@ -192,7 +193,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         uses_sglang = engine is not None and engine.backend == "sglang"
         python = sglang_python(self.sglang) if uses_sglang else None
         group = self.scheduling_setup()["generation_server"]
-        return [
+        judge, count = self.rollout.judge, self.parsed_allocation.num_generation_servers
+        servers = [
             GenerationServerSpec(
                 index=index,
                 backend="sglang" if uses_sglang else "hf",
@@ -207,6 +209,12 @@ class AsyncPPOExperiment(PolicyExperiment):
             )
             for index in range(self.num_workers("generation_server"))
         ]
+        if judge is None:
+            return servers
+        frozen = {"initial_weights": judge.path, "initial_version": str(INITIAL_VERSION), "records_experts": False}
+        judges = {"is_judge": True, "memory_mb": {}} | frozen
+        first = count - judge.servers  # those behind the planned ones are elastic
+        return [one.model_copy(update=judges if first <= one.index < count else {}) for one in servers]
 
     def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
         count, found = self.num_workers("rollout_worker"), self.environment
@@ -278,6 +286,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         shown, path = self.rollout.demonstrations, ("rollout", "demonstrations")
         yield from check_field(shown, "an answer to show", self.checked_dataset, path)
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
+        yield from check_judge(self.rollout.judge, self.parsed_allocation)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):
             yield ConfigProblem(

@@ -354,6 +354,12 @@ class PolicyExperiment(Experiment):
             place = ("dataset", "sources", name) if name else ("dataset",)
             path = (*place, "columns", "temperature")
             yield from check_field(source.columns.temperature, "a temperature", self.checked_dataset, path)
+        if self.rollout.asks_judge != (getattr(self.rollout, "judge", None) is not None):
+            yield ConfigProblem(
+                "a reward with the settings {url: trial} asks rollout.judge of async_ppo; only one of both is there",
+                "name the judge's model in rollout.judge.path, or an endpoint in the reward's settings",
+                path=("rollout", "reward"),
+            )
         yield from self._key_problems()
         for limit_name, limit in self.length_bounds().items():
             yield from check_length(

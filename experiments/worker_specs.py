@@ -331,6 +331,8 @@ class GenerationServerSpec(FrozenConfig):
     """How SGLang is started; `python` is never None where `backend` is `sglang`."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights get here."""
+    is_judge: bool = False
+    """Whether its weights are those of the trial's judge, and stay: rewards ask it, and nobody else."""
     records_experts: bool = False
     """Whether it is asked for the experts of each token."""
     memory_mb: dict[str, int] = {}

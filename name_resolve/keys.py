@@ -67,6 +67,12 @@ class TrialKeys:
     def generation_server(self, index: int) -> str:
         return f"{self.generation_servers_root()}/{_check_index(index)}"
 
+    def judges_root(self) -> str:
+        return "generation/judges"
+
+    def judge(self, index: int) -> str:
+        return f"{self.judges_root()}/{_check_index(index)}"
+
     def weights_in_use(self) -> str:
         return "generation/weights_in_use"
 

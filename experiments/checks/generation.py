@@ -12,10 +12,10 @@ from pathlib import Path
 
 from corral.experiments.checks.training import check_training_side
 from corral.experiments.config.cluster import GroupConfig
-from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, JudgeConfig, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
 from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.model_directory import attention_heads, model_type
+from corral.experiments.inputs.model_directory import attention_heads, context_length, inspect_model, model_type
 from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
 from corral.experiments.inputs.other_pythons import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
@@ -221,6 +221,32 @@ def check_embedded_model(model: Path, *, remedy: str) -> Iterator[ConfigProblem]
             f"{display_path(model)} is a {kind}, and the embedded engine runs {', '.join(EMBEDDED_ENGINE_MODELS)}",
             remedy,
             path=("actor", "path"),
+        )
+
+
+def check_judge(judge: JudgeConfig | None, allocation: Allocation) -> Iterator[ConfigProblem]:
+    """A judge that the servers of an allocation cannot serve beside the policy."""
+    engine = allocation.generation
+    if judge is None or engine is None:
+        return
+    from corral.experiments.prompts.chat_template import has_template  # only who has a judge pays for Jinja
+
+    path: KeyPath = ("rollout", "judge", "path")
+    found = [*inspect_model(judge.path)]
+    if not found and not has_template(judge.path):
+        found.append(ConfigProblem(f"{display_path(judge.path)} has no chat template", "take a model that has one"))
+    if not found and context_length(judge.path) is None:
+        found.append(ConfigProblem(f"{display_path(judge.path)} does not say max_position_embeddings", "add it"))
+    if not found and engine.backend == "sglang":
+        found += [*check_heads(judge.path, {}, gpus_per_server=engine.dims.tp), *check_mixture(judge.path)]
+    elif not found:
+        found += check_embedded_model(judge.path, remedy="use SGLang: sglang:d2 in place of hf:d2")
+    yield from (replace(problem, path=path) for problem in found)
+    if judge.servers >= engine.dims.dp:
+        yield ConfigProblem(
+            f"rollout.judge.servers {judge.servers} of {engine.dims.dp} generation servers leave none for the policy",
+            f"write {engine.backend}:d{judge.servers + 1} in the allocation, or more",
+            path=("allocation",),
         )
 
 

@@ -165,9 +165,27 @@ class GenerationConfig(FrozenConfig):
     """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one. Each part of a reward has its own."""  # noqa: E501
 
     @property
+    def asks_judge(self) -> bool:
+        """Whether a part of the reward asks the trial's own judge."""
+        return any(part.settings.get("url") == TRIAL for part in self.reward.values())
+
+    @property
     def compares(self) -> bool:
         """Whether the reward needs the answer of each row."""
         return any(part.function == EXACT_MATCH for part in self.reward.values())
+
+
+TRIAL = "trial"
+"""In the place of an endpoint's URL in the settings of a reward: the trial's own judge."""
+
+
+class JudgeConfig(FrozenConfig):
+    """A frozen model that rewards may ask, served by generation servers of the trial."""
+
+    path: Path
+    """Directory of the model in Hugging Face's format, with a chat template."""
+    servers: int = Field(default=1, ge=1)
+    """How many of the allocation's generation servers serve it, the last ones; the others answer for the policy."""
 
 
 class EpisodeConfig(FrozenConfig):
@@ -220,6 +238,8 @@ class RolloutConfig(GenerationConfig):
     time."""
     episode: EpisodeConfig = EpisodeConfig()
     """Limits of an episode, where the agent is not the single turn."""
+    judge: JudgeConfig | None = None
+    """The trial's own judge, which a reward with the settings {url: trial} asks. See docs/rewards.md."""
     environment: EnvironmentConfig | None = None
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
     spool: Literal["disk", "memory"] = "disk"

@@ -126,6 +126,9 @@ def make_requests(
         ConfigError: if the problems are no good.
     """
     server, rollout = _how_to_answer(plan, evaluation)
+    if rollout.asks_judge:
+        hint = "with evaluation.dataset the trial itself evaluates"
+        raise ConfigError.of("a reward asks the trial's own judge, which is there while the trial runs", hint=hint)
     compares = rollout.compares and not rollout.makes_episodes
     kind: RowKind = "answers" if compares else "prompts"
     Look(Dataset.open(evaluation.dataset, kind=kind)).check()

@@ -977,6 +977,21 @@ FILE_CASES = (
         line=13,
     ),
     BrokenCase(
+        name="judge-that-nobody-asks",
+        edit=("rollout:\n", "rollout:\n  judge: {path: model}\n"),
+        words=("{url: trial} asks rollout.judge", "only one of both is there"),
+    ),
+    BrokenCase(
+        name="judge-that-leaves-no-server-for-the-policy",
+        edit=("rollout:\n", "rollout:\n  judge: {path: model}\n"),
+        words=("rollout.judge.servers 1 of 1 generation servers leave none for the policy", "hf:d2"),
+    ),
+    BrokenCase(
+        name="judge-without-a-template",
+        edit=("rollout:\n", "rollout:\n  judge: {path: model}\n"),
+        words=("model has no chat template", "take a model that has one"),
+    ),
+    BrokenCase(
         name="temperature-that-no-row-has",
         edit=("  path: train.jsonl\n", "  path: train.jsonl\n  columns: {temperature: anwser}\n"),
         words=("no row that was looked at has a temperature in a field 'anwser'", "did you mean 'answer'?"),

@@ -134,6 +134,22 @@ def test_the_experts_of_a_mixture_go_with_its_samples_to_whoever_computes_its_po
     assert [w.behaviour.routes_anew for w in without.workers if isinstance(w, ModelWorkerSpec)] == [True]
 
 
+def test_the_last_of_the_planned_servers_serve_the_judge(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "judge")
+    (folder / "judge" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    reward = "{function: 'corral.workers.rewards:Judge', settings: {url: trial, prompt: '{answer}'}}"
+    plan = _plan(
+        folder / "ppo.yaml",
+        "allocation=hf:d3+fsdp:d1",
+        "groups.generation_server.elastic={count: 1}",
+        f"rollout.judge={{path: {folder / 'judge'}, servers: 2}}",
+        f"rollout.reward={{good: {reward}}}",
+    )
+    servers = [worker for worker in plan.workers if isinstance(worker, GenerationServerSpec)]
+    assert [server.is_judge for server in servers] == [False, True, True, False]
+    assert [server.initial_weights.name for server in servers] == ["model", "judge", "judge", "model"]
+
+
 def test_samples_say_of_episodes_where_an_agent_may_make_several_sequences(folder: Path) -> None:
     keys = {"episodes", "turn_rewards"}
     more = ("ppo.advantage=gae", f"critic.path={folder / 'model'}", "ppo.n_minibatches=2")

@@ -123,7 +123,8 @@ class GenerationServer(Worker):
             "place": updates.place,
             "kv_tokens": backend.kv_tokens,
         }
-        key = self.context.keys.generation_server(self._spec.index)
+        keys, index = self.context.keys, self._spec.index
+        key = keys.judge(index) if self._spec.is_judge else keys.generation_server(index)  # which the manager knows not
         with self.context.lease(key, json.dumps(record), owner=incarnation):
             ended = asyncio.ensure_future(backend.wait_ended())
             try:

@@ -59,7 +59,7 @@ class _Episode:
 
     session: EpisodeSession
     conversations: Conversations | None
-    """None without a template."""
+    """None without a template, or where nothing goes on."""
     under_way: set["asyncio.Task[Turn]"] = field(default_factory=set)
     is_closed: bool = False
 
@@ -135,10 +135,14 @@ class ModelEndpoint:
         if self._socket_path is not None:
             self._socket_path.unlink(missing_ok=True)
 
-    def open_episode(self, session: EpisodeSession) -> str:
-        """The key by which a program speaks to the model in this episode."""
-        key = secrets.token_hex()
-        self._episodes[key] = _Episode(session, Conversations(self._renderer) if self._renderer is not None else None)
+    def open_episode(self, session: EpisodeSession, *, goes_on: bool = True) -> str:
+        """The key by which a program speaks to the model in this episode.
+
+        Args:
+            goes_on: whether what is asked may go on from what was answered; else each question is one by itself.
+        """
+        key, renderer = secrets.token_hex(), self._renderer
+        self._episodes[key] = _Episode(session, Conversations(renderer) if renderer is not None and goes_on else None)
         return key
 
     def close_episode(self, key: str) -> None:
@@ -159,12 +163,12 @@ class ModelEndpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode_of(request)
         asked = parse(await request.read(), ChatRequest)
-        renderer, conversations = self._renderer, episode.conversations
-        if renderer is None or conversations is None:
+        renderer = self._renderer
+        if renderer is None:
             raise ApiError("the model has no chat template; ask /v1/completions, or train one that has")
         if asked.tools and renderer.tool_calls is None:
             raise ApiError("the model's chat template writes tool calls in no form that is known here; leave tools out")
-        tools = asked.schemas
+        tools, conversations = asked.schemas, episode.conversations or Conversations(renderer)
         try:
             ids = conversations.prompt_ids(asked.messages, tools=tools)
         except ValueError as error:

@@ -22,8 +22,9 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from corral.experiments.config.endpoint import EndpointConfig
 from corral.experiments.config.patterns import FindingPattern, last_found
+from corral.experiments.config.rollout import TRIAL
 from corral.workers.rewards.contract import Problem, StopTrialError
-from corral.workers.rewards.endpoint import SHOWN, ask, without_key
+from corral.workers.rewards.endpoint import SHOWN, EndpointDownError, ask, without_key
 
 _MOST_SAID = 4000  # characters of a reply that are kept: what comes last, the verdict with them
 
@@ -70,6 +71,11 @@ class _Completion(msgspec.Struct):
 class Judge(EndpointConfig):
     """The number that a language model gives an answer; async."""
 
+    url: str = Field(pattern=r"^(trial$|https?://[^/@\s]+(/|$))")
+    """Of the API, to which `/chat/completions` is added: https://host/v1. It appears in logs: no password. `trial`: the
+    trial's own judge, `rollout.judge`."""
+    model: str = "judge"
+    """As the endpoint calls it."""
     prompt: str
     """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
     verdict: FindingPattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
@@ -99,6 +105,8 @@ class Judge(EndpointConfig):
             raise ValueError(f"prompt is no format string: {error}; write {{{{ and }}}} for braces") from error
         if "answer" not in fields:
             raise ValueError("prompt has no {answer}; the judge would not see it")
+        if self.url == TRIAL and (self.key_variable or self.key_file is not None):
+            raise ValueError("the trial's own judge is told a key; remove key_variable and key_file")
         if self.lowest > self.highest:
             raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self
@@ -130,6 +138,8 @@ class Judge(EndpointConfig):
                 self._known.verdicts.popitem(last=False)
 
     async def _ask(self, prompt: str) -> Verdict:
+        if self.url == TRIAL:
+            raise EndpointDownError("the trial's own judge answers while the trial runs, and only there")
         body = {**self.sampling, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
         text = await ask(self, "chat/completions", body, before_try=lambda _: self._count())
         try:

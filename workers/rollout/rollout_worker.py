@@ -17,6 +17,7 @@ All of them, each group too, are tasks of one TaskGroup: what none of them answe
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.served_teachers import ServedTeachers
+from corral.workers.rollout.trial_judge import Judges, asking_judges
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
@@ -103,6 +105,7 @@ class RolloutWorker(Worker):
         self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
         self._server_by_url: dict[str, str] = {}
+        self._judges = Judges()
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)
@@ -118,6 +121,8 @@ class RolloutWorker(Worker):
                     keys.trajectory_receivers_root(): self._look_for_receivers,
                     keys.trainer_root(): self._look_for_commits,
                 }
+                if self._spec.rollout.judge is not None:
+                    looks[keys.judges_root()] = self._look_for_judges
                 tasks.create_task(self.follow(looks, at_least_every_s=_LONGEST_BLINDNESS_S))
                 tasks.create_task(self.every(_SENDER_LOOK_S, self._look_at_sender))
 
@@ -154,8 +159,12 @@ class RolloutWorker(Worker):
             experts=spec.experts,
             record=self._record,
         )
+        reward = RewardSpec.of(spec.rollout)
+        if spec.rollout.judge is not None:
+            asking = asking_judges(spec.rollout.judge, reward, client, self._judges)
+            reward = await stack.enter_async_context(asking)
         judge = RewardJudge(
-            RewardSpec.of(spec.rollout),
+            reward,
             self._prompts.tokenizer,
             stop_token_ids=self._stop_token_ids,
             curtain=await asyncio.to_thread(draw_curtain, [context.trial.secrets_path]),
@@ -337,6 +346,11 @@ class RolloutWorker(Worker):
         records = await asyncio.to_thread(self.context.names.get_subtree, root)
         if records:  # an emptied Redis is no news of the receivers
             self._sender.set_receivers({int(name.rpartition("/")[2]): address for name, address in records.items()})
+
+    async def _look_for_judges(self) -> None:
+        records = await asyncio.to_thread(self.context.names.get_subtree, self.context.keys.judges_root())
+        if records:  # as above
+            self._judges.urls = [json.loads(record)["url"] for record in records.values()]
 
     async def _look_at_sender(self) -> None:
         self._sender.raise_failure()
