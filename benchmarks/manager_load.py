@@ -395,7 +395,6 @@ def plan_of(folder: Path, arguments: argparse.Namespace) -> RunPlan:
     trial.create()
     TrialSecrets.create(trial.secrets_path)
     spec = GserverManagerSpec(
-        num_generation_servers=arguments.servers,
         dataset=prompt_dataset(folder, ["1+1="] * 1000),
         train_batch_size=1_000_000,
         total_train_epochs=1000,

@@ -95,7 +95,6 @@ class Trial:
             {"reward": "tests.workers.rollout.rollout_rig:judge", "max_head_offpolicyness": eta}
         )
         spec = GserverManagerSpec(
-            num_generation_servers=NUM_SERVERS,
             dataset=prompt_dataset(folder, ["1+1="]),
             train_batch_size=BATCH,
             total_train_epochs=1,

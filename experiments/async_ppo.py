@@ -158,7 +158,6 @@ class AsyncPPOExperiment(PolicyExperiment):
             specs = {name: dataset_spec(one, kind=self.row_kind, content=rows.get(name)) for name, one in named}
             held_out = HeldOutSpec(config=self.evaluation, datasets=specs)
         manager = GserverManagerSpec(
-            num_generation_servers=self.num_workers("generation_server"),
             dataset=dataset,
             train_batch_size=self.train_batch_size,
             total_train_epochs=self.control.total_train_epochs,

@@ -352,7 +352,6 @@ class GserverManagerSpec(FrozenConfig):
 
     kind: Literal["gserver_manager"] = "gserver_manager"
     index: int = 0
-    num_generation_servers: int = Field(ge=1)
     dataset: DatasetSpec
     train_batch_size: int = Field(ge=1)
     total_train_epochs: int = Field(ge=1)

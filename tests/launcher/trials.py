@@ -113,7 +113,6 @@ def make_plan(
     )
     workers.append(
         GserverManagerSpec(
-            num_generation_servers=max(servers, 1),
             dataset=dataset,
             train_batch_size=4,
             total_train_epochs=1,

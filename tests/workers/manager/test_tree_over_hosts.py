@@ -51,7 +51,6 @@ class Trial:
         self._secrets = msgspec.structs.replace(secrets, http_api_key=Secret(API_KEY), http_admin_key=Secret(ADMIN_KEY))
         rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.rollout_rig:judge"})
         spec = GserverManagerSpec(
-            num_generation_servers=NUM_HOSTS,
             dataset=prompt_dataset(folder, ["1+1="]),
             train_batch_size=8,
             total_train_epochs=1,

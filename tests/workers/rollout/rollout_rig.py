@@ -279,7 +279,6 @@ class RolloutRig:
             self._folder, self._prompts, fields=self._fields, max_prompt_tokens=self._max_prompt_tokens, **self._dataset
         )
         manager = GserverManagerSpec(
-            num_generation_servers=1,
             dataset=dataset,
             train_batch_size=self._train_batch_size,
             total_train_epochs=1,
