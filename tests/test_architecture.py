@@ -194,6 +194,11 @@ def test_the_half_without_models_never_loads_torch() -> None:
     assert not loaded_by(names) & {"torch", "transformers"}
 
 
+def test_keepers_and_who_looks_load_no_schema() -> None:
+    names = ["corral.launcher.supervisor.__main__", "corral.launcher.status.reader", "corral.launcher.stop"]
+    assert "pydantic" not in loaded_by(names)
+
+
 def test_what_agents_are_written_with_is_installed_and_light(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
