@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class _ModelsAreReadOnce(MetaPathFinder):
@@ -25,7 +26,7 @@ class _ModelsAreReadOnce(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name == "transformers.models":
-            utils = import_module("transformers.utils.import_utils")
+            utils: Any = import_module("transformers.utils.import_utils")
             read = utils.create_import_structure_from_path
             utils.create_import_structure_from_path = lambda file: read(Path(str(file).removesuffix("/__init__.py")))
 
