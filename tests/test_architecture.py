@@ -199,6 +199,10 @@ def test_keepers_and_who_looks_load_no_schema() -> None:
     assert "pydantic" not in loaded_by(names)
 
 
+def test_who_tries_a_loss_loads_no_engine() -> None:
+    assert not loaded_by(["corral.workers.algorithms.call_trial"]) & {"transformers", "sympy"}  # the latter for DTensor
+
+
 def test_what_agents_are_written_with_is_installed_and_light(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
