@@ -19,7 +19,8 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.rendezvous import connect_name_service
 from tests.integration.evidence import find_secrets
-from tests.integration.test_kill_each_kind import LONG, SETTINGS, check_it_outlives_kills_and_a_stop
+from tests.integration.test_evaluation import check_evaluations, sampled
+from tests.integration.test_kill_each_kind import LONG, NUM_STEPS, SETTINGS, check_it_outlives_kills_and_a_stop
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
 from tests.workers.trusted import redis_client
 
@@ -68,7 +69,7 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
         tmp_path_factory.mktemp("target"),
         material,
         **LONG,
-        overrides=SETTINGS | {"control.commit_every_steps": COMMIT_EVERY_STEPS},
+        overrides=SETTINGS | sampled(material) | {"control.commit_every_steps": COMMIT_EVERY_STEPS},
     )
     try:
         trial.wait_for_steps(1)
@@ -191,6 +192,7 @@ def test_the_trial_trains_on_tells_nobody_its_secrets_and_outlives_whoever_is_ki
     assert {row["restarts"] for row in trial.workers().values()} == {0}
     assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json", "secrets/server.pem"}
     check_it_outlives_kills_and_a_stop(trial, commit_every_steps=COMMIT_EVERY_STEPS)
+    check_evaluations(trial, [0, NUM_STEPS])
     assert find_secrets(trial.directory, canaries) == set()
 
 
