@@ -1,6 +1,7 @@
 """Which clusters there are.
 
 mode of a trial --cluster_of--> Cluster, to submit and to supervise       this machine --queue_here--> JobQueue, to look
+                --queue_of--> JobQueue, to keep a supervisor
 """
 
 from typing import TYPE_CHECKING
@@ -21,10 +22,15 @@ def cluster_of(mode: str, *, timeout_s: float = 20.0) -> "Cluster":
         mode: one that has jobs.
         timeout_s: how long one question to it may take.
     """
-    # Not at the top: what submits needs the schema of plans, which rl-status and rl-stop do without.
+    # Not at the top: what submits needs the schema of plans, which rl-status, rl-stop and keepers do without.
     from corral.launcher.slurm.cluster import SlurmCluster
 
     return {"slurm": SlurmCluster}[mode](timeout_s=timeout_s)
+
+
+def queue_of(mode: str, *, timeout_s: float = 20.0) -> JobQueue:
+    """The part of `cluster_of` that needs no schema."""
+    return {"slurm": SlurmQueue}[mode](timeout_s=timeout_s)
 
 
 def queue_here(*, timeout_s: float = 20.0) -> JobQueue:

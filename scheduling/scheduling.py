@@ -27,18 +27,10 @@ from corral.scheduling.slurm_formats import (
     parse_point_in_time,
     parse_time_limit,
 )
-from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
+from corral.scheduling.worker_information import WORKER_KINDS, LayoutKind, WorkerKind
 
 T = TypeVar("T")
 
-LayoutKind = Literal["packed", "hetjob", "jobs"]
-"""Which jobs a trial asks for, and what they are to each other.
-
-packed   [head]                            one job
-hetjob   [head] [component] ...            one heterogeneous job
-jobs     [head] [group] [group] ...        a job each
-any      ... + [elastic] [elastic] ...     and a job for each elastic worker
-"""
 AskedLayout = Literal["auto", LayoutKind]
 """As `launch.layout` may say."""
 

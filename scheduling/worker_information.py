@@ -1,5 +1,5 @@
-"""The kinds of workers, what one of them is called, and numbers of them as text: plain data, for commands that have to
-answer at once.
+"""The kinds of workers and layouts, what a worker is called, and numbers of them as text: plain data, for commands that
+have to answer at once.
 
 [{"kind": "model_worker", "numbers": "0-2,5", ...}, ...]  ──►  model_worker/0, model_worker/1, ...
 """
@@ -10,6 +10,14 @@ from typing import Any, Literal, get_args
 
 WorkerKind = Literal["master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker"]
 WORKER_KINDS: tuple[WorkerKind, ...] = get_args(WorkerKind)
+LayoutKind = Literal["packed", "hetjob", "jobs"]
+"""Which jobs a trial asks for, and what they are to each other.
+
+packed   [head]                            one job
+hetjob   [head] [component] ...            one heterogeneous job
+jobs     [head] [group] [group] ...        a job each
+any      ... + [elastic] [elastic] ...     and a job for each elastic worker
+"""
 
 _WORKER_ID = re.compile(r"(?P<kind>[a-z_]+)/(?P<index>0|[1-9][0-9]*)")
 _KIND_BY_NAME: Mapping[str, WorkerKind] = {kind: kind for kind in WORKER_KINDS}

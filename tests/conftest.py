@@ -17,8 +17,7 @@ gc.disable()  # until all tests are imported, which is a third faster so; each p
 _LONGEST = (  # in this order: seconds that they compute and wait
     "tests/workers/generation/test_backends.py",
     "tests/integration/test_sglang.py",
-    "tests/integration/test_kill_each_kind.py",
-    "tests/integration/test_stop_and_resume.py",
+    "tests/integration/test_security.py",
     "tests/slurm/test_combinations.py",
     "tests/integration/test_customized_trial.py",
     "tests/integration/test_local_trial.py",

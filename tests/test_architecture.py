@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -87,6 +88,12 @@ RANKS: dict[str, list[set[str]]] = {
 LARGEST_ROOM = 0.2
 SLURM_PROGRAMS = {"sacct", "sacctmgr", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun", "sstat", "sattach"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+WORKERS_WITHOUT_MODELS = (
+    "corral.workers.__main__",
+    "corral.workers.master.master_worker",
+    "corral.workers.manager.gserver_manager",
+    "corral.workers.rollout.rollout_worker",
+)
 DANGEROUS_CALLS = {"recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
 
 
@@ -99,6 +106,7 @@ def name_of(path: Path) -> str:
     return "corral." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def imported_names(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -187,11 +195,19 @@ def module_names(folder: str) -> list[str]:
     return [name_of(path) for path in modules(folder) if path.stem not in ("__init__", "__main__")]
 
 
-def test_the_half_without_models_never_loads_torch() -> None:
-    names = [
-        name for folder in ("scheduling", "name_resolve", "experiments", "launcher") for name in module_names(folder)
-    ]
+def test_the_half_without_models_and_workers_that_have_none_never_load_torch() -> None:
+    folders = ("scheduling", "name_resolve", "experiments", "launcher")
+    names = [*WORKERS_WITHOUT_MODELS, *(name for folder in folders for name in module_names(folder))]
     assert not loaded_by(names) & {"torch", "transformers"}
+
+
+def test_keepers_and_who_looks_load_no_schema() -> None:
+    names = ["corral.launcher.supervisor.__main__", "corral.launcher.status.reader", "corral.launcher.stop"]
+    assert "pydantic" not in loaded_by(names)
+
+
+def test_who_tries_a_loss_loads_no_engine() -> None:
+    assert not loaded_by(["corral.workers.algorithms.call_trial"]) & {"transformers", "sympy"}  # the latter for DTensor
 
 
 def test_what_agents_are_written_with_is_installed_and_light(tmp_path: Path) -> None:
@@ -213,16 +229,3 @@ def test_what_agents_are_written_with_is_installed_and_light(tmp_path: Path) -> 
     file, *loaded = run.stdout.split()
     assert Path(file).is_relative_to(tmp_path)
     assert not set(loaded) & {"torch", "transformers", "numpy", "aiohttp", "zmq", "redis", "cryptography"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "corral.workers.__main__",
-        "corral.workers.master.master_worker",
-        "corral.workers.manager.gserver_manager",
-        "corral.workers.rollout.rollout_worker",
-    ],
-)
-def test_control_workers_never_load_torch(module: str) -> None:
-    assert not loaded_by([module]) & {"torch", "transformers"}

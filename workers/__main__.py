@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     owner, ttl_s = f"{arguments.incarnation}.{identity.pid}", plan.supervision.lease_ttl_s
     key = keys.worker(arguments.kind, arguments.index)
     try:
-        install_signal_handlers(stopping, notice=notice_of(plan, trial, arguments.kind))
+        notice = notice_of(plan.mode, trial, arguments.kind, stop_grace_s=plan.supervision.stop_grace_s)
+        install_signal_handlers(stopping, notice=notice)
         with (
             connect_names(trial, secrets, keys) as names,
             StreamSecurity(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,

@@ -9,7 +9,7 @@ Jobs come back in words of our own, see `jobs` and `own_job`. What another clust
 is said under Rooms in docs/architecture.md.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -76,9 +76,6 @@ class Cluster(JobQueue, Protocol):
     def end_steps(self, job_id: str, *, timeout_s: float) -> None:
         """Ends what runs in a job, and not the job."""
 
-    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
-        """The job that a process with this environment runs in; None if it runs in none."""
-
     def prospect(self, own: OwnJob) -> JobProspect:
         """What the cluster has decided about our job; nothing, if it does not say."""
 
@@ -87,9 +84,6 @@ class Cluster(JobQueue, Protocol):
 
     def requeue(self, job_id: str) -> None:
         """Puts a job that runs back into the queue, which ends it now."""
-
-    def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
-        """Those of some nodes that have failed; none if the cluster does not say."""
 
     def make_runner(
         self,

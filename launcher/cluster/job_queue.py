@@ -1,10 +1,12 @@
-"""What every command asks of a cluster: this user's jobs. It needs no schema, so that rl-status starts fast."""
+"""What every command asks of a cluster, and a keeper: this user's jobs. It needs no schema, so these start fast."""
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job
+from corral.launcher.cluster.own_job import OwnJob
 
 
 class JobQueue(Protocol):
@@ -43,6 +45,12 @@ class JobQueue(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Ends a job; one that has ended already is no error."""
+
+    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
+        """The job that a process with this environment runs in; None if it runs in none."""
+
+    def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
+        """Those of some nodes that have failed; none if the cluster does not say."""
 
 
 def job_if_known(cluster: JobQueue, job_id: str) -> Job | None:

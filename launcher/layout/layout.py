@@ -14,8 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from corral.scheduling.scheduling import LayoutKind
-from corral.scheduling.worker_information import WorkerKind, parse_worker_id
+from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id
 
 AllocationRole = Literal["head", "component", "group", "elastic"]
 GpuBinding = Literal["per_task", "slice", "none"]

@@ -21,8 +21,8 @@ from corral.experiments.errors import ConfigError, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, AllocationRole, Layout, Step
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, PlacementError, place
-from corral.scheduling.scheduling import NEEDS, TIMES, AllocationNeeds, LayoutKind, Scheduling, TasksGroup
-from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id
+from corral.scheduling.scheduling import NEEDS, TIMES, AllocationNeeds, Scheduling, TasksGroup
+from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id, worker_id
 
 SUPERVISED: tuple[WorkerKind, ...] = ("master_worker", "gserver_manager")
 """What runs beside the supervisor, on the first node of the head."""

@@ -25,7 +25,6 @@ from corral.launcher.slurm.sbatch import (
     successor_options,
 )
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.slurm.step import own_job
 
 _OUTPUT_TAIL_BYTES = 65536
 
@@ -74,9 +73,6 @@ class SlurmCluster(SlurmQueue):
     def end_steps(self, job_id: str, *, timeout_s: float) -> None:
         self._client.end_steps(job_id, timeout_s=timeout_s)
 
-    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
-        return own_job(environment)
-
     def prospect(self, own: OwnJob) -> JobProspect:
         return look_ahead(self._fields_of(own), restart_count=own.restart_count)
 
@@ -89,13 +85,6 @@ class SlurmCluster(SlurmQueue):
 
     def requeue(self, job_id: str) -> None:
         self._client.requeue(job_id)
-
-    def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
-        try:
-            states = {node.name: node.state for node in self._client.nodes()}
-        except SlurmError:
-            return []
-        return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
 
     def make_runner(
         self,

@@ -17,8 +17,10 @@ from functools import cached_property
 
 from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.jobs import Job
+from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
 from corral.launcher.slurm.parse import keeps_accounts
+from corral.launcher.slurm.step import own_job
 from corral.launcher.slurm.verdict import (
     LimitKind,
     holder_of_reason,
@@ -115,6 +117,16 @@ class SlurmQueue:
 
     def cancel(self, job_id: str) -> None:
         self._client.cancel(job_id)
+
+    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
+        return own_job(environment)
+
+    def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
+        try:
+            states = {node.name: node.state for node in self._client.nodes()}
+        except SlurmError:
+            return []
+        return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
 
     def _values(self, job: Job) -> Mapping[str, str]:
         return self._client.job(job.job_id) or {}

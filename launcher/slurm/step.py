@@ -9,11 +9,14 @@ silently, which among workers that wait for each other is a deadlock.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.layout.layout import RunningAllocation, RunningAllocations, Step
-from corral.launcher.runners.containers import ContainedCommand
 from corral.scheduling.slurm_formats import expand_host_list
+
+if TYPE_CHECKING:
+    from corral.launcher.runners.containers import ContainedCommand
 
 # Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
 _CUT_GPUS = """\
@@ -85,7 +88,9 @@ def step_name(worker: str) -> str:
     return worker.replace("/", "-")
 
 
-def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, counts_gpus: bool = True) -> list[str]:
+def srun_command(
+    worker: str, contained: "ContainedCommand", place: StepPlace, *, counts_gpus: bool = True
+) -> list[str]:
     """The srun that carries one worker.
 
     Args:

@@ -1,57 +1,38 @@
 """The supervisor's program, in its two roles.
 
 python -m corral.launcher.supervisor --trial DIR
-      keeper (this process) --starts, again if it breaks--> the same with --kept --attempt N: Supervisor
+      keeper (this process) --starts, again if it breaks--> the same with --kept --attempt N: assembly.py
 
-plan.json, secrets/, attempt-N.json, and on a cluster layout.json and the job's environment
-      --make_supervisor--> runner, Redis, extra jobs, successor, node loss --> Supervisor
+The keeper loads no schema of plans: it starts in half the time and memory, and there is less that it could die of.
 """
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import failed_nodes
-from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log_state import CorruptLogError
-from corral.experiments.trial.mode import has_jobs
-from corral.launcher.clusters import cluster_of
-from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.layout.layout import Layout
-from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
-from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.keeper import fail, keep
-from corral.launcher.supervisor.node_loss import NodeLoss
+from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.signs_of_life import EXIT_BROKEN, SupervisorExit
-from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.unit_specs import WorkerCommand, worker_command
 from corral.launcher.trial.lock import SupervisorRunsError
-from corral.launcher.trial.rendezvous import redis_of_trial
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from corral.launcher.supervisor.unit_specs import WorkerCommand
 
 _MAX_SUPERVISOR_RESTARTS = 20  # in a row, each before it has run for supervision.healthy_after_s
-_TOLD_TIMEOUT_S = 10.0
-_CONTINUATION_TIMEOUT_S = 5.0  # it is asked while the cluster is about to kill us
 
 
 def main(
     arguments: Sequence[str],
     *,
     own_command: Sequence[str] = (sys.executable, "-m", "corral.launcher.supervisor"),
-    worker_command: WorkerCommand = worker_command,
+    worker_command: "WorkerCommand | None" = None,
 ) -> int:
     """`python -m corral.launcher.supervisor --trial DIR`; the keeper adds --kept and the attempt for the real one.
 
@@ -71,102 +52,12 @@ def main(
         except SupervisorRunsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+    from corral.launcher.supervisor.assembly import run_supervisor
+    from corral.launcher.supervisor.unit_specs import worker_command as real_command
+
     signals = [signal.Signals[name] for name in options.signalled]
     recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=options.attempt)
-    return run_supervisor(directory, worker_command, recorder, signals)
-
-
-def run_supervisor(
-    directory: TrialDirectory, worker_command: WorkerCommand, recorder: Recorder, signals: Sequence[signal.Signals]
-) -> int:
-    """Runs a supervisor. What it cannot survive ends it and what it has started; then the keeper starts another one.
-
-    What would end that one too ends the trial: a plan that cannot be carried out here, a damaged trial log.
-    """
-    try:
-        try:
-            supervisor = make_supervisor(directory, worker_command, recorder, signals)
-        except ValueError as error:
-            return _fail(directory, recorder, error)
-        return supervisor.run()
-    except CorruptLogError as error:
-        return _fail(directory, recorder, error)
-    except Exception as error:
-        logger.error("the supervisor breaks; the keeper starts another one", exc_info=True)
-        recorder.event("supervisor_failed", cause=f"{type(error).__name__}: {error}")
-        recorder.close(timeout_s=_TOLD_TIMEOUT_S)
-        return EXIT_BROKEN
-
-
-def make_supervisor(
-    directory: TrialDirectory, worker_command: WorkerCommand, recorder: Recorder, signals: Sequence[signal.Signals]
-) -> Supervisor:
-    """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
-    attempt = recorder.attempt
-    plan = RunPlan.from_json(directory.plan_path.read_bytes())
-    make = partial(
-        Supervisor,
-        directory=directory,
-        plan=plan,
-        attempt=read_attempt(directory, attempt),
-        recorder=recorder,
-        worker_command=worker_command,
-        signals=signals,
-    )
-    redis_at = partial(redis_of_trial, directory, plan.trial.uuid, attempt=attempt)
-    if not has_jobs(plan.mode):
-        local = _local_runner(plan)
-        return make(runner=local, redis=redis_at(host=local.bind_address("")))
-    cluster = cluster_of(plan.mode)
-    own = cluster.own_job(os.environ)
-    if own is None:
-        raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
-    layout = Layout.from_json(directory.layout_path.read_bytes())
-    extra_jobs = ExtraJobs(
-        cluster=cluster,
-        plan=plan,
-        layout=layout,
-        directory=directory,
-        attempt=attempt,
-        own=own.allocations,
-        record=recorder.event,
-        exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
-    )
-    runner = cluster.make_runner(
-        plan, layout, directory, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away
-    )
-    runner.wait_for_cluster(own.host)
-    bind_address = plan.cluster.bind_address
-    return make(
-        runner=runner,
-        redis=redis_at(host=runner.address_of(own.host) if bind_address == "auto" else bind_address),
-        extra_jobs=extra_jobs,
-        continuation=Continuation(
-            cluster=cluster_of(plan.mode, timeout_s=_CONTINUATION_TIMEOUT_S),
-            plan=plan,
-            layout=layout,
-            directory=directory,
-            own=own,
-            record=recorder.event,
-        ),
-        # An allocation that outlives its nodes.
-        node_loss=NodeLoss(cluster=cluster, layout=layout, head=own.allocations[0], runner=runner)
-        if plan.launch.no_kill
-        else None,
-    )
-
-
-def _local_runner(plan: RunPlan) -> LocalRunner:
-    gpus_wanted = {
-        f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
-        for worker in plan.workers
-    }
-    return LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus()))
-
-
-def _fail(directory: TrialDirectory, recorder: Recorder, error: Exception) -> SupervisorExit:
-    logger.error("the trial has failed", exc_info=True)
-    return fail(directory, recorder, f"supervisor: {error}")
+    return run_supervisor(directory, worker_command or real_command, recorder, signals)
 
 
 def leave(exit_code: int) -> NoReturn:

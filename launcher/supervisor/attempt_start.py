@@ -11,7 +11,6 @@ predecessor.
 import os
 from functools import partial
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import (
     AttemptClaim,
@@ -28,18 +27,18 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import StoppedError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.cluster import Cluster
-from corral.launcher.cluster.job_queue import job_if_known
+from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.cluster.own_job import OwnJob
-from corral.launcher.clusters import cluster_of
+from corral.launcher.clusters import queue_of
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.supervisor.node_loss import note_failed_node
+from corral.launcher.supervisor.recorder import note_failed_node
+from corral.launcher.trial.find import TrialFacts, load_facts
 from corral.launcher.trial.processes import describe_this_process
 
 _ASK_TIMEOUT_S = 5.0
 
 
-def _start_of(cluster: Cluster | None) -> OwnJob:
+def _start_of(cluster: JobQueue | None) -> OwnJob:
     """The start of a job that this process is; where there is no job, the process itself stands for it."""
     own = cluster.own_job(os.environ) if cluster is not None else None
     if own is not None:
@@ -55,7 +54,7 @@ def claim_decides(directory: TrialDirectory) -> bool:
     previous = last_attempt(directory)
     if previous is None or not has_jobs(previous.mode):
         return False
-    start, claim = _start_of(cluster_of(previous.mode)), read_claim(directory, previous.attempt)
+    start, claim = _start_of(queue_of(previous.mode)), read_claim(directory, previous.attempt)
     return claim is None or not claim.is_of(start.job_id, start.restart_count)
 
 
@@ -67,8 +66,8 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
         OSError: if the files of the trial fail for longer.
     """
     patience = patience or FilePatience()
-    plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
-    cluster = cluster_of(plan.mode, timeout_s=_ASK_TIMEOUT_S) if has_jobs(plan.mode) else None
+    mode = patience.insist(partial(the_facts, directory), "read the plan").mode
+    cluster = queue_of(mode, timeout_s=_ASK_TIMEOUT_S) if has_jobs(mode) else None
     start = _start_of(cluster)
     predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
     end = None
@@ -80,7 +79,7 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
         directory,
         job_id=start.job_id,
         restart_count=start.restart_count,
-        mode=plan.mode,
+        mode=mode,
         nodes=start.hosts,
     )
     try:
@@ -97,6 +96,14 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
         patience.insist(submitted, "record the attempt")
     patience.insist(partial(directory.start_attempt_logs, record.attempt), "make the folder of its logs")
     return record
+
+
+def the_facts(directory: TrialDirectory) -> TrialFacts:
+    """What the plan says; FileNotFoundError if there is none."""
+    facts = load_facts(directory)
+    if facts is None:
+        raise FileNotFoundError(f"{directory.plan_path} is not there")
+    return facts
 
 
 def _predecessor_of(directory: TrialDirectory, start: OwnJob) -> tuple[int, AttemptClaim] | None:
@@ -116,7 +123,7 @@ def _renew(directory: TrialDirectory) -> None:
 
 
 def _end_of_predecessor(
-    directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: Cluster | None
+    directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: JobQueue | None
 ) -> AttemptEndRecord:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
     by = _final_request(directory)

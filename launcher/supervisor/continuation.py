@@ -28,7 +28,7 @@ from corral.launcher.cluster.own_job import JobEnd, OwnJob
 from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.layout.layout import Layout
-from corral.launcher.supervisor.node_loss import note_failed_node
+from corral.launcher.supervisor.recorder import note_failed_node
 
 _SWEEP_TIMEOUT_S = 15.0
 _SWEEP_INTERVAL_S = 0.5

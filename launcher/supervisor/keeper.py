@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.directory import TrialDirectory
@@ -30,7 +29,7 @@ from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt
+from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt, the_facts
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
 from corral.launcher.supervisor.wake_up import WakeUp
@@ -66,12 +65,12 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         record = open_attempt(directory, patience=patience)
         if record is None:
             return 0
-        plan = patience.insist(lambda: RunPlan.from_json(directory.plan_path.read_bytes()), "read the plan")
+        facts = patience.insist(partial(the_facts, directory), "read the plan")
         recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
-        budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=plan.supervision.healthy_after_s)
+        budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=facts.healthy_after_s)
         unheard: list[str] = []
         num_starts = 0
-        recorded = stack.enter_context(_secrets_recorded(directory, plan.trial.uuid))
+        recorded = stack.enter_context(_secrets_recorded(directory, facts.uuid))
         while True:
             started_at = time.monotonic()
             # The child shares the locks: the trial stays locked until it is gone too.
@@ -80,7 +79,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             if returncode in tuple(SupervisorExit):
                 return SupervisorExit(returncode).of_keeper
             # Its own children have died with it; guards end what these had started, and the rest is nobody's now.
-            kill_trial_processes(plan.trial.uuid, spare=(os.getpid(),), grace_s=_GUARDS_END_S)
+            kill_trial_processes(facts.uuid, spare=(os.getpid(),), grace_s=_GUARDS_END_S)
             sweep()
             end = patience.insist(partial(read_end, directory, record.attempt), "read how the attempt ended")
             if end is not None:

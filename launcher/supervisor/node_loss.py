@@ -4,13 +4,11 @@ Layout.steps, lost nodes --relocate (pure)--> moves: worker -> Step on a node th
                                          +--> without_room: workers that fit nowhere
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from corral.experiments.trial.attempt_end_record import add_failed_node
-from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import AllocationRunner
 from corral.launcher.cluster.job_queue import JobQueue, job_if_known
 from corral.launcher.layout.layout import Layout, RunningAllocation, Step
@@ -152,12 +150,3 @@ class NodeLoss:
     def host_of(self, step: Step) -> str:
         """The node of a step."""
         return self._head.hosts[step.node_index]
-
-
-def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:
-    """Later attempts avoid the node; where that cannot be written, they may get it again, and fail again."""
-    try:
-        add_failed_node(directory, node)
-    except OSError as error:
-        record("failed_node_not_noted", node=node, cause=str(error))
-    record("node_failed", node=node)

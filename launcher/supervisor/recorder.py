@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
+from corral.experiments.trial.attempt_end_record import add_failed_node
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal, event_line
 from corral.launcher.files.file_thread import FileThread
 
@@ -100,3 +102,12 @@ class Recorder:
             self._num_late += bool(self._trouble)
             kept.popleft()
         return ""
+
+
+def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:
+    """Later attempts avoid the node; where that cannot be written, they may get it again, and fail again."""
+    try:
+        add_failed_node(directory, node)
+    except OSError as error:
+        record("failed_node_not_noted", node=node, cause=str(error))
+    record("node_failed", node=node)

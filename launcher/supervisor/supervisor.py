@@ -44,8 +44,8 @@ from corral.launcher.supervisor.actions import (
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.node_loss import NodeLoss, note_failed_node
-from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.node_loss import NodeLoss
+from corral.launcher.supervisor.recorder import Recorder, note_failed_node
 from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
 from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch

@@ -42,6 +42,7 @@ class TrialFacts:
     lease_ttl_s: float
     setup_timeout_s: float
     stop_grace_s: float
+    healthy_after_s: float
     trackers: tuple[str, ...] = ()
     """What its numbers go to, which the supervisor calls tracker/0, tracker/1, ..."""
 
@@ -132,6 +133,7 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
+            healthy_after_s=float(plan["supervision"]["healthy_after_s"]),
             trackers=tuple(plan.get("tracking", {}).get("to", ())),
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -76,4 +76,3 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
         assert 0.0 < line["gentle/worse_fraction"] < 1.0
         assert line["rewards/mean"] < 0.0  # a share of digits is not, a log-probability is
         assert line["response_length/mean"] < 3.0  # most characters are digits, and end an answer
-    assert "accuracy" in trial.run("rl-eval", "--local").lower()

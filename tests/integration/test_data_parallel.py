@@ -49,7 +49,7 @@ def test_any_number_of_makers_feeds_any_number_of_trainers(
     assert trial.train_steps() == list(range(1, 12))
 
 
-@pytest.mark.slow  # test_megatron.py loses a rank, and every kind is killed in test_kill_each_kind.py
+@pytest.mark.slow  # test_megatron.py loses a rank, and every kind is killed in test_security.py
 def test_a_gang_that_loses_one_rank_starts_again_as_a_whole(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=60,

@@ -1,10 +1,12 @@
 """kill -9 of every kind of process, one after the other, in one trial that goes on by itself and loses nothing.
 
 A stranger wants every port of what is killed, and gets most of them at once: he hears no secret, and changes nothing.
+Then the trial is stopped at once, and goes on from its last commit. So does the trial of test_security.py.
 """
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -16,6 +18,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
+from tests.integration.test_stop_and_resume import check_stopped, last_committed_step
 from tests.integration.trial_helpers import WORKERS, Trial, read_lines
 from tests.strangers import Stranger
 
@@ -31,21 +34,24 @@ VICTIMS = (
 ENDS_AN_EPOCH = VICTIMS[-3:]
 
 
-@pytest.mark.parametrize("commit_every_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
-    start_trial: Callable[..., Trial], commit_every_steps: int
-) -> None:
-    trial = start_trial(
-        num_rows=156,
-        num_passes=2,
-        pause_s=0.1,
-        overrides={
-            "train_batch_size": 6,
-            "control.commit_every_steps": commit_every_steps,
-            "evaluation.every_steps": 1000,
-        },
-    )
+NUM_STEPS = 52
+LONG: dict[str, Any] = {"num_rows": 156, "num_passes": 2, "pause_s": 0.1}
+SETTINGS: dict[str, object] = {
+    "train_batch_size": 6,
+    "evaluation.every_steps": 1000,
+    "actor.offload": "optimizer",  # what is gone on from lies in host memory
+}
+
+
+@pytest.mark.slow  # the trial of test_security.py goes through the same with commits that are further apart
+def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(start_trial: Callable[..., Trial]) -> None:
+    trial = start_trial(**LONG, overrides=SETTINGS)
     trial.wait_for_steps(2)
+    check_it_outlives_kills_and_a_stop(trial, commit_every_steps=1)
+
+
+def check_it_outlives_kills_and_a_stop(trial: Trial, *, commit_every_steps: int) -> None:
+    """A trial of NUM_STEPS that nothing has happened to yet is taken to its end."""
     secrets = [secret.reveal().encode() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
     with Stranger() as stranger:
         reached = _kill_each_kind(trial, stranger, commit_every_steps=commit_every_steps)
@@ -54,10 +60,18 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
         assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
         assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
         assert trial.events("leftovers_killed") == []  # workers and Redis end with their supervisor
-        trial.full_speed()
-        trial.wait_for_end()
+        trial.wait_for_uncommitted_step(commit_every_steps=commit_every_steps)
     heard = stranger.everything_heard()
     assert not [secret for secret in secrets if secret in heard] and b"Authorization" not in heard
+
+    assert "STOPPED" in trial.run("rl-stop", "--now")
+    reached.append(trial.train_steps()[-1])
+    check_stopped(trial, by_epoch=None)  # the supervisor fenced the trial before it killed anyone
+    # The line of a step is written before its commit, so what is committed has one.
+    assert 0 < last_committed_step(trial) <= reached[-1]
+    trial.full_speed()
+    trial.run_resume()
+    trial.wait_for_end()
 
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
@@ -69,8 +83,9 @@ def test_any_process_can_be_killed_and_the_trial_trains_every_prompt_once(
     if commit_every_steps > 1:
         assert any(kept < step for kept, step in zip(committed, reached, strict=True))  # something was taken back
     # And yet each step of the lineage has one line, and so has each of its samples.
-    assert trial.train_steps() == list(range(1, 53))
+    assert trial.train_steps() == list(range(1, NUM_STEPS + 1))
     assert sorted(line["uid"] for line in read_lines(trial.directory.trajectories_path)) == sorted(trial.uids)
+    assert "trial grpo/trial is complete" in trial.run_resume()
 
 
 def _kill_each_kind(trial: Trial, stranger: Stranger, *, commit_every_steps: int) -> list[int]:

@@ -163,6 +163,7 @@ def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
             assert answer["uid"] in said, said
 
 
+@pytest.mark.slow  # tests/workers/rollout/test_agents.py has the worker's end, and test_supervisor.py what follows
 def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=64,

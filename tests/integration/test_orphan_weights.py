@@ -24,7 +24,7 @@ from tests.integration.evidence import (
 from tests.integration.trial_helpers import DEADLINE_S, Trial
 
 
-@pytest.mark.slow  # test_trainer_epoch.py shows it step by step, and test_kill_each_kind.py counts the samples
+@pytest.mark.slow  # test_trainer_epoch.py shows it step by step, and test_security.py counts the samples
 def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
         num_rows=96,

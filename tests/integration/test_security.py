@@ -18,11 +18,14 @@ from zmq.utils.monitor import recv_monitor_message
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.rendezvous import connect_name_service
-from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left, find_secrets
+from tests.integration.evidence import find_secrets
+from tests.integration.test_evaluation import check_evaluations, sampled
+from tests.integration.test_kill_each_kind import LONG, NUM_STEPS, SETTINGS, check_it_outlives_kills_and_a_stop
 from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
 from tests.workers.trusted import redis_client
 
 NUM_BLOBS = 1000
+COMMIT_EVERY_STEPS = 3
 ROLE_BY_STREAM = {
     "streams/master": "model_worker",
     "streams/trajectories/0": "rollout_worker",
@@ -60,14 +63,13 @@ class Target:
 
 @pytest.fixture(scope="module")
 def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """One trial for all tests of this file; the last of them lets it finish."""
+    """One trial for all tests of this file; the last of them takes it to its end."""
     trial = submit(
         "grpo",
         tmp_path_factory.mktemp("target"),
         material,
-        num_rows=88,
-        pause_s=0.2,
-        overrides={"evaluation.every_steps": 1000},
+        **LONG,
+        overrides=SETTINGS | sampled(material) | {"control.commit_every_steps": COMMIT_EVERY_STEPS},
     )
     try:
         trial.wait_for_steps(1)
@@ -179,7 +181,7 @@ def test_zeromq_lets_its_own_trial_in(target: Target) -> None:
         assert zmq.EVENT_HANDSHAKE_SUCCEEDED in knock(endpoint, keys), name
 
 
-def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> None:
+def test_the_trial_trains_on_tells_nobody_its_secrets_and_outlives_whoever_is_killed(target: Target) -> None:
     trial, canaries = target.trial, target.secret_values
     assert len(canaries) > 5 and min(map(len, canaries)) >= 40
     pids = [*trial.processes(), *(trial.events(name)[0]["pid"] for name in ("submitted", "supervisor_started"))]
@@ -189,11 +191,9 @@ def test_the_trial_trains_on_and_tells_nobody_its_secrets(target: Target) -> Non
     trial.wait_for_steps(2)
     assert {row["restarts"] for row in trial.workers().values()} == {0}
     assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json", "secrets/server.pem"}
-    trial.full_speed()
-    trial.wait_for_end()
+    check_it_outlives_kills_and_a_stop(trial, commit_every_steps=COMMIT_EVERY_STEPS)
+    check_evaluations(trial, [0, NUM_STEPS])
     assert find_secrets(trial.directory, canaries) == set()
-    check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
 
 
 def connect(target: Target, *, username: str | None, password: str | None) -> "redis.Redis":

@@ -37,7 +37,7 @@ def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
     start_trial: Callable[..., Trial], is_killed: bool
 ) -> None:
     trial = start_trial(
-        num_rows=64,
+        num_rows=32,
         pause_s=0.1,
         overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000, "sglang.probe_timeout_s": 20},
     )
@@ -52,7 +52,7 @@ def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == list(range(1, 9))
+    assert trial.train_steps() == list(range(1, 5))
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
     assert log.count("The server is fired up and ready to roll!") == 1 + is_killed

@@ -1,6 +1,6 @@
-"""rl-stop --now half-way, and rl-submit --resume: nothing is trained twice or left out.
+"""rl-stop half-way, and rl-submit --resume on other ranks: nothing is trained twice or left out.
 
-A stop with a last commit is in test_customized_trial.py, whose trial goes on, too.
+On the same ranks it is in test_customized_trial.py, and a stop at once in test_kill_each_kind.py.
 """
 
 from collections.abc import Callable
@@ -10,40 +10,9 @@ import pytest
 from tests.integration.evidence import (
     History,
     check_every_sample_was_consumed_once,
-    check_no_token_was_too_old,
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import Trial
-
-
-def test_a_trial_that_was_stopped_at_once_goes_on_from_its_last_commit(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(
-        num_rows=60,
-        num_passes=2,
-        pause_s=0.05,
-        overrides={
-            "control.commit_every_steps": 4,
-            "evaluation.every_steps": 1000,
-            "actor.offload": "optimizer",  # what is resumed from lies in host memory
-        },
-    )
-
-    trial.wait_for_steps(6)
-    assert "STOPPED" in trial.run("rl-stop", "--now")
-    stopped_at = trial.train_steps()[-1]
-    check_stopped(trial, by_epoch=None)  # the supervisor fenced the trial before it killed anyone
-    # The line of a step is written before its commit, so what is committed has one.
-    assert 4 <= last_committed_step(trial) <= stopped_at
-
-    trial.full_speed()
-    trial.run_resume()
-    trial.wait_for_end()
-    check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
-    assert check_no_token_was_too_old(trial, eta=1) == 1
-    assert trial.train_steps()[-1] == 15  # 120 prompts by 8
-    assert [entry["kind"] for entry in History.of(trial).entries.values()].count("claim") == 2
-    assert "trial grpo/trial is complete" in trial.run_resume()
 
 
 @pytest.mark.slow

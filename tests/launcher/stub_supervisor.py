@@ -7,7 +7,6 @@ from pathlib import Path
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.supervisor.__main__ import leave, main
-from corral.launcher.supervisor.unit_specs import worker_command
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
@@ -15,6 +14,8 @@ COMMAND = (sys.executable, str(Path(__file__).resolve()))
 def stub_command(
     directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
 ) -> Sequence[str]:
+    from corral.launcher.supervisor.unit_specs import worker_command  # not at the top: keepers do without
+
     real = worker_command(directory, kind, index, attempt, incarnation)
     return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[3:]]
 

@@ -22,10 +22,6 @@ import sys
 import time
 from pathlib import Path
 
-from corral.experiments.trial.attempts import may_resume
-from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import LogWriter, TrialLog
-
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -35,20 +31,20 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--incarnation", required=True)
     options = parser.parse_args()
-    directory = TrialDirectory(options.plan.parent)
+    trial = options.plan.parent
     worker = f"{options.kind}/{options.index}"
-    starts = directory.path / "starts" / f"{options.kind}-{options.index}"
+    starts = trial / "starts" / f"{options.kind}-{options.index}"
     starts.parent.mkdir(exist_ok=True)
     with starts.open("a") as file:
         file.write(f"{os.getpid()} {options.incarnation}\n")
-    words = json.loads((directory.path / "stub.json").read_text()).get(worker, ["wait"])
+    words = json.loads((trial / "stub.json").read_text()).get(worker, ["wait"])
     word, *arguments = words[min(len(starts.read_text().splitlines()), len(words)) - 1].split()
-    obey(directory, options.kind, word, linger_s=float(arguments[0]) if word == "linger" else 0.0)
+    obey(options.plan, options.kind, word, linger_s=float(arguments[0]) if word == "linger" else 0.0)
     print(f"{worker} attempt {options.attempt}: {word} {' '.join(arguments)}", flush=True)
-    return act(directory, word, arguments, attempt=options.attempt)
+    return act(trial, word, arguments, attempt=options.attempt)
 
 
-def obey(directory: TrialDirectory, kind: str, word: str, *, linger_s: float) -> None:
+def obey(plan: Path, kind: str, word: str, *, linger_s: float) -> None:
     """As a real worker obeys signals; what is printed afterwards says that it does."""
 
     def end(*_: object) -> None:
@@ -58,22 +54,24 @@ def obey(directory: TrialDirectory, kind: str, word: str, *, linger_s: float) ->
     leave = signal.SIG_IGN if word == "stubborn" else end
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
-    if "SLURM_JOB_ID" in os.environ:  # not at the top: the many stubs of a local trial start faster without
-        from corral.experiments.plan import RunPlan
+    if "SLURM_JOB_ID" in os.environ:  # not at the top, nor what a master needs: most stubs start faster without
+        from corral.experiments.trial.directory import TrialDirectory
         from corral.workers.lifecycle.notice import notice_of
 
-        plan = RunPlan.from_json(directory.plan_path.read_bytes())
-        signal.signal(signal.SIGTERM, notice_of(plan, directory, kind) or leave)
+        planned = json.loads(plan.read_bytes())
+        grace_s = planned["supervision"]["stop_grace_s"]
+        notice = notice_of(planned["mode"], TrialDirectory(plan.parent), kind, stop_grace_s=grace_s)
+        signal.signal(signal.SIGTERM, notice or leave)
 
 
-def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: int) -> int:
+def act(trial: Path, word: str, arguments: list[str], *, attempt: int) -> int:
     if word == "exit":
         print(f"ValueError: told to exit with {arguments[0]}", file=sys.stderr)
         return int(arguments[0])
     if word == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "die":
-        other = directory.path / "starts" / arguments[1].replace("/", "-")
+        other = trial / "starts" / arguments[1].replace("/", "-")
         while not other.exists():
             time.sleep(0.02)
         return int(arguments[0])
@@ -83,61 +81,12 @@ def act(directory: TrialDirectory, word: str, arguments: list[str], *, attempt: 
         bytearray(int(arguments[0]) << 20)
     if word == "served":
         subprocess.run([sys.executable, "-c", f"bytearray({arguments[0]} << 20)"], check=True)
-    if word == "steps":
-        return commit_steps(directory, int(arguments[0]), float(arguments[1]), attempt=attempt)
-    if word in ("finish", "master"):
-        seconds = float(arguments.pop(0)) if word == "finish" else 600.0
-        return be_master(directory, seconds, num_steps=int(arguments[0]) if arguments else 0, attempt=attempt)
+    if word in ("steps", "finish", "master"):
+        import stub_master
+
+        return stub_master.act(trial, word, arguments, attempt=attempt)
     while True:
         time.sleep(600.0)
-
-
-def be_master(directory: TrialDirectory, seconds: float, *, num_steps: int, attempt: int) -> int:
-    log = TrialLog(directory.log_path)
-    writer = log.claim("stub", resume=may_resume(directory, attempt, log))
-    for step in range(1, num_steps + 1):
-        line = {"step": step, "time": time.time(), "version": step, "ppo/reward/mean": 0.25 * step, "loss": 1.0 / step}
-        with directory.metrics_path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if stopped(directory, writer):
-            return 0
-        time.sleep(0.05)
-    writer.done()
-    return 0
-
-
-def commit_steps(directory: TrialDirectory, num_steps: int, pause_s: float, *, attempt: int) -> int:
-    log = TrialLog(directory.log_path)
-    writer = log.claim("stub", resume=may_resume(directory, attempt, log))
-    last = writer.state.last_commit
-    first = last.step + 1 if last else 1
-    for step in range(first, num_steps + 1):
-        end = time.monotonic() + pause_s
-        while time.monotonic() < end:
-            if stopped(directory, writer):
-                return 0
-            time.sleep(0.02)
-        writer.commit(
-            step=step,
-            directory=f"checkpoints/step-{step}",
-            manifest_digest="0",
-            ledger_file=f"ledger/step-{step}",
-            ledger_digest="0",
-            trained=1,
-            dropped=0,
-        )
-    writer.done()
-    return 0
-
-
-def stopped(directory: TrialDirectory, writer: LogWriter) -> bool:
-    request = directory.read_stop_request()
-    if request is None:
-        return False
-    writer.stop(by=request.by, reason="checkpointed at step 3", then=request.then)
-    return True
 
 
 if __name__ == "__main__":

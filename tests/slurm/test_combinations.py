@@ -198,6 +198,7 @@ def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, mo
     wait_until(lambda: not alive(trial), "an empty queue")
 
 
+@pytest.mark.slow  # stub workers come and go in test_limits.py; test_admission.py loses nothing of who stays away
 def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
     cluster: Cluster, material: Material, tmp_path: Path
 ) -> None:

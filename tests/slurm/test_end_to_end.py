@@ -127,7 +127,7 @@ def running_in(group: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow  # test_stop_and_resume.py stops real processes, and test_packed.py a job
+@pytest.mark.slow  # test_customized_trial.py stops real processes, and test_packed.py a job
 def test_a_job_that_is_stopped_half_way_leaves_a_commit_and_nothing_else(start_job: Callable[..., Trial]) -> None:
     trial = start_job("grpo", num_rows=400, pause_s=0.1, overrides={"control.commit_every_steps": 50})
     trial.wait_for_steps(3)

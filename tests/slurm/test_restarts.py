@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 NUM_RANKS = 3
 
 
-@pytest.mark.slow  # test_kill_each_kind.py, and of steps of a job test_packed.py, test_layouts.py and the test below
+@pytest.mark.slow  # test_security.py, and of steps of a job test_packed.py, test_layouts.py and the test below
 def test_a_worker_of_each_kind_comes_back_alone_and_the_trial_completes(start_job: Callable[..., Trial]) -> None:
     trial = start_job(
         "grpo",

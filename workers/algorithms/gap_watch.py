@@ -34,11 +34,10 @@ from corral.workers.algorithms.functional.logprob_gap import (
     comparable,
 )
 from corral.workers.algorithms.gap_causes import TwoSides, likely_causes
-from corral.workers.backends.base import LossFunction, LossOutput
+from corral.workers.backends.base import LossFunction, LossOutput, Numbers
 from corral.workers.backends.micro_batches import MicroBatch, scatter_to_answers
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.requests.messages import TrainNotice
 

@@ -44,10 +44,9 @@ from corral.workers.algorithms.ppo_batch import (
     with_loss_weights,
 )
 from corral.workers.algorithms.teacher import with_teachers_merged
-from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.base import LossOutput, Numbers, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.requests.messages import TrainNotice
 

@@ -36,8 +36,8 @@ from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approx
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights, is_far_off_policy
+from corral.workers.backends.base import Numbers
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 
 

@@ -25,9 +25,8 @@ from corral.workers.algorithms.functional.losses import value_loss
 from corral.workers.algorithms.functional.normalization import RunningMoments
 from corral.workers.algorithms.mini_batches import deal_mini_batches, merge_stats
 from corral.workers.algorithms.ppo_batch import KLController, advantage_batch, measure_batch, with_loss_weights
-from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.base import LossOutput, Numbers, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.train_state import Numbers
 from corral.workers.data.sequence_sample import SequenceSample
 
 

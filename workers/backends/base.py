@@ -42,6 +42,9 @@ class LossOutput:
     number of counted entries: what a loss knows only once it has the scores."""
 
 
+Numbers: TypeAlias = dict[str, float | list[float]]
+"""What belongs to a role and to none of its parameters: a value normaliser's moments, a KL controller's coefficient."""
+
 LossFunction: TypeAlias = Callable[[ScoresT, MicroBatch], LossOutput]
 """(scores, micro-batch) -> sums over it. For a language model, entry t of the scores is that of
 `micro_batch.labels[t]`; values are one per token of the row, scalar scores one per answer."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
-from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
+from corral.workers.backends.base import LOSS_MASK, LossFunction, Numbers, StepCondition
 from corral.workers.backends.files.adapters import adapter_config
 from corral.workers.backends.files.share import WeightShare, companion_files
 from corral.workers.backends.files.weights import WeightBase
@@ -406,7 +406,7 @@ class MeshEngine(ABC):
         self._sum_of_frozen = fold_sums(self.context.sum_over_mesh({"sum": float(own_sum)})["sum"])
         self._adapter_config = adapter_config(layers, lora, base=self.directory, head=self.head)
 
-    def state_shard(self, *, extra: train_state.Numbers | None = None) -> train_state.StateShard:
+    def state_shard(self, *, extra: Numbers | None = None) -> train_state.StateShard:
         """What training resumes from, bit for bit: full-precision trained weights, optimizer, step count, seed.
 
         The tensors are the engine's own: write them, or copy them, before the next step.
@@ -424,7 +424,7 @@ class MeshEngine(ABC):
         )
         return self._state_shard(header)
 
-    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> train_state.Numbers:
+    def load_state(self, directory: Path, *, on_progress: Callable[[], None] = no_progress) -> Numbers:
         """Continue from what all ranks' `state_shard` wrote, possibly with another number of ranks; a collective.
 
         `on_progress` is called for every part that is read, since a large state takes longer than any useful deadline.

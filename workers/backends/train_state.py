@@ -20,12 +20,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
+from corral.workers.backends.base import Numbers
 from corral.workers.backends.files.parts import Part, fill_parts, stored_name
 from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.host_copies import host_copies
@@ -38,9 +39,6 @@ PARAMETER: Final = "parameter"
 ADAMW: Final = frozenset({"exp_avg", "exp_avg_sq", "step"})
 """What AdamW keeps of a parameter, by torch's names."""
 _FORMAT = 3
-
-Numbers: TypeAlias = dict[str, float | list[float]]
-"""What belongs to a role and to none of its parameters: a value normaliser's moments, a KL controller's coefficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

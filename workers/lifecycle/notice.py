@@ -9,9 +9,9 @@ supervisor --SIGINT--> the worker leaves
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.mode import has_jobs
 
@@ -28,20 +28,26 @@ class Notice:
         self._tell()
 
 
-def notice_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Notice | None:
-    """What SIGTERM is to a worker; None where it is an order, because nobody but the supervisor sends it."""
-    if not has_jobs(plan.mode):
+def notice_of(mode: str, trial: TrialDirectory, kind: str, *, stop_grace_s: float) -> Notice | None:
+    """What SIGTERM is to a worker; None where it is an order, because nobody but the supervisor sends it.
+
+    Args:
+        mode: of the trial.
+        stop_grace_s: how long a last commit may take.
+    """
+    if not has_jobs(mode):
         return None
-    return Notice(lambda: request_last_commit(plan, trial)) if kind == "master_worker" else Notice()
+    tell = partial(request_last_commit, trial, stop_grace_s=stop_grace_s)
+    return Notice(tell) if kind == "master_worker" else Notice()
 
 
-def request_last_commit(plan: RunPlan, trial: TrialDirectory) -> None:
+def request_last_commit(trial: TrialDirectory, *, stop_grace_s: float) -> None:
     """Leaves a request to checkpoint and go on in the next attempt, unless somebody has asked for a stop already."""
     request = StopRequest(
         requested_at=time.time(),
         by="SLURM (SIGTERM to the steps)",
         now=False,
-        grace_s=plan.supervision.stop_grace_s,
+        grace_s=stop_grace_s,
         then="requeue",
         is_notice=True,
     )

@@ -29,11 +29,12 @@ from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
+from corral.workers.backends.base import Numbers
 from corral.workers.backends.files.share import WeightShare
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers, StateShard
+from corral.workers.backends.train_state import StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.evaluation.held_out import Evaluator

@@ -47,6 +47,7 @@ FACTS = TrialFacts(
     workers=WORKERS,
     lease_ttl_s=10.0,
     setup_timeout_s=600.0,
+    healthy_after_s=600.0,
     stop_grace_s=60.0,
 )
 ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="local", start_slot=1, submitted_at=NOW - 500.0)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,45 +46,32 @@ def score(scores, micro_batch, config):
 """
 
 
-BROKEN = {
-    "a reward's missing import": ("rollout.reward", "import nowhere_to_be_found\n" + GOOD, "own.py:1"),
-    "a reward's arity": (
-        "rollout.reward",
-        "def score(problem):\n    return 1.0\n",
-        "own.py:1: score(problem) cannot be",
-    ),
-    "an async reward": (
-        "rollout.reward",
+REWARDS = {
+    "missing": ("import nowhere_to_be_found\n" + GOOD, "missing.py:1"),
+    "arity": ("def score(problem):\n    return 1.0\n", "arity.py:1: score(problem) cannot be"),
+    "late": (
         "\nasync def score(problem, answer):\n    return problem['solution']\n",
-        "KeyError: 'solution' (own.py:3)",
+        "KeyError: 'solution' (late.py:3)",
     ),
-    "a reward of groups": (
-        "rollout.reward",
+    "group": (
         "def score(problem, answers):\n    return [1.0]\n",
-        "own.py:1: score returned [1.0], and a reward of groups returns one number for each answer",
+        "group.py:1: score returned [1.0], and a reward of groups returns one number for each answer",
     ),
-    "a reward of None": ("rollout.reward", "def score(problem, answer):\n    pass\n", "own.py:1: score returned None"),
+    "nothing": ("def score(problem, answer):\n    pass\n", "nothing.py:1: score returned None"),
+    "renamed": (GOOD.replace("score", "scored"), "renamed.py has no callable 'score'"),
+    # Tried last: it ends the look.
+    "hangs": ("def score(problem, answer):\n    while True:\n        pass\n", "took more than 2 s, in hangs.py:"),
+}
+BROKEN = {
     "a reward that raises": (
         "rollout.reward",
         "def score(problem, answer):\n    return problem['solution']\n",
         "KeyError: 'solution' (own.py:2)",
     ),
-    "a sampler of None": ("dataset.sampler", "def score(rewards):\n    pass\n", "for [0.0] it is None"),
-    "a reward that hangs": (
-        "rollout.reward",
-        "def score(problem, answer):\n    while True:\n        pass\n",
-        "took more than 2 s, in own.py:",
-    ),
-    "a reward of another name": ("rollout.reward", GOOD.replace("score", "scored"), "own.py has no callable 'score'"),
     "no agent": (
         "rollout.agent",
         "async def score(task):\n    return None\n",
         "own.py:1: score(task) cannot be called with (task, session)",
-    ),
-    "an agent that is not async": (
-        "rollout.agent",
-        "def score(task, session):\n    return None\n",
-        "own.py:1: score is not an async function",
     ),
     "a loss of a key that no call gives": (
         "ppo.loss",
@@ -92,6 +79,32 @@ BROKEN = {
         "KeyError: 'advantage' (own.py:5)",
     ),
 }
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """What rl-submit says of asynchronous PPO from a folder with these modules; it ends with 2 and writes nothing."""
+    write_inputs(tmp_path)
+    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    # A model of billions of weights.
+    monkeypatch.setattr(start, "start", lambda *_, **__: pytest.fail("it was started"))
+
+    def refused(*overrides: str, arguments: Sequence[str] = (), **modules: str) -> str:
+        for name, text in modules.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        options = [f"cluster.fileroot={tmp_path / 'trials'}", "rollout.reward_timeout_s=2", *overrides]
+        settings = [part for option in options for part in ("-s", option)]
+        monkeypatch.setattr(sys, "argv", ["rl-submit", "ppo.yaml", "--local", *arguments, *settings])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert not (tmp_path / "trials").exists()
+        return capsys.readouterr().err
+
+    return refused
 
 
 @pytest.mark.parametrize(
@@ -99,30 +112,27 @@ BROKEN = {
 )
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_code_is_refused_with_exit_2_its_line_and_its_key_and_nothing_is_written(
-    case: str,
-    dry_run: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, dry_run: tuple[str, ...], refused: Refused
 ) -> None:
     key, module, message = BROKEN[case]
-    write_inputs(tmp_path)
-    (tmp_path / "ppo.yaml").write_text(VALID_PPO)
-    (tmp_path / "own.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "400")
-    options = [f"cluster.fileroot={tmp_path / 'trials'}", "rollout.reward_timeout_s=2", f"{key}=own:score"]
-    arguments = [part for option in options for part in ("-s", option)]
-    monkeypatch.setattr(sys, "argv", ["rl-submit", "ppo.yaml", "--local", *dry_run, *arguments])
-    monkeypatch.setattr(
-        start, "start", lambda *_, **__: pytest.fail("it was started")
-    )  # a model of billions of weights
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
+    said = refused(f"{key}=own:score", arguments=dry_run, own=module)
     assert message in said and f"-s {key}=own:score" in said, said
-    assert not (tmp_path / "trials").exists()
+
+
+def test_all_that_is_broken_is_said_at_once(refused: Refused) -> None:
+    parts = json.dumps({name: {"function": f"{name}:score"} for name in REWARDS})
+    said = refused(
+        f"rollout.reward={parts}",
+        "rollout.agent=waits:score",
+        "dataset.sampler=weighs:score",
+        waits="def score(task, session):\n    return None\n",
+        weighs="def score(rewards):\n    pass\n",
+        **{name: module for name, (module, _) in REWARDS.items()},
+    )
+    for message in ("waits.py:1: score is not an async function", "for [0.0] it is None"):
+        assert message in said, said
+    for name, (_, message) in REWARDS.items():
+        assert message in said and f"rollout.reward.{name}.function" in said, said
 
 
 CLASS = """\

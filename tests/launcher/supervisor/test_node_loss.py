@@ -18,10 +18,10 @@ from corral.launcher.slurm.parse import Node
 from corral.launcher.supervisor.node_loss import (
     NodeLoss,
     Relocation,
-    note_failed_node,
     relocate,
     why_over,
 )
+from corral.launcher.supervisor.recorder import note_failed_node
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")
 SLACK_CPUS, SLACK_MB = 1, 256  # what the supervisor keeps of the head node

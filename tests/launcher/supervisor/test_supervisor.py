@@ -6,6 +6,7 @@ import signal
 import subprocess
 from typing import Any
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.status.reader import StatusReader
@@ -88,11 +89,17 @@ def test_a_unit_out_of_budget_fails_the_trial_with_its_cause(make_trial: MakeTri
     assert trial.processes() == []
 
 
-def test_a_refused_configuration_fails_the_trial_at_once(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "model_worker/0": ["exit 2"]}, **FEW)
+def test_what_no_restart_would_help_fails_the_trial_at_once_with_the_workers_last_word(make_trial: MakeTrial) -> None:
+    cause = "KeyError: 'solution' (own.py:3)"
+    trial = make_trial({"master_worker/0": ["master"], "model_worker/0": [f"exit {WorkerExit.USER_CODE:d}"]}, **FEW)
+    trial.directory.last_word_path("model_worker/0").write_text(cause)
     assert trial.run() == 1
-    assert "refused its configuration" in trial.ended()["cause"]
+    assert cause in trial.ended()["cause"]
     assert len(trial.starts("model_worker/0")) == 1
+    facts = read_facts(trial.directory)
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    assert cause in status.note
 
 
 def test_a_master_that_ends_without_done_is_restarted(make_trial: MakeTrial) -> None:

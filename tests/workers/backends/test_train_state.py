@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from corral.workers.backends.base import Numbers
 from corral.workers.backends.fsdp.state import make_shard, read_state
-from corral.workers.backends.train_state import ADAMW, HEADER, Numbers, StoredState, TrainStateHeader, read_header
+from corral.workers.backends.train_state import ADAMW, HEADER, StoredState, TrainStateHeader, read_header
 from corral.workers.checkpoint.durable_file import FileEntry
 from tests.workers.checkpoint.sealing import describe
 

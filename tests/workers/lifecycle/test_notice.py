@@ -30,7 +30,7 @@ async def work():
 
 try:
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
-    install_signal_handlers(stopping, notice=notice_of(plan, directory, kind))
+    install_signal_handlers(stopping, notice=notice_of(plan.mode, directory, kind, stop_grace_s=1.0))
     run_async(work(), stopping)
 except StopRequested:
     print("leaves")
@@ -65,6 +65,6 @@ def test_a_notice_does_not_take_the_place_of_what_somebody_asked_for(tmp_path: P
     trial = StubTrial(tmp_path, {}, mode="slurm", model_workers=1, servers=0)
     final = StopRequest(requested_at=0.0, by="me@here", now=True, grace_s=5.0)
     trial.directory.write_stop_request(final)
-    request_last_commit(trial.plan, trial.directory)
+    request_last_commit(trial.directory, stop_grace_s=5.0)
     assert trial.directory.read_stop_request() == final
     assert not list(trial.directory.control_path.glob(".*"))

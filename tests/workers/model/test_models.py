@@ -17,10 +17,9 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.interfaces import InterfaceSettings
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.backends.base import AnyEngine
+from corral.workers.backends.base import AnyEngine, Numbers
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.train_state import Numbers
 from corral.workers.checkpoint.durable_file import no_progress
 from corral.workers.checkpoint.file_delta import read_header
 from corral.workers.checkpoint.manifest import write_manifest
