@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from corral.experiments.config.rollout import GenerationConfig, RewardPart
+from corral.experiments.config.rollout import RewardPart, RolloutConfig
 from corral.workers.user_code.loading import configured, load_callable
 from corral.workers.user_code.trials import Judged, UnfitError, UntriedError, checked_rewards, try_reward
 
@@ -35,7 +35,7 @@ def parts() -> dict[str, RewardPart]:
     found: dict[str, RewardPart] = {}
     for text in SETTINGS:
         rollout = json.dumps(yaml.safe_load(text)["rollout"])
-        found |= GenerationConfig.model_validate_json(rollout, strict=True).reward
+        found |= RolloutConfig.model_validate_json(rollout, strict=True).reward
     return found
 
 

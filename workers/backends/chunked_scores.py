@@ -142,7 +142,7 @@ def likeliest_tokens(
 def _scale(temperature: float | Tensor) -> float | Tensor:
     """What logits are multiplied by: [T, 1] where each token has its own."""
     if isinstance(temperature, Tensor):
-        return torch.where(temperature > 0.0, temperature.reciprocal(), 1.0)[:, None]
+        return torch.where(temperature > 0.0, 1.0 / temperature, 1.0)[:, None]
     return 1.0 / temperature if temperature > 0.0 else 1.0
 
 

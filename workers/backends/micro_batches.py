@@ -180,7 +180,8 @@ def _pack(
         sources, row = shared_row(groups, input_ids)
         shared = SharedRow(groups, *(_sent(tensor, device) for tensor in row[1:]))
         if isinstance(temperature, Tensor):  # which answers of one prompt have in common
-            temperature = temperature.new_ones(len(row.labels)).scatter(0, row.questions, temperature)
+            of_answers, temperature = temperature, temperature.new_ones(len(row.labels))
+            temperature[row.questions] = of_answers
         input_ids, position_ids = input_ids[sources], position_ids[sources]
         routed_experts = None if routed_experts is None else routed_experts[sources]
     return MicroBatch(

@@ -137,7 +137,7 @@ from corral.workers.master.dealt_prompts import DealtPrompts, open_dealt
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.held_out import HeldOut
-from corral.workers.master.sample_source import DatasetSource, SampleSource, SequenceBuffer, TrajectorySource
+from corral.workers.master.sample_source import DatasetSource, Drops, SampleSource, SequenceBuffer, TrajectorySource
 from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
@@ -229,7 +229,10 @@ class MasterWorker(Worker):
             dealt = await stack.enter_async_context(open_dealt(epoch, ledger, self._prompts, say=say_prompts))
             prompts = bytes if dealt is None else dealt.content
             commits = Commits(epoch, gang, weights, ledger, prompts=prompts, say_head=say_head)
-            buffer = SequenceBuffer(is_consumed=ledger.consumed)
+            buffer, drops = (
+                SequenceBuffer(is_consumed=ledger.consumed),
+                Drops(ledger.drop, self._dataset.config.sources),
+            )
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
             on_servers, best, evaluation = None, None, self._trainer.evaluation
             if evaluation is not None and evaluation.best is not None:
@@ -238,7 +241,7 @@ class MasterWorker(Worker):
                 on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set, best=best)
             return await TrainerEpoch(
                 epoch=epoch,
-                source=self._source(epoch, buffer, gang, ledger, dealt),
+                source=self._source(epoch, buffer, gang, ledger, drops, dealt),
                 gang=gang,
                 calls=calls,
                 held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
@@ -246,7 +249,7 @@ class MasterWorker(Worker):
                 best=best,
                 weights=weights,
                 commits=commits,
-                sources=self._dataset.config.sources,
+                drops=drops,
             ).run()
 
     async def _recover(self, writer: LogWriter) -> RecoveryPoint:
@@ -271,7 +274,13 @@ class MasterWorker(Worker):
         return recovery
 
     def _source(
-        self, epoch: Epoch, buffer: SequenceBuffer, gang: TrainerGang, ledger: Ledger, dealt: DealtPrompts | None
+        self,
+        epoch: Epoch,
+        buffer: SequenceBuffer,
+        gang: TrainerGang,
+        ledger: Ledger,
+        drops: Drops,
+        dealt: DealtPrompts | None,
     ) -> SampleSource:
         spec = self._spec
         if spec.source != "trajectories":
@@ -282,7 +291,7 @@ class MasterWorker(Worker):
                 gang,
                 batch_size=spec.train_batch_size,
                 next_order=next_order,
-                on_drop=ledger.drop,
+                on_drop=drops,
             )
         size, window = self._manager.rollout.reorder_window, None
         if size is not None:
@@ -297,7 +306,7 @@ class MasterWorker(Worker):
             batch_size=spec.train_batch_size,
             eta=spec.max_head_offpolicyness,
             producers=self.context.workers("rollout_worker"),
-            on_drop=ledger.drop,
+            on_drop=drops,
             is_dropped=ledger.dropped,
             dealt=dealt,
         )

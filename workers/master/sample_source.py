@@ -196,18 +196,22 @@ def mean_scalars(samples: Iterable[BufferedSample]) -> dict[str, float]:
     }
 
 
-def count_drops(reasons: Mapping[str, str], sources: Collection[str]) -> Counter[str]:
-    """How many prompts were dropped, by metric: for each kind of reason, and of each source, where there are several.
+@dataclass(frozen=True, slots=True)
+class Drops:
+    """Prompts of which nothing is learned: written into the ledger, and counted for the metrics."""
 
-    Args:
-        reasons: by uid; the kind stands before the colon.
-        sources: names of `dataset.sources`.
-    """
-    counts = Counter[str]()
-    for uid, reason in reasons.items():
+    write: Callable[[str, str], None]
+    """`Ledger.drop`."""
+    sources: Collection[str] = ()
+    """Names of `dataset.sources`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """By metric: for each kind of reason, and of each source, where there are several."""
+
+    def __call__(self, uid: str, reason: str) -> None:
+        """The kind of a reason stands before its colon."""
+        self.write(uid, reason)
         name = f"data/dropped/{reason.partition(':')[0]}"
-        counts.update([name, f"{name}/source/{source_of(uid)}"] if source_of(uid) in sources else [name])
-    return counts
+        self.counts.update([name, f"{name}/source/{source_of(uid)}"] if source_of(uid) in self.sources else [name])
 
 
 class SampleHolders(Protocol):

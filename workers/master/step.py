@@ -20,8 +20,8 @@ is written beside the steps that follow it (`Commits`).
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -37,7 +37,7 @@ from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.held_out import HeldOut
-from corral.workers.master.sample_source import SampleSource, count_drops, mean_scalars
+from corral.workers.master.sample_source import Drops, SampleSource, mean_scalars
 from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
@@ -72,8 +72,7 @@ class TrainerEpoch:
     """None where evaluations are only told."""
     weights: PublishedVersions
     commits: Commits
-    sources: Collection[str] = ()
-    """Names of `dataset.sources`."""
+    drops: Drops
 
     def __post_init__(self) -> None:
         epoch = self.epoch
@@ -85,8 +84,6 @@ class TrainerEpoch:
         self._nonfinite_in_a_row = 0
         self._waits = defaultdict[str, float](float)
         """Since the last step's line: seconds, and updates that changed nothing, by metric."""
-        self._drops = Counter[str]()
-        """Of prompts, since this epoch began, by metric."""
         now, control = self._moment(), epoch.spec.control
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
         # Beside training one may have been lost that was due before: an epoch begins with another one.
@@ -199,8 +196,7 @@ class TrainerEpoch:
         for notice in outcome.notices:
             await epoch.tell(notice, step=self._step + 1)
         for uid, reason in outcome.dropped.items():
-            self._ledger.drop(uid, reason)
-        self._drops += count_drops(outcome.dropped, self.sources)
+            self.drops(uid, reason)
         self._free(outcome.dropped)
         batch = [uid for uid in batch if uid not in outcome.dropped]
         if not outcome.by_call:
@@ -297,7 +293,7 @@ class TrainerEpoch:
         stats["data/samples_dropped"] = float(self._ledger.dropped_count)
         stats["data/samples_buffered"] = float(len(samples) - len(batch))
         stats["data/duplicates"] = float(self._buffer.duplicates)
-        stats |= {name: float(number) for name, number in self._drops.items()}
+        stats |= {name: float(number) for name, number in self.drops.counts.items()}
         stats |= mean_scalars(samples[uid] for uid in batch)
         self.commits.lines.add_metrics(self._step, stats)
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])

@@ -13,9 +13,9 @@ from corral.scheduling.staleness import BatchDecision, ReadySamples, ReorderWind
 from corral.workers.master.sample_source import (
     BufferedSample,
     DatasetSource,
+    Drops,
     SequenceBuffer,
     TrajectorySource,
-    count_drops,
 )
 from corral.workers.requests.messages import Rejection
 
@@ -237,8 +237,12 @@ def test_no_batch_holds_a_sample_twice_or_one_older_than_eta(arrivals: list[tupl
 def test_drops_are_counted_by_the_kind_of_their_reason_and_by_source() -> None:
     reasons = {f"0:{row}": f"filtered: the rewards of {row}" for row in ("math/1", "math/2", "code/1")}
     reasons["1:code/2"] = "bad_row: it has no prompt"
+    written = dict[str, str]()
+    of_several, of_one = Drops(written.__setitem__, ("math", "code")), Drops(written.__setitem__)
+    for uid, reason in reasons.items():
+        of_several(uid, reason)
+        of_one(uid, reason)
     of_kinds = {"data/dropped/filtered": 3, "data/dropped/bad_row": 1}
     of_sources = {"filtered/source/math": 2, "filtered/source/code": 1, "bad_row/source/code": 1}
     expected = {**of_kinds, **{f"data/dropped/{name}": number for name, number in of_sources.items()}}
-    assert count_drops(reasons, ("math", "code")) == expected
-    assert count_drops(reasons, ()) == of_kinds
+    assert (of_several.counts, of_one.counts) == (expected, of_kinds) and written == reasons
