@@ -53,10 +53,10 @@ def _have_a_mask_made() -> None:
 
     own = FSDPEngine._own_scores
 
-    def with_mask(self: Any, micro_batch: Any, temperature: float = 1.0) -> Any:
+    def with_mask(self: Any, micro_batch: Any) -> Any:
         width = len(micro_batch.input_ids)
         self.mask = torch.zeros(2, width, width, device="cuda")  # for each head of keys
-        return own(self, micro_batch, temperature)
+        return own(self, micro_batch)
 
     FSDPEngine._own_scores = with_mask  # type: ignore[method-assign]
 
