@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 
 from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_field, check_length
+from corral.experiments.checks.data import MODEL_CONTEXT, check_columns, check_length
 from corral.experiments.checks.teachers import check_served_teachers, check_teacher_prompts, check_teachers
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
@@ -349,11 +349,8 @@ class PolicyExperiment(Experiment):
             has_row_temperatures=self.dataset.names_temperatures,
             top_k=self.ppo.distillation.top_k,
         )
-        yield from check_teacher_prompts(self.dataset, self.checked_dataset, makes_episodes=self.makes_episodes)
-        for name, source in self.dataset.all_sources.items():
-            place = ("dataset", "sources", name) if name else ("dataset",)
-            path = (*place, "columns", "temperature")
-            yield from check_field(source.columns.temperature, "a temperature", self.checked_dataset, path)
+        yield from check_teacher_prompts(self.dataset, makes_episodes=self.makes_episodes)
+        yield from check_columns(self.dataset, self.checked_dataset)
         if self.rollout.asks_judge != (getattr(self.rollout, "judge", None) is not None):
             yield ConfigProblem(
                 "a reward with the settings {url: trial} asks rollout.judge of async_ppo; only one of both is there",

@@ -105,6 +105,14 @@ def check_field(field: str | None, what: str, checked: CheckedDataset, path: Key
         )
 
 
+def check_columns(dataset: DatasetConfig, checked: CheckedDataset) -> Iterator[ConfigProblem]:
+    """Columns that are read where rows have them, and that none has."""
+    for name, source in dataset.all_sources.items():
+        place = ("dataset", "sources", name) if name else ("dataset",)
+        for column, what in (("temperature", "a temperature"), ("teacher_prompt", "a prompt for teachers")):
+            yield from check_field(getattr(source.columns, column), what, checked, (*place, "columns", column))
+
+
 def check_batch(
     *, num_rows: int, epochs: int, train_batch_size: int, meshes: Mapping[str, Mesh]
 ) -> Iterator[ConfigProblem]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from corral.experiments.checks.training import check_training_side
 from corral.experiments.config.cluster import GroupConfig
-from corral.experiments.config.rollout import EngineConfig, FlagValue, JudgeConfig, SglangConfig, WeightsConfig
+from corral.experiments.config.endpoint import JudgeConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, context_length, inspect_model, model_type

@@ -3,10 +3,9 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from corral.experiments.checks.data import CheckedDataset, check_field
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, dotted
+from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.model_directory import model_sizes, read_vocabulary
 
 
@@ -81,23 +80,15 @@ def check_served_teachers(
         )
 
 
-def check_teacher_prompts(
-    dataset: DatasetConfig, checked: CheckedDataset, *, makes_episodes: bool
-) -> Iterator[ConfigProblem]:
-    """Prompts for teachers that no row has, or that cannot take a prompt's place."""
-    for name, source in dataset.all_sources.items():
-        if (field := source.columns.teacher_prompt) is None:
-            continue
-        path: KeyPath = ("dataset", *(("sources", name) if name else ()), "columns", "teacher_prompt")
-        if makes_episodes:
-            yield ConfigProblem(
-                f"{dotted(path)} takes the place of the prompt, and what agents and environments make may begin with "
-                "something else",
-                "remove it, or answer in a single turn: without rollout.agent and rollout.environment",
-                path=path,
-            )
-        else:
-            yield from check_field(field, "a prompt for teachers", checked, path)
+def check_teacher_prompts(dataset: DatasetConfig, *, makes_episodes: bool) -> Iterator[ConfigProblem]:
+    """Prompts for teachers that cannot take a prompt's place."""
+    if dataset.has_teacher_prompts and makes_episodes:
+        yield ConfigProblem(
+            "columns.teacher_prompt takes the place of the prompt, and what agents and environments make may begin "
+            "with something else",
+            "remove it, or answer in a single turn: without rollout.agent and rollout.environment",
+            path=("dataset",),
+        )
 
 
 def _check_one(teacher: Path, actor: Path, *, key: str, top_k: int | None = None) -> Iterator[ConfigProblem]:

@@ -1,4 +1,4 @@
-"""Servers outside of the trial that speak OpenAI's API: where they are, and what they are asked with."""
+"""Models that are asked by OpenAI's API: behind a URL, outside of the trial, or the trial's own judge."""
 
 from pathlib import Path
 from typing import Self, TypeVar
@@ -51,3 +51,16 @@ class TeacherEndpointConfig(EndpointConfig):
     """Of the request for a group: 64 are half an hour of a teacher that is down, in which its groups wait. Then the rollout worker is started again, and no prompt is lost."""  # noqa: E501
     request_timeout_s: float = Field(default=600.0, gt=0.0)
     """Deadline of one try."""
+
+
+TRIAL = "trial"
+"""In the place of an endpoint's URL in the settings of a reward: the trial's own judge."""
+
+
+class JudgeConfig(FrozenConfig):
+    """A frozen model that rewards may ask, served by generation servers of the trial."""
+
+    path: Path
+    """Directory of the model in Hugging Face's format, with a chat template."""
+    servers: int = Field(default=1, ge=1)
+    """How many of the allocation's generation servers serve it, the last ones; the others answer for the policy."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.endpoint import TeacherEndpointConfig, checked_teacher_names
+from corral.experiments.config.endpoint import TRIAL, JudgeConfig, TeacherEndpointConfig, checked_teacher_names
 from corral.experiments.config.environment import EnvironmentConfig
 
 EXACT_MATCH = "corral.workers.rewards:exact_match"
@@ -173,19 +173,6 @@ class GenerationConfig(FrozenConfig):
     def compares(self) -> bool:
         """Whether the reward needs the answer of each row."""
         return any(part.function == EXACT_MATCH for part in self.reward.values())
-
-
-TRIAL = "trial"
-"""In the place of an endpoint's URL in the settings of a reward: the trial's own judge."""
-
-
-class JudgeConfig(FrozenConfig):
-    """A frozen model that rewards may ask, served by generation servers of the trial."""
-
-    path: Path
-    """Directory of the model in Hugging Face's format, with a chat template."""
-    servers: int = Field(default=1, ge=1)
-    """How many of the allocation's generation servers serve it, the last ones; the others answer for the policy."""
 
 
 class EpisodeConfig(FrozenConfig):

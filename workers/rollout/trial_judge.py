@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.data import EvaluationSampling
-from corral.experiments.config.rollout import TRIAL, JudgeConfig, RewardPart
+from corral.experiments.config.endpoint import TRIAL, JudgeConfig
+from corral.experiments.config.rollout import RewardPart
 from corral.experiments.inputs.model_directory import context_length
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
