@@ -1,7 +1,7 @@
-"""Every recipe, one after the other, on this machine: does training move what it should? Run by `make recipes`.
+"""Every recipe and algorithm, one after the other, on this machine: does training move what it should? `make recipes`.
 
-    arithmetic data, an untrained model ──► arithmetic_sft.yaml ──export──► all other recipes ──► one table
-                                                                 └──► arithmetic_grpo.yaml by each of --algorithms
+    arithmetic data, an untrained model ─┬► arithmetic_sft.yaml ──export──► all other recipes ──► a table
+                                         └► the same, cut short ──► arithmetic_grpo.yaml by each algorithm ──► another
 
 Recipes name example paths, which are given their meaning here: demo/model is the untrained model, demo/sft,
 demo/tools_sft and demo/grpo are what the recipes of `MADE` have made of it, and all others are files of the data.
@@ -32,6 +32,11 @@ MADE: Mapping[str, str] = {
 }
 """The name of the recipe that makes it, by the example path."""
 _COMPARED, _DISTILLED = "arithmetic_grpo.yaml", "arithmetic_distillation.yaml"
+COMPARED_FROM = "control.max_steps=520"
+"""What SFT is cut short by: its model has most of what algorithms teach still before it."""
+COMPARED_BY = ("control.max_steps=24", "train_batch_size=64", "evaluation.every_steps=2")
+GOALS = (0.7, 0.75, 0.8)
+"""Mean rewards of answers to held-out problems; the model of `COMPARED_FROM` has 0.56."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +152,29 @@ def recipe_of(algorithm: str) -> Path:
     return recipe
 
 
-def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, goal: float, overrides: Sequence[str]) -> str:
-    """The same recipe by each algorithm, and a table of how many answers each was trained on until it was good enough.
+def compare(names: Sequence[str], *, root: Path, trial: str, data: Path, backend: Sequence[str]) -> tuple[str, bool]:
+    """The same recipe by each algorithm, from one model that knows half.
 
     Args:
-        goal: mean reward of answers to held-out problems that is good enough.
+        backend: settings of who answers.
+
+    Returns:
+        A table of how many answers each was trained on until it was that good; whether each raised the reward.
     """
-    rows = [("ALGORITHM", "BEFORE", "AFTER", f"ANSWERS TO {goal:g}")]
+    sft = next(path for path in all_recipes() if kind_of(path) == "sft")
+    train(sft, root=root, trial=f"{trial}-half", data=data, overrides=[COMPARED_FROM])
+    start = f"actor.path={root / MADE[AFTER_SFT] / f'{trial}-half' / 'exports' / 'final'}"
+    rows, is_good = [("ALGORITHM", "BEFORE", "AFTER", *(f"ANSWERS TO {goal:g}" for goal in GOALS))], True
     for name in names:
-        own = [f"ppo.algorithm={name}", "evaluation.every_steps=2", *overrides]
+        own = [start, f"ppo.algorithm={name}", *COMPARED_BY, *backend]
         own += ["rollout.demonstrations=answer"] if name in SHOWING else []
         metrics = train(recipe_of(name), root=root, trial=f"{trial}-{name}", start=trial, data=data, overrides=own)
-        values, answers = read_values(metrics, "eval/reward/mean"), answers_to_goal(metrics, goal)
-        ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}") if values else ("-", "-")
-        rows.append((name, *ends, "-" if answers is None else f"{answers:,}"))
-    return _aligned(rows)
+        values = read_values(metrics, "eval/reward/mean") or [0.0, 0.0]
+        answers = [answers_to_goal(metrics, goal) for goal in GOALS]
+        is_good &= values[-1] > values[0]
+        ends = (f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        rows.append((name, *ends, *(f"{count:,}" if count is not None else "-" for count in answers)))
+    return _aligned(rows), is_good
 
 
 def render(results: Sequence[Result]) -> str:
@@ -220,36 +233,36 @@ def make_data(root: Path) -> Path:
 
 
 def main() -> int:
-    """Run the recipes; 1 if one does not move what it should."""
+    """Run the recipes and compare the algorithms; 1 if one does not move what it should."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("only", nargs="*", help="words of recipes' names, such as dpo; what they need runs first")
+    parser.add_argument(
+        "only", nargs="*", help="words of recipes' names, such as dpo: these and what they need, and no algorithms"
+    )
     default = Path(os.environ.get("CORRAL_FILEROOT", "~/corral")).expanduser()
     parser.add_argument("--fileroot", type=Path, default=default, help="where trials and data go")
     parser.add_argument("--backend", choices=["hf", "sglang"], default="hf", help="whose generation servers answer")
-    parser.add_argument(
-        "--algorithms", help="compare these, comma between them, or all, and run no recipe but those that they need"
-    )
+    parser.add_argument("--algorithms", help="compare these, comma between them, and run only recipes that they need")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each trainer rank and generation server")
-    parser.add_argument("--goal", type=float, default=0.8, help="reward that they are compared by; SFT comes to 0.7")
-    parser.add_argument("-s", dest="set", action="append", default=[], help="a setting of all that are compared")
     arguments = parser.parse_args()
     root: Path = arguments.fileroot.absolute()
     data = make_data(root)
     trial = time.strftime("recipes-%Y%m%d-%H%M%S")
-    names = compared_algorithms() if arguments.algorithms == "all" else (arguments.algorithms or "").split(",")
+    names = arguments.algorithms.split(",") if arguments.algorithms else [] if arguments.only else compared_algorithms()
     if arguments.algorithms:
-        wanted = [need for name in names for need in needs_of(recipe_of(name))]
+        wanted = [need for name in names for need in needs_of(recipe_of(name)) if kind_of(need) != "sft"]
     else:
-        words = arguments.only or [""]
-        wanted = [path for path in all_recipes() if any(word in path.name for word in words)]
-    results = []
-    for path in with_needs(wanted):
-        overrides = backend_settings(path, arguments.backend) + (gpu_settings(path) if arguments.gpu else [])
-        results.append(run(path, root=root, trial=trial, data=data, overrides=overrides))
-    print(f"\n{render(results)}")
-    if arguments.algorithms:
-        print(f"\n{compare(names, root=root, trial=trial, data=data, goal=arguments.goal, overrides=arguments.set)}")
-    return int(not all(result.is_good for result in results))
+        wanted = [path for path in all_recipes() if any(word in path.name for word in arguments.only or [""])]
+
+    def settings(recipe: Path) -> list[str]:
+        return backend_settings(recipe, arguments.backend) + (gpu_settings(recipe) if arguments.gpu else [])
+
+    results = [run(path, root=root, trial=trial, data=data, overrides=settings(path)) for path in with_needs(wanted)]
+    tables, is_good = [render(results)], all(result.is_good for result in results)
+    if names:
+        table, has_risen = compare(names, root=root, trial=trial, data=data, backend=settings(recipe_of("grpo")))
+        tables, is_good = [*tables, table], is_good and has_risen
+    print(*(f"\n{table}" for table in tables), sep="\n")
+    return int(not is_good)
 
 
 if __name__ == "__main__":
