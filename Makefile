@@ -11,7 +11,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 ENVIRONMENTS_VENV ?= .venv-environments
 ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 EXAMPLE_ENVIRONMENTS := $(wildcard examples/environments/*)
-# `make recipes`: BACKEND=sglang has SGLang answer, RECIPES="tools program" runs those alone.
+# `make recipes`: BACKEND=sglang has SGLang answer, RECIPES="tools program" runs those alone, and no algorithms.
 BACKEND ?= hf
 RECIPES ?=
 RECIPES_NEED_sglang := sglang
@@ -133,8 +133,7 @@ bench: setup  ## the benchmarks; each prints ratios from one run
 	$(BIN)/python benchmarks/weight_update.py
 	$(BIN)/python benchmarks/update_gap.py
 	$(BIN)/python benchmarks/async_gain.py
-	$(BIN)/python benchmarks/evaluation_beside_training.py --steps 40
-	$(BIN)/python benchmarks/kept_samples.py --steps 10
+	$(BIN)/python benchmarks/with_and_without.py --steps 10
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/timeline_cost.py
 	$(BIN)/python benchmarks/staging.py --rounds 3
