@@ -1,7 +1,7 @@
 """Where the time of train steps went, and what would change that: spans of some steps -> causes, the largest first.
 
     the master's phases ──share of the steps' time──► what it stood in
-    spans of the others ──figures──► RULES of that phase ──the first that holds, and others that hold──► causes
+    spans of the others ──figures──► RULES of that phase ──those that hold, the dearest first──► causes
 
 A rule names the one who is to blame where there is one: a server, a rank. Pure, and nothing else follows from it.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
@@ -38,6 +39,15 @@ class Cause:
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}"
+
+
+class Reason(NamedTuple):
+    """Why a phase may take long, as a rule has found."""
+
+    cost_s: float
+    """Seconds of all who lost them: what is dearer is said first."""
+    text: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Figures:
         return sum(map(self.clipped_s, self.of(lane)))
 
 
-def _slow_server(figures: Figures) -> tuple[str, str] | None:
+def _slow_server(figures: Figures) -> Reason | None:
     tokens: defaultdict[str, int] = defaultdict(int)
     seconds: defaultdict[str, float] = defaultdict(float)
     for span in figures.of("answers"):
@@ -94,17 +104,19 @@ def _slow_server(figures: Figures) -> tuple[str, str] | None:
     text = (
         f"a group waits {1e3 * token_s[slowest]:.3g} ms for each token of {slowest}, and {1e3 * others:.3g} elsewhere"
     )
-    return text, "look at the host and the GPU of that server, or do without it"
+    cost_s = seconds[slowest] - others * tokens[slowest]
+    return Reason(cost_s, text, "look at the host and the GPU of that server, or do without it")
 
 
-def _slow_judge(lane: str, judge: str, remedy: str) -> Callable[[Figures], tuple[str, str] | None]:
-    def rule(figures: Figures) -> tuple[str, str] | None:
+def _slow_judge(lane: str, judge: str, remedy: str) -> Callable[[Figures], Reason | None]:
+    def rule(figures: Figures) -> Reason | None:
         judged, answers = figures.of(lane, "rollout_worker"), figures.of("answers")
         judged_s, made_s = figures.lane_s(lane), figures.lane_s("answers")
         if not judged or not answers or judged_s < made_s:
             return None
         mean_s = sum(span.seconds for span in judged) / len(judged)
-        return f"a group waits {mean_s:.3g} s for its {judge}, {judged_s / (judged_s + made_s):.0%} of its time", remedy
+        text = f"a group waits {mean_s:.3g} s for its {judge}, {judged_s / (judged_s + made_s):.0%} of its time"
+        return Reason(judged_s, text, remedy)
 
     return rule
 
@@ -113,36 +125,32 @@ _slow_reward = _slow_judge("rewards", "reward", _FASTER_REWARD)
 _slow_teacher = _slow_judge("teachers", "teacher", "give rollout.teacher a faster server")
 
 
-def _slow_agents(figures: Figures) -> tuple[str, str] | None:
+def _slow_agents(figures: Figures) -> Reason | None:
     episodes_s, made_s = figures.lane_s("episodes"), figures.lane_s("answers")
     if not episodes_s or made_s > episodes_s / 2:
         return None
     text = f"{1 - made_s / episodes_s:.0%} of the time of episodes is the agent's own, tools and environments included"
-    return text, "make them faster, or raise rollout.agent_processes"
+    return Reason(episodes_s - made_s, text, "make them faster, or raise rollout.agent_processes")
 
 
-def _shut_gate(figures: Figures) -> tuple[str, str] | None:
+def _shut_gate(figures: Figures) -> Reason | None:
     by_phase = figures.seconds_by(lambda span: span.name, figures.of(PHASES, "rollout_worker"))
     share = (by_phase["wait for the trainer"] + by_phase["wait for admission"]) / (sum(by_phase.values()) or 1.0)
     if share < 0.3:
         return None
     text = f"rollout workers may begin nothing for {share:.0%} of the time"
-    return text, "raise rollout.max_head_offpolicyness (eta), or rollout.max_concurrent_rollouts"
+    return Reason(0.0, text, "raise rollout.max_head_offpolicyness (eta), or rollout.max_concurrent_rollouts")
 
 
-def _no_server(figures: Figures) -> tuple[str, str] | None:
+def _no_server(figures: Figures) -> Reason | None:
     without_s = sum(figures.clipped_s(span) for span in figures.of(PHASES, "gserver_manager") if span.waits_for)
     if without_s < 0.2 * figures.wall_s:
         return None
     text = f"no server holds the new weights for {without_s / figures.wall_s:.0%} of the time"
-    return text, "see weights.transport, or allow older ones: rollout.max_head_offpolicyness (eta)"
+    return Reason(0.0, text, "see weights.transport, or allow older ones: rollout.max_head_offpolicyness (eta)")
 
 
-def _few_servers(figures: Figures) -> tuple[str, str] | None:
-    return "answers are made more slowly than they are trained on", "take more generation servers (allocation)"
-
-
-def _slow_rank(figures: Figures) -> tuple[str, str] | None:
+def _slow_rank(figures: Figures) -> Reason | None:
     worked: defaultdict[str, list[Span]] = defaultdict(list)
     for span in figures.of(PHASES, "model_worker"):
         if span.name in _COLLECTIVE:
@@ -160,18 +168,19 @@ def _slow_rank(figures: Figures) -> tuple[str, str] | None:
         return None
     share = f"{others:.0%} of their calls, and it for {waits[slowest]:.0%}"
     text = f"{slowest} holds up the other ranks, which wait for {share}"
-    return text, "look at its host, its GPU and what runs beside it"
+    cost_s = (others - waits[slowest]) * sum(span.seconds for span in worked[slowest])
+    return Reason(cost_s, text, "look at its host, its GPU and what runs beside it")
 
 
-def _slow_judging(figures: Figures) -> tuple[str, str] | None:
+def _slow_judging(figures: Figures) -> Reason | None:
     by_rank = figures.seconds_by(lambda span: span.worker, figures.of("rewards", "model_worker"))
     judged_s, calls_s = max(by_rank.values(), default=0.0), figures.master_s["train step"]
     if judged_s < calls_s / 2:
         return None
-    return f"rewards take {judged_s / calls_s:.0%} of it", _FASTER_REWARD
+    return Reason(judged_s, f"rewards take {judged_s / calls_s:.0%} of it", _FASTER_REWARD)
 
 
-def _long_call(figures: Figures) -> tuple[str, str] | None:
+def _long_call(figures: Figures) -> Reason | None:
     training = [span for span in figures.of(PHASES, MASTER) if span.name == "train step"]
     seconds: defaultdict[str, float] = defaultdict(float)
     for span in figures.spans:
@@ -181,18 +190,24 @@ def _long_call(figures: Figures) -> tuple[str, str] | None:
         return None
     longest = max(seconds, key=seconds.__getitem__)
     text = f"{longest} runs for {seconds[longest] / sum(map(figures.clipped_s, training)):.0%} of it"
-    return text, "raise its max_tokens_per_micro_batch while memory lasts, or take more training ranks (allocation)"
+    remedy = "raise its max_tokens_per_micro_batch while memory lasts, or take more training ranks (allocation)"
+    return Reason(0.0, text, remedy)
 
 
 def _overlap_s(one: Span, other: Span) -> float:
     return max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
 
 
-def _always(text: str, remedy: str) -> Callable[[Figures], tuple[str, str] | None]:
-    return lambda figures: (text, remedy)
+def _always(text: str, remedy: str) -> Callable[[Figures], Reason | None]:
+    return lambda figures: Reason(0.0, text, remedy)
 
 
-RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], tuple[str, str] | None]]]] = (
+_few_servers = _always(
+    "answers are made more slowly than they are trained on", "take more generation servers (allocation)"
+)
+
+
+RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], Reason | None]]]] = (
     # The master's phases, what it does in them, and what may be why. The last of the reasons always holds.
     (
         ("wait for a batch",),
@@ -228,14 +243,14 @@ def explain_time(spans: Sequence[Span]) -> list[Cause]:
         return []
     figures = Figures(spans)
     causes = []
-    for phases, what, reasons in RULES:
+    for phases, what, rules in RULES:
         share = sum(figures.master_s[phase] for phase in phases) / figures.wall_s
         if share < _LEAST_SHARE:
             continue
-        found = [said for reason in reasons if (said := reason(figures)) is not None]
-        specific = found[:-1] or found
+        found = [reason for rule in rules if (reason := rule(figures)) is not None]
         causes += [
-            Cause(share=share, text=f"{share:.0%} went into {what}: {text}", remedy=end) for text, end in specific
+            Cause(share=share, text=f"{share:.0%} went into {what}: {reason.text}", remedy=reason.remedy)
+            for reason in sorted(found[:-1] or found, key=lambda reason: -reason.cost_s)
         ]
     return sorted(causes, key=lambda cause: -cause.share)
 
