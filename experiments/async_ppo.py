@@ -7,6 +7,7 @@
 All five kinds of workers take part.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from corral.experiments.checks.generation import (
 )
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.config.endpoint import TeacherEndpointConfig
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import (
     EngineConfig,
     RolloutConfig,
@@ -172,14 +174,20 @@ class AsyncPPOExperiment(PolicyExperiment):
         default = super().default_scheduling(kind)
         if kind != "generation_server":
             return default
-        needed = sum(self._server_memory(default).values())
+        needed = max(sum(self._server_memory(default, model).values()) for model in self._served.values())
         return default.model_copy(update={"mem": max(default.mem, needed + BESIDE_MB)})
 
-    def _server_memory(self, task: Scheduling) -> dict[str, int]:
-        """The least that a server with these resources takes, in MB by what for."""
+    @property
+    def _served(self) -> dict[str, ModelConfig]:
+        """Models that generation servers load, by whose they are."""
+        judge = {"a judge": ModelConfig(path=self.rollout.judge.path)} if self.rollout.judge else {}
+        return {"a server": self.actor, **judge}
+
+    def _server_memory(self, task: Scheduling, model: ModelConfig) -> dict[str, int]:
+        """The least that a server of it with these resources takes, in MB by what for."""
         engine = self.parsed_allocation.generation
         return server_memory(
-            self.actor,
+            model,
             weights=self.weights,
             engine=self.engine,
             backend="hf" if engine is None else engine.backend,
@@ -204,15 +212,20 @@ class AsyncPPOExperiment(PolicyExperiment):
                 sglang=self.sglang.model_copy(update={"python": python}),
                 weights=self.weights,
                 records_experts=self.routed_experts is not None,
-                memory_mb=self._server_memory(group.scheduling_of(index)),
+                memory_mb=self._server_memory(group.scheduling_of(index), self.actor),
             )
             for index in range(self.num_workers("generation_server"))
         ]
         if judge is None:
             return servers
-        frozen = {"initial_weights": judge.path, "initial_version": str(INITIAL_VERSION), "records_experts": False}
-        judges = {"is_judge": True, "memory_mb": {}} | frozen
         first = count - judge.servers  # those behind the planned ones are elastic
+        judges = {
+            "is_judge": True,
+            "initial_weights": judge.path,
+            "initial_version": str(INITIAL_VERSION),
+            "records_experts": False,
+            "memory_mb": self._server_memory(group.scheduling_of(first), self._served["a judge"]),
+        }
         return [one.model_copy(update=judges if first <= one.index < count else {}) for one in servers]
 
     def _rollout_workers(self, dataset: DatasetSpec, held_out: HeldOutSpec | None) -> list[RolloutWorkerSpec]:
@@ -374,10 +387,10 @@ class AsyncPPOExperiment(PolicyExperiment):
         asked = {"scheduling": group.scheduling} | (
             {"elastic.scheduling": group.elastic.scheduling} if group.elastic else {}
         )
-        for key, task in asked.items():
+        for (key, task), (whose, model) in itertools.product(asked.items(), self._served.items()):
             yield from memory_warning(
-                self._server_memory(task),
-                of="a server",
+                self._server_memory(task, model),
+                of=whose,
                 key=f"groups.generation_server.{key}.mem",
                 asked_mb=task.mem,
                 otherwise="" if self.weights.place == "shared" else otherwise,

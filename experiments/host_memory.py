@@ -44,22 +44,23 @@ _STATE_BYTES: Mapping[str, int] = {"adamw": 12, "muon": 8}  # per parameter: its
 
 
 def server_memory(
-    model: TrainedModelConfig, *, weights: WeightsConfig, engine: EngineConfig, backend: str, ranks: int, has_gpus: bool
+    model: ModelConfig, *, weights: WeightsConfig, engine: EngineConfig, backend: str, ranks: int, has_gpus: bool
 ) -> dict[str, int]:
     """The least that one server takes, in MB by what for; its cache of keys and values is not among it.
 
     Args:
-        model: the policy.
+        model: the policy, of which new versions come, or a judge.
         backend: `hf` or `sglang`.
         ranks: processes that share each layer.
         has_gpus: whether its weights are on GPUs, and not in the host's memory.
     """
     needed = {"its processes": EMBEDDED_MB if backend == "hf" else SGLANG_PROCESSES_MB + SGLANG_RANK_MB * (ranks - 1)}
-    needed |= _staged(model, weights)
+    needed |= _staged(model, weights) if isinstance(model, TrainedModelConfig) else {}
     counts = count_parameters(model.weights_alone(), head="lm")
     if not has_gpus and counts is not None:
         own = _in_mb(counts.frozen * ITEM_SIZES[engine.dtype])
-        needed |= {"its weights, old and new in an update": 2 * own} if backend == "hf" else {"its weights": own}
+        is_twice = backend == "hf" and isinstance(model, TrainedModelConfig)
+        needed |= {"its weights, old and new in an update": 2 * own} if is_twice else {"its weights": own}
     return needed
 
 

@@ -9,6 +9,7 @@ is certain, and warned of the rest: an estimate must not keep a trial from runni
 """
 
 import bisect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from corral.launcher.submit.memory_plan import (
     gpu_uses,
     longest_answer,
     models_alone,
-    server_use,
+    server_uses,
 )
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
 from corral.scheduling.memory.gpu import GIB, MIB, Peak, gpu_bytes_for, usable_bytes
@@ -100,11 +101,12 @@ class _Checks:
     def fits(self, peak: Peak | None) -> bool:
         return peak is not None and peak.total <= usable_bytes(self.gpu_bytes)
 
-    def _max_gpus(self, use: GpuUse) -> int:
+    def _max_gpus(self, *uses: GpuUse) -> int:
         """How many GPUs these workers could have."""
-        cluster, others = self.plan.cluster, sum(other.num_gpus for other in self.uses if other is not use)
+        cluster, now = self.plan.cluster, sum(use.num_gpus for use in uses)
+        others = sum(other.num_gpus for other in self.uses if not any(other is use for use in uses))
         if cluster.max_nodes is None or cluster.gpus_per_node is None:
-            return max(2 * use.num_gpus, min(_MAX_GROWTH * use.num_gpus, _MAX_LOOKED_THROUGH))
+            return max(2 * now, min(_MAX_GROWTH * now, _MAX_LOOKED_THROUGH))
         return cluster.max_nodes * cluster.gpus_per_node - others
 
     def _on_one_node(self, dims: ParallelDims) -> bool:
@@ -169,26 +171,27 @@ class _Checks:
     def _server_hints(self) -> Iterator[str]:
         allocation = parse_allocation(self._allocation_text())
         assert allocation.generation is not None
-        generation, [use] = allocation.generation, [use for use in self.uses if use.kind == "generation_server"]
-        server = self.plan.all_of(GenerationServerSpec)[0]
+        generation, servers = allocation.generation, self.plan.all_of(GenerationServerSpec)
 
         def may_run(dims: ParallelDims) -> bool:
             is_built = dims.pp == 1 and (generation.backend == "sglang" or dims.tp == 1)
-            heads = check_heads(server.initial_weights, server.sglang.flags, gpus_per_server=dims.tp)
-            return is_built and self._on_one_node(dims) and not any(heads)
+            heads = (
+                check_heads(server.initial_weights, server.sglang.flags, gpus_per_server=dims.tp) for server in servers
+            )
+            return is_built and self._on_one_node(dims) and not any(itertools.chain(*heads))
+
+        def fits(**changed: int) -> bool:
+            return all(self.fits(use.peak) for use in server_uses(self.plan, **changed))
 
         found = nearest_layout(
             generation.dims,
-            max_gpus=self._max_gpus(use),
+            max_gpus=self._max_gpus(*(use for use in self.uses if use.kind == "generation_server")),
             may_run=may_run,
-            fits=lambda dims: self.fits(server_use(self.plan, num_gpus=dims.tp).peak),
+            fits=lambda dims: fits(num_gpus=dims.tp),
         )
         if found is not None:
             yield f"{generation.backend}:{found.short} in the allocation fits"
-        tokens = _largest(
-            server.engine.max_total_tokens or 0,
-            lambda tokens: self.fits(server_use(self.plan, max_total_tokens=tokens).peak),
-        )
+        tokens = _largest(servers[0].engine.max_total_tokens or 0, lambda tokens: fits(max_total_tokens=tokens))
         if tokens:
             yield f"engine.max_total_tokens {tokens} fits this layout"
 

@@ -90,7 +90,7 @@ def gpu_uses(plan: RunPlan) -> list[GpuUse]:
     """All GPUs of the trial; none where no worker asks for one."""
     with_gpus = {kind for kind, group in plan.scheduling.items() if group.scheduling.gpu}
     uses = TrainingMemory(plan=plan, roles=plan.roles).uses() if "model_worker" in with_gpus else []
-    return [*uses, server_use(plan)] if "generation_server" in with_gpus else uses
+    return [*uses, *server_uses(plan)] if "generation_server" in with_gpus else uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,17 +257,28 @@ def _adapters(role: ModelRoleSpec, sizes: DecoderSizes) -> Adapters | None:
     return Adapters(rank=role.lora.rank, layers=layers)
 
 
-def server_use(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: int | None = None) -> GpuUse:
-    """What the generation servers hold.
+def server_uses(plan: RunPlan, *, num_gpus: int | None = None, max_total_tokens: int | None = None) -> Iterator[GpuUse]:
+    """What the generation servers hold: those of the policy, and those of a judge.
 
     Args:
         num_gpus: of each, in place of what the plan says.
         max_total_tokens: likewise.
     """
-    servers = plan.all_of(GenerationServerSpec)
+    for name, is_judge in (("server", False), ("judge", True)):
+        if servers := [server for server in plan.all_of(GenerationServerSpec) if server.is_judge is is_judge]:
+            yield _server_use(plan, name, servers, num_gpus=num_gpus, max_total_tokens=max_total_tokens)
+
+
+def _server_use(
+    plan: RunPlan,
+    name: str,
+    servers: Sequence[GenerationServerSpec],
+    *,
+    num_gpus: int | None,
+    max_total_tokens: int | None,
+) -> GpuUse:
     server, sizes = servers[0], decoder_sizes(servers[0].initial_weights)
     each = num_gpus or server.tensor_parallel_size
-    name = "server"
     peak = None
     if sizes is not None:
         model = server_on_gpu(

@@ -1,6 +1,7 @@
 """What a generation server takes of its host's memory: counted from files, asked for, beside what staging wants."""
 
 import json
+import shutil
 import struct
 import threading
 from collections.abc import Sequence
@@ -159,6 +160,22 @@ def test_a_server_that_asks_for_less_than_it_takes_is_warned_of_with_the_sum_and
     elastic = "groups.generation_server.elastic={count: 1, scheduling: {gpu: 0, mem: 1000}}"
     (warning,) = ppo(folder, f"{key}={total}", elastic).find_warnings()
     assert warning.startswith("groups.generation_server.elastic.scheduling.mem is 1000 MB")
+
+
+def test_a_judge_takes_its_own_weights_once_and_no_versions(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "judge")
+    (folder / "judge" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    write_model(folder / "model", mib=100)
+    write_model(folder / "judge", mib=2000)
+    asks = "{function: 'corral.workers.rewards:Judge', settings: {url: trial, prompt: '{answer}'}}"
+    judged = ("allocation=hf:d2+fsdp:d1", f"rollout.reward={{good: {asks}}}", f"rollout.judge.path={folder / 'judge'}")
+    key = "groups.generation_server.scheduling.mem"
+    (warning,) = ppo(folder, *judged, f"{key}=2399").find_warnings()
+    assert f"{key} is 2399 MB, and a judge takes at least 2400 MB: 400 MB for its processes + 2000 MB" in warning
+    enough = ppo(folder, *judged, f"{key}=2400")
+    assert list(enough.find_warnings()) == []
+    servers = [one for one in worker_specs(enough) if isinstance(one, GenerationServerSpec)]
+    assert [sum(server.memory_mb.values()) for server in servers] == [400 + (2 * 101 + 256) + 2 * 100, 2400]
 
 
 @pytest.mark.parametrize(

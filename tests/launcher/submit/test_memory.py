@@ -194,6 +194,18 @@ def test_a_server_that_is_too_large_is_told_of_more_gpus_or_fewer_tokens() -> No
     check_on_shape(plan, SHAPE)
 
 
+def test_a_judge_is_measured_by_its_own_model_and_proposed_what_both_fit() -> None:
+    asks = "{function: 'corral.workers.rewards:Judge', settings: {url: trial, prompt: '{answer}'}}"
+    judged = (f"rollout.reward={{good: {asks}}}", f"rollout.judge.path={EXAMPLES}/models/qwen3_32b")
+    small = f"actor.path={EXAMPLES}/models/qwen3_0_6b"
+    problem = problem_of(plan_of(DENSE, "allocation=sglang:d8+fsdp:d3c8", small, *judged))
+    assert problem.message.startswith("judge cannot fit: generation_server 7 (d1) need ")
+    assert problem.hint.startswith("sglang:d4t2 in the allocation fits")
+    uses = gpu_uses(plan_of(DENSE, "allocation=sglang:d4t2+fsdp:d3c8", small, *judged))
+    servers = [use for use in uses if use.kind == "generation_server"]
+    assert [(list(use.dims_by_model), use.workers) for use in servers] == [(["server"], (0, 1, 2)), (["judge"], (3,))]
+
+
 def test_more_gpus_than_the_cluster_has_are_refused_with_the_cluster_that_has_them() -> None:
     with pytest.raises(
         UnsatisfiableError, match="needs 32 GPUs .*24 of model_worker.*2 nodes with 8 GPUs of 80 GiB are 16"
