@@ -79,7 +79,7 @@ def begin(
 
 
 def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[str]:
-    """Over the deaths of trainer, manager, and perhaps all to its end; the uids that were trained, in their order."""
+    """Over the deaths of trainer, manager, and perhaps all, and a stop, to its end; the uids that were trained, in their order."""
     trial.wait_for_steps(after_steps)
     trial.kill("master_worker/0")
     trial.wait_for_steps(1)
@@ -89,6 +89,9 @@ def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[
         for pid in trial.processes():  # workers, supervisor and Redis; who keeps them starts them again
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        trial.wait_for_steps(1)
+        assert "STOPPED" in trial.run("rl-stop")
+        trial.run_resume()
     trial.full_speed()
     trial.wait_for_end()
     check_nothing_is_left(trial)
@@ -139,7 +142,7 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(
 
 
 @pytest.mark.slow
-def test_a_sampler_draws_over_kills_what_it_would_have_drawn(
+def test_a_sampler_draws_over_kills_and_a_resume_what_it_would_have_drawn(
     start_trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert USERS_FILE is not None
