@@ -119,12 +119,17 @@ def test_greedy_answers_are_those_of_transformers(served: Served, references: li
         assert spans_of(answer) == [("0.0", 0, 12)] and meta["finish_reason"] == {"type": "length", "length": 12}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_logprobs_of_sampled_tokens_are_those_of_the_tempered_distribution(
-    served: Served, references: list[Any], temperature: float
+def test_the_logprobs_of_sampled_tokens_are_those_of_the_tempered_distribution_of_their_own_answer(
+    served: Served, references: list[Any]
 ) -> None:
-    for prompt in (SHORT, LONG):
-        answer = served.client.generate(prompt, max_new_tokens=48, temperature=temperature, ignore_eos=True)
+    asked = {"max_new_tokens": 48, "ignore_eos": True}
+    at_once = [
+        (prompt, temperature, served.client.start(prompt, temperature=temperature, **asked))
+        for prompt in (SHORT, LONG)
+        for temperature in (1.0, 0.7, 1.4)
+    ]
+    for prompt, temperature, asking in at_once:
+        answer = asking.result()
         expected = reference_logprobs(references[0], prompt, answer["output_ids"], temperature=temperature)
         assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
