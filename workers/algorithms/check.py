@@ -25,7 +25,7 @@ from corral.scheduling.keys import Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator, advantage_named
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.policy_loss import PolicyLoss, loss_named
-from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.micro_batches import MicroBatch, pack_row
 from corral.workers.backends.token_scores import TokenScores
 from corral.workers.user_code.loading import load_callable
 
@@ -65,8 +65,8 @@ class _Held(TorchFunctionMode):
 class _Answers:
     """Made-up answers as a loss sees them, in float64."""
 
-    def __init__(self, config: PPOConfig, inputs: Sequence[Key], *, seed: int = 0) -> None:
-        draw = torch.Generator().manual_seed(seed)
+    def __init__(self, config: PPOConfig, inputs: Sequence[Key]) -> None:
+        draw = torch.Generator().manual_seed(0)
         self.lengths = _LENGTHS
         num_tokens = sum(_LENGTHS) - len(_LENGTHS)
         masks = [torch.arange(length - 1) >= _PROMPT - 1 for length in _LENGTHS]
@@ -86,23 +86,11 @@ class _Answers:
     def micro_batch(self, order: Sequence[int], keys: Mapping[str, Tensor] | None = None) -> MicroBatch:
         """These answers of them, in this order."""
         lengths = [self.lengths[number] for number in order]
-        ids = torch.arange(sum(lengths)) % 7 + 1
-        ends = torch.tensor(lengths).cumsum(0)
-        is_last = torch.zeros(len(ids), dtype=torch.bool)
-        is_last[ends - 1] = True
         tensors = {name: self.part(name, values, order) for name, values in (keys or self.keys).items()}
-        masks = {"loss_mask": self.part("loss_mask", self.mask, order)}
-        return MicroBatch(
-            answers=tuple(order),
-            segment_lengths=tuple(lengths),
-            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
-            input_ids=ids,
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
-            predicting=torch.arange(len(ids))[~is_last],
-            labels=ids.roll(-1)[~is_last],
-            last_tokens=ends - 1,
-            tensors=tensors | masks | {"loss_weights": torch.ones(len(ids) - len(order), dtype=torch.float64)},
-        )
+        tensors["input_ids"] = torch.arange(sum(lengths)) % 7 + 1
+        tensors["loss_mask"] = self.part("loss_mask", self.mask, order)
+        tensors["loss_weights"] = torch.ones(sum(lengths) - len(order), dtype=torch.float64)
+        return pack_row(order, lengths, tensors, torch.device("cpu"))
 
     def part(self, name: str, values: Tensor, order: Sequence[int]) -> Tensor:
         """A key of these answers."""

@@ -140,11 +140,11 @@ def make_micro_batches(
         if ROUTED_EXPERTS in tensors:
             tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
         groups = None if beginnings is None else groups_of_row(answers, lengths, prompts, beginnings)
-        yield _pack(
-            tuple(answers), tuple(lengths[answer] for answer in answers), tensors, device, groups, top_k, temperature
-        )
+        row = [lengths[answer] for answer in answers]
+        yield pack_row(answers, row, tensors, device, groups=groups, top_k=top_k, temperature=temperature)
     for _ in range(count - len(plan)):
-        yield _pack((), (_PADDING_TOKENS,), _padding_tensors(sample), device, None, top_k, temperature)
+        tensors = _padding_tensors(sample)
+        yield pack_row((), (_PADDING_TOKENS,), tensors, device, top_k=top_k, temperature=temperature)
 
 
 def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
@@ -156,15 +156,23 @@ def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
     return tensors
 
 
-def _pack(
-    answers: tuple[int, ...],
-    segment_lengths: tuple[int, ...],
+def pack_row(
+    answers: Sequence[int],
+    segment_lengths: Sequence[int],
     tensors: dict[str, Tensor],
     device: torch.device,
-    groups: tuple[PromptGroup, ...] | None,
-    top_k: int,
-    temperature: float | Tensor,
+    *,
+    groups: tuple[PromptGroup, ...] | None = None,
+    top_k: int = 0,
+    temperature: float | Tensor = 1.0,
 ) -> MicroBatch:
+    """A micro-batch of answers in this order.
+
+    Args:
+        segment_lengths: tokens of each.
+        tensors: every key of these answers, `input_ids` among them, which is used up.
+        groups: how the answers share prompts; None where each has its own.
+    """
     input_ids = tensors.pop("input_ids").to(torch.int64)
     position_ids = torch.cat([torch.arange(length) for length in segment_lengths])
     has_next = torch.ones(input_ids.shape[0], dtype=torch.bool)
@@ -185,8 +193,8 @@ def _pack(
         input_ids, position_ids = input_ids[sources], position_ids[sources]
         routed_experts = None if routed_experts is None else routed_experts[sources]
     return MicroBatch(
-        answers=answers,
-        segment_lengths=segment_lengths,
+        answers=tuple(answers),
+        segment_lengths=tuple(segment_lengths),
         cu_seqlens=_sent(torch.tensor([0, *accumulate(segment_lengths)], dtype=torch.int32), device),
         input_ids=_sent(input_ids, device),
         position_ids=_sent(position_ids, device),

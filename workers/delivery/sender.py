@@ -8,9 +8,9 @@
 
 Where a record stands is in the book, which is pure:
 
-    WAITING --room in a window--> SENT --ack--> HELD ---covered()---> forgotten
-       ^                           |             |  any --final verdict--> JUDGED ---covered()---> forgotten
-       +---------------------------+-------------+
+    waiting --room in a window--> on its way --ack--> held ----+--a commit covers it----> forgotten
+       ^                              |                |       `--any: a final verdict--> forgotten
+       +------------------------------+----------------+
          the receiver starts a new session, or is gone for good
 
 A record that was sent over a connection that then broke stays with its receiver, because it may be held there: it is
@@ -26,11 +26,10 @@ ends the worker: what is on disk then decides what the next one generates again.
 """
 
 import asyncio
-import enum
 import heapq
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from corral.workers.delivery.messages import (
@@ -55,20 +54,11 @@ logger = logging.getLogger(__name__)
 WINDOW = 4  # records on their way to one receiver: the next is sent while the last is taken in
 
 
-class RecordState(enum.Enum):
-    """Where a record stands; the walk is drawn above."""
-
-    WAITING = "waiting"
-    SENT = "sent"
-    HELD = "held"
-    JUDGED = "judged"
-
-
 @dataclass(slots=True)
 class _Entry:
     order: int
-    state: RecordState = RecordState.WAITING
     receiver: int | None = None
+    """That it was sent to, and may hold it; None while it waits."""
 
 
 @dataclass(slots=True)
@@ -76,8 +66,8 @@ class _Receiver:
     is_ready: bool = False
     """Whether it has said its session on the present connection."""
     session: str | None = None
-    num_sent: int = 0
-    """Records that it has not acknowledged."""
+    on_its_way: dict[str, None] = field(default_factory=dict)
+    """Records that it has not acknowledged, in the order in which they were sent."""
 
 
 Sends = list[tuple[int, str]]
@@ -91,21 +81,21 @@ class SenderBook:
         self._entries: dict[str, _Entry] = {}
         self._receivers: dict[int, _Receiver] = {}
         self._waiting: list[tuple[int, str]] = []
-        """Heap by admission number; entries that moved on are skipped."""
+        """Heap by admission number; what was forgotten meanwhile is skipped."""
 
     def add(self, uid: str, *, order: int) -> Sends:
         """A new record; adding it again changes nothing."""
         if uid not in self._entries:
             self._entries[uid] = _Entry(order)
-            self._leave(uid, RecordState.WAITING)
+            heapq.heappush(self._waiting, (order, uid))
         return self._send()
 
-    def covered(self, uids: Iterable[str]) -> Sends:
-        """A commit covers these: forget them."""
+    def forget(self, uids: Iterable[str]) -> Sends:
+        """A commit covers these, or nobody will ever train on them, or they cannot be read."""
         for uid in uids:
-            if uid in self._entries:
-                self._leave(uid, RecordState.JUDGED)
-                del self._entries[uid]
+            entry = self._entries.pop(uid, None)
+            if entry is not None and entry.receiver is not None:
+                self._receivers[entry.receiver].on_its_way.pop(uid, None)
         return self._send()
 
     def add_receiver(self, index: int) -> None:
@@ -122,88 +112,62 @@ class SenderBook:
 
     def session(self, index: int, session: str) -> Sends:
         """What the receiver says first on every connection, and when a new session starts."""
-        receiver, again = self._receivers[index], Sends()
+        receiver = self._receivers[index]
         if session != receiver.session:
             self._reclaim(index)
-        elif not receiver.is_ready:  # what was sent over the connection before may not have arrived
-            again = [(index, uid) for uid, entry in self._entries.items() if self._is_on_its_way(entry, index)]
+        # What was sent over the connection before may not have arrived.
+        again = [] if receiver.is_ready else [(index, uid) for uid in receiver.on_its_way]
         receiver.session, receiver.is_ready = session, True
         return again + self._send()
 
     def ack(self, index: int, ack: Ack) -> Sends:
-        entry = self._entry_at(index, ack)
-        if entry is not None and entry.state is RecordState.SENT:
-            self._leave(ack.uid, RecordState.HELD)
+        if self._is_of_ours(index, ack):
+            self._receivers[index].on_its_way.pop(ack.uid, None)
         return self._send()
 
     def verdict(self, index: int, verdict: Verdict) -> tuple[bool, Sends]:
         """(whether the verdict is news about a record of ours, what to send)."""
-        if self._entry_at(index, verdict) is None:
+        if not self._is_of_ours(index, verdict):
             return False, []
         # What another receiver holds, or what was trained on but not committed, is safe only while its session lasts.
-        is_held = verdict.kind in UNTIL_A_COMMIT
-        self._leave(verdict.uid, RecordState.HELD if is_held else RecordState.JUDGED)
+        if verdict.kind not in UNTIL_A_COMMIT:
+            return True, self.forget([verdict.uid])
+        self._receivers[index].on_its_way.pop(verdict.uid, None)
         return True, self._send()
-
-    def unreadable(self, uid: str) -> Sends:
-        """The payload cannot be read: never send it again."""
-        if uid in self._entries:
-            self._leave(uid, RecordState.JUDGED)
-        return self._send()
 
     def is_expected(self, index: int, uid: str) -> bool:
         """Whether the record is still to be sent to this receiver."""
-        entry = self._entries.get(uid)
-        return entry is not None and self._is_on_its_way(entry, index)
+        return index in self._receivers and uid in self._receivers[index].on_its_way
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _is_on_its_way(entry: _Entry, index: int) -> bool:
-        return entry.receiver == index and entry.state is RecordState.SENT
-
-    def _entry_at(self, index: int, said: Ack | Verdict) -> _Entry | None:
+    def _is_of_ours(self, index: int, said: Ack | Verdict) -> bool:
+        """Whether something is said of a record that this receiver was sent in its present session."""
         receiver, entry = self._receivers.get(index), self._entries.get(said.uid)
-        if receiver is None or receiver.session != said.session or entry is None or entry.receiver != index:
-            return None
-        return None if entry.state is RecordState.JUDGED else entry
-
-    def _leave(self, uid: str, state: RecordState) -> None:
-        """The record changes its state, and its place in a window with it."""
-        entry = self._entries[uid]
-        if entry.state is RecordState.SENT and entry.receiver is not None:
-            self._receivers[entry.receiver].num_sent -= 1
-        entry.state = state
-        if state is RecordState.WAITING:
-            entry.receiver = None
-            heapq.heappush(self._waiting, (entry.order, uid))
+        is_present = receiver is not None and receiver.session == said.session
+        return is_present and entry is not None and entry.receiver == index
 
     def _reclaim(self, index: int) -> None:
         """What this receiver held, and what was on its way to it, waits again."""
+        self._receivers[index].on_its_way.clear()
         for uid, entry in self._entries.items():
-            if entry.receiver == index and entry.state is not RecordState.JUDGED:
-                self._leave(uid, RecordState.WAITING)
+            if entry.receiver == index:
+                entry.receiver = None
+                heapq.heappush(self._waiting, (entry.order, uid))
 
     def _send(self) -> Sends:
         """Send what waits, oldest first, while there is room in a window."""
         sends = Sends()
-        while (uid := self._first_waiting()) is not None and (
-            index := self._turn(self._entries[uid].order)
-        ) is not None:
-            heapq.heappop(self._waiting)
-            entry, receiver = self._entries[uid], self._receivers[index]
-            entry.state, entry.receiver = RecordState.SENT, index
-            receiver.num_sent += 1
-            sends.append((index, uid))
-        return sends
-
-    def _first_waiting(self) -> str | None:
         while self._waiting:
-            uid = self._waiting[0][1]
-            if uid in self._entries and self._entries[uid].state is RecordState.WAITING:
-                return uid
+            order, uid = self._waiting[0]
+            if uid in self._entries:
+                if (index := self._turn(order)) is None:
+                    break
+                self._entries[uid].receiver = index
+                self._receivers[index].on_its_way[uid] = None
+                sends.append((index, uid))
             heapq.heappop(self._waiting)
-        return None
+        return sends
 
     def _turn(self, order: int) -> int | None:
         """The receiver whose turn it is, or the next one that takes records now."""
@@ -211,7 +175,7 @@ class SenderBook:
         turn = order % len(indices) if indices else 0
         for index in indices[turn:] + indices[:turn]:
             receiver = self._receivers[index]
-            if receiver.is_ready and receiver.num_sent < WINDOW:
+            if receiver.is_ready and len(receiver.on_its_way) < WINDOW:
                 return index
         return None
 
@@ -300,7 +264,7 @@ class TrajectorySender(AsyncClosing):
             self._void.difference_update(here)
             for delivery in gone:
                 self._frames.pop(delivery, None)
-            self._perform(self._book.covered(gone))
+            self._perform(self._book.forget(gone))
             return here
 
     def set_receivers(self, address_by_index: Mapping[int, str]) -> None:
@@ -386,7 +350,7 @@ class TrajectorySender(AsyncClosing):
         except Exception as error:  # whatever the spool raises: the record is lost, and that must be counted
             if self.holds(delivery):  # or it was removed in the meantime
                 logger.exception("the payload of %s cannot be read back", delivery, exc_info=error)
-                self._perform(self._book.unreadable(delivery))
+                self._perform(self._book.forget([delivery]))
                 self._on_verdict(delivery, "unreadable")
             return
         if self._book.is_expected(index, delivery):

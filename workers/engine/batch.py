@@ -379,6 +379,32 @@ class ContinuousBatch:
         return outputs
 
 
+def generate_all(
+    decoder: Decoder, requests: Sequence[GenerationRequest], *, batch_size: int, seed: int = 0, version: str = ""
+) -> list[RequestOutput]:
+    """Run requests to their end on weights that stay, `batch_size` of them at a time.
+
+    Only their own stop tokens end them: the model's end-of-sequence ids are not consulted.
+
+    Args:
+        seed: of requests that bring none.
+        version: tag of the weights.
+    """
+    if not requests:
+        return []
+    num_rows = min(len(requests), batch_size)
+    longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
+    batch = ContinuousBatch(
+        decoder,
+        eos_token_ids=(),
+        max_running_requests=num_rows,
+        max_total_tokens=num_rows * longest,
+        seed=seed,
+        version=version,
+    )
+    return batch.generate(requests)
+
+
 def generate_greedily(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -389,26 +415,15 @@ def generate_greedily(
 ) -> list[list[int]]:
     """Most likely continuations by a module that is already loaded: how a model worker evaluates its own weights.
 
-    Ends an answer after one of `stop_token_ids` (which it keeps) or `max_new_tokens`; the model's own end-of-sequence
-    ids are not consulted. `batch_size` answers are decoded at a time: past 64 a CPU gains nothing. Sharded parameters
-    are gathered first: then every rank that holds a shard must make this call, be it without prompts.
+    Ends an answer after one of `stop_token_ids` (which it keeps) or `max_new_tokens`. `batch_size` answers are decoded
+    at a time: past 64 a CPU gains nothing. Sharded parameters are gathered first: then every rank that holds a shard
+    must make this call, be it without prompts.
     """
     sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0, stop_token_ids=frozenset(stop_token_ids))
     with torch.no_grad():
         decoder = Decoder(model)
-    if not prompts:
-        return []
-    num_rows = min(len(prompts), batch_size)
-    batch = ContinuousBatch(
-        decoder,
-        eos_token_ids=(),
-        max_running_requests=num_rows,
-        max_total_tokens=num_rows * (max(len(prompt) for prompt in prompts) + max_new_tokens),
-        seed=0,
-        version="",
-    )
-    outputs = batch.generate(
+    requests = [
         GenerationRequest(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
         for index, prompt in enumerate(prompts)
-    )
-    return [list(output.output_ids) for output in outputs]
+    ]
+    return [list(output.output_ids) for output in generate_all(decoder, requests, batch_size=batch_size)]

@@ -59,7 +59,6 @@ class EngineLoop:
         self._listeners: dict[str, OutputListener] = {}
         self._is_stopping = False
         self._stopped: EngineStoppedError | None = None
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
     def __enter__(self) -> EngineLoop:
@@ -161,11 +160,9 @@ class EngineLoop:
                 if not isinstance(error, ValueError):
                     raise
 
-        with self._lock:
-            if self._stopped is None:
-                self._inbox.put(run)
-                return
-        run()
+        self._inbox.put(run)
+        if self._stopped is not None:  # the thread looks into the inbox no more, or not for this
+            self._run_commands(wait=False)
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -193,8 +190,7 @@ class EngineLoop:
         """Answer everyone who still waits, and let nobody wait from now on."""
         reason = "has stopped" if failure is None else f"has failed: {failure!r}"
         stopped = EngineStoppedError(f"the generation engine {reason}")
-        with self._lock:
-            self._stopped = stopped
+        self._stopped = stopped  # from here on whoever puts something in answers it
         self._run_commands(wait=False)
         for future in self._futures.values():
             future.set_exception(stopped)

@@ -13,9 +13,7 @@ engine (weights, pauses) has no endpoint: who runs this server has its loop.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ssl
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -23,10 +21,9 @@ from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.generate import GenerateEndpoint
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
 from corral.workers.engine.messages import error_body
-from corral.workers.streams.https import serve
+from corral.workers.streams.https import Handler, require_key, serve
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
+_WANTS_KEY = "this wants the header 'Authorization: Bearer <api key>' of the trial"
 _SHUTDOWN_TIMEOUT_S = 5.0  # for replies under way when the server stops
 
 
@@ -63,7 +60,7 @@ class EngineServer:
         """
         if not api_key:
             raise ValueError("the key is empty; every endpoint is protected by it")
-        self._expected_authorization = f"Bearer {api_key}".encode()
+        self._check_key = require_key(api_key, lambda: _error(401, _WANTS_KEY))
         self._host = host
         self._tls = tls
         self._max_body_bytes = max_body_bytes
@@ -117,13 +114,6 @@ class EngineServer:
             return _error(503, str(error))
         except web.HTTPException as error:
             return _error(error.status, error.reason)
-
-    @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected_authorization):
-            return _error(401, "this wants the header 'Authorization: Bearer <api key>' of the trial")
-        return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.loop.ended.done():

@@ -23,6 +23,7 @@ from corral.workers.data.prompts import checked_prompts, load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.sandbox.curtain import Curtain
+from corral.workers.streams.closing import all_or_first_error
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,7 @@ class HeldOutProblems:
 
     async def _judge_all(self, outputs: Sequence[list[int]]) -> list[list[float]]:
         """The reward of each answer, none where the reward function failed on every try."""
-        async with asyncio.TaskGroup() as tasks:
-            pairs = zip(self._rows, outputs, strict=True)
-            judging = [tasks.create_task(self._reward_of(row, output)) for row, output in pairs]
-        return [task.result() for task in judging]
+        return await all_or_first_error(*map(self._reward_of, self._rows, outputs))
 
     async def _reward_of(self, row: DatasetRow, output: list[int]) -> list[float]:
         try:

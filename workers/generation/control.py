@@ -13,9 +13,8 @@ for before that was found among those names. The asking end is `workers/weight_t
 """
 
 import asyncio
-import hmac
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -29,7 +28,7 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_mani
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.server_client import RefusedError, ServerError, call, decoded
 from corral.workers.generation.weight_updates import Staged, UpdateOrder, WeightsTornError, WeightUpdates
-from corral.workers.streams.https import serve
+from corral.workers.streams.https import Handler, require_key, serve
 
 _SLOWEST_BYTES_PER_S = 10e6  # who takes a file slower than this is faster with the shared file system
 _LONGEST_PAUSE_S = 30.0  # that one may make besides
@@ -67,11 +66,10 @@ class _TimedFile(web.FileResponse):
             return await super().prepare(request)
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 PROBE_TIMEOUT_S: Final = 3.0
 _UPDATE_MARGIN_S = 30.0  # the worker gives up first, and says why
 _SHUTDOWN_TIMEOUT_S = 1.0
+_WANTS_KEY = "this wants the administrator's key of the trial"
 _TORN = 422  # the weights are at fault, and not the server: whoever has published them is to hear of it
 
 
@@ -80,14 +78,14 @@ class ControlServer:
 
     def __init__(self, updates: WeightUpdates, *, admin_key: str, address: str, tls: ssl.SSLContext) -> None:
         self._updates = updates
-        self._expected = f"Bearer {admin_key}".encode()
+        self._check_key = require_key(admin_key, lambda: web.Response(status=401, text=_WANTS_KEY))
         self._address = address
         self._tls = tls
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
         """Listen; returns the URL."""
-        application = web.Application(middlewares=[self._guard])
+        application = web.Application(middlewares=[self._check_key, self._answer_errors])
         application.add_routes(
             [
                 web.post("/bring_to", self._bring_to),
@@ -104,10 +102,7 @@ class ControlServer:
             await self._runner.cleanup()
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
-            return web.Response(status=401, text="this wants the administrator's key of the trial")
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except msgspec.MsgspecError as error:

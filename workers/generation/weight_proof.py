@@ -136,8 +136,8 @@ class WeightProof:
         """What it said of that."""
         self._next: Probe | None = None
         """Of what it is being brought to; None where it is believed."""
-        self._is_stale = False
-        """Whether the last check has found that it does not hold what it said."""
+        self.is_stale = False
+        """Whether the last check has found that it does not hold what it said: its word counts for nothing then."""
         self._was_told = False
 
     async def expect(self, weights: Path) -> None:
@@ -191,7 +191,7 @@ class WeightProof:
             held_before=self._held,
             held=held,
         )
-        self._is_stale = bool(stale)
+        self.is_stale = bool(stale)
         if stale:
             raise StaleServerError(
                 f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
@@ -206,7 +206,7 @@ class WeightProof:
         self._probe, self._held = self._next, held
 
     def _believe(self, reason: Exception) -> None:
-        if self._is_stale:
+        if self.is_stale:
             raise StaleServerError(f"what {self._url} holds since it was found stale is unknown: {reason}") from reason
         self._probe = None
         if not self._was_told:

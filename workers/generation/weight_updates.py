@@ -25,7 +25,7 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import GenerationBackend, NewWeights
 from corral.workers.generation.server_client import ServerError
-from corral.workers.generation.weight_proof import StaleServerError, WeightProof
+from corral.workers.generation.weight_proof import WeightProof
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.weight_transport.filling import StagedVersion, StagingError
 
@@ -75,8 +75,6 @@ class WeightUpdates:
         self._mode = mode
         self._lock = asyncio.Lock()
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
-        self._is_doubted = False
-        """Whether the server does not hold what it says it holds."""
         self._staged: tuple[PublishedWeights, StagedVersion] | None = None
         """What `stage` has brought and verified, and what it was asked for, until the next update."""
         self.last: WeightUpdate | None = None
@@ -94,7 +92,6 @@ class WeightUpdates:
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
         self._serving = (backend, url, WeightProof(backend, url))
-        self._is_doubted = False
 
     def ended(self) -> None:
         """There is no server to update, until `serves` names one."""
@@ -126,7 +123,7 @@ class WeightUpdates:
             if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
             backend, url, proof = self._serving
-            if not self._is_doubted and (await backend.held())[0] == version:
+            if not proof.is_stale and (await backend.held())[0] == version:
                 return
             before, self._staged = self._staged, None
             if before is not None and before[0] == order.published:
@@ -139,12 +136,7 @@ class WeightUpdates:
             new = NewWeights(
                 version=version, directory=staged.path, mode=self._mode, timeout_s=order.timeout_s, proof=proof
             )
-            try:
-                stopped_s = await backend.swap(new)
-            except StaleServerError:
-                self._is_doubted = True
-                raise
-            self._is_doubted = False
+            stopped_s = await backend.swap(new)
             has_changed = time.monotonic()
             stopped = has_changed - stopped_s
             self._note("prepare weights", was_staged, stopped, version)

@@ -111,7 +111,11 @@ class Fleet:
             if (server.name, server.incarnation) not in self._updates
             and self._refusals[server.name, published.weights] < _MOST_REFUSALS
         ]
-        for number, start in enumerate(self._plan(needing, published)):
+        # Without a digest, as with initial weights, nobody stages what others could have.
+        starts = [Start(server, None) for server in needing]
+        if published.digest is not None:
+            starts = plan_updates(self._table.servers.values(), needing, version=published.version)
+        for number, start in enumerate(starts):
             if number % _STARTED_AT_ONCE == _STARTED_AT_ONCE - 1:
                 await asyncio.sleep(_START_PAUSE_S)
             server = start.server
@@ -119,12 +123,6 @@ class Fleet:
             task = self._tasks.create_task(self._update(start, published))
             self._updates[server.name, server.incarnation] = task
             task.add_done_callback(lambda _: self._on_news())
-
-    def _plan(self, needing: list[Server], published: PublishedWeights) -> list[Start]:
-        """Without a digest, as with initial weights, nobody stages what others could have."""
-        if published.digest is None:
-            return [Start(server, None) for server in needing]
-        return plan_updates(self._table.servers.values(), needing, version=published.version)
 
     async def _update(self, start: Start, published: PublishedWeights) -> None:
         server, version = start.server, published.version

@@ -336,12 +336,8 @@ class MasterWorker(Worker):
         """Read once, since they never change."""
         return PlannedPrompts.load(self._dataset)
 
-    @cached_property
-    def _number_by_row(self) -> dict[str, int]:
-        return numbers_of(self._prompts.row_ids)
-
     def _ledger_of(self, recovery: RecoveryPoint) -> Ledger:
-        rows, commit = self._number_by_row, recovery.commit
+        rows, commit = numbers_of(self._prompts.row_ids), recovery.commit
         return committed_ledger(self.context.trial, commit, rows) if commit else Ledger(rows)
 
     def _row_uids(self) -> Iterator[str]:

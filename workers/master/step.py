@@ -315,9 +315,8 @@ class TrainerEpoch:
     async def _evaluate(self) -> None:
         """By generation servers, where that is only begun, unless they are at one; and by the ranks."""
         epoch, now = self.epoch, self._moment()
-        if self.on_servers is not None:
-            if self.on_servers.is_running:
-                return
+        if self.on_servers is not None and self.on_servers.is_running:
+            return
         if self.best is not None:
             await self.best.begin(self.version)
         if self.on_servers is not None:

@@ -28,7 +28,7 @@ from corral.workers.data.answer_seed import group_seeds
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
-from corral.workers.engine.batch import ContinuousBatch
+from corral.workers.engine.batch import generate_all
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
@@ -126,7 +126,7 @@ class Generator:
         try:
             with torch.no_grad():
                 decoder = Decoder(model)
-            groups = self._answers(decoder, prompts, version=version) if prompts else []
+            groups = self._answers(decoder, prompts, version=version)
         finally:
             model.train(was_training)
         started = time.monotonic()
@@ -168,17 +168,7 @@ class Generator:
         self, decoder: Decoder, prompts: Sequence[_Prompt], *, version: str
     ) -> list[list[PartialAnswer | None]]:
         generation = self._generation
-        longest = max(len(prompt.token_ids) for prompt in prompts) + generation.sampling.max_new_tokens
-        running = min(generation.max_running_requests, len(prompts) * generation.group_size)
-        batch = ContinuousBatch(
-            decoder,
-            eos_token_ids=(),
-            max_running_requests=running,
-            max_total_tokens=running * longest,
-            seed=self._seed,
-            version=version,
-        )
-        outputs = batch.generate(
+        requests = [
             GenerationRequest(
                 request_id=f"{number}/{answer}",
                 prompt=tuple(prompt.token_ids),
@@ -187,7 +177,9 @@ class Generator:
             )
             for number, prompt in enumerate(prompts)
             for answer, seed in enumerate(group_seeds(self._seed, order=prompt.order, group_size=generation.group_size))
-        )
+        ]
+        running = generation.max_running_requests
+        outputs = generate_all(decoder, requests, batch_size=running, seed=self._seed, version=version)
         size = generation.group_size
         return [
             [self._as_answer(output) for output in outputs[start : start + size]]

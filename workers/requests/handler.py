@@ -63,14 +63,6 @@ NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload | Later]
 
 
 @dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A non-blocking request that has no answer yet."""
-
-    request: NonBlockingRequest
-    timer: asyncio.TimerHandle
-
-
-@dataclass(frozen=True, slots=True)
 class Envelope:
     """A blocking request that may run now."""
 
@@ -117,7 +109,8 @@ class WorkerRequestStream(Closing):
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
         self._newest = RequestId(0, 0)
         """The last one that was released."""
-        self._deferred: dict[RequestId, _Deferred] = {}
+        self._deferred: dict[RequestId, tuple[NonBlockingRequest, asyncio.TimerHandle]] = {}
+        """Non-blocking requests that have no answer yet, each with the end of its time."""
         self._replies = ReplyCache(_NUM_CACHED_REPLIES)
         self.max_epoch = 0
         """The newest trainer epoch seen; 0 before the first Initialize."""
@@ -225,7 +218,7 @@ class WorkerRequestStream(Closing):
             self.max_epoch = epoch
             # Whoever asked is no longer our master, and what has arrived for it is sent again in the new session.
             for request_id in [request_id for request_id in self._deferred if request_id.epoch < epoch]:
-                self._deferred.pop(request_id).timer.cancel()
+                self._deferred.pop(request_id)[1].cancel()
 
     def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
         answer = self._ask_handler(request)
@@ -233,19 +226,19 @@ class WorkerRequestStream(Closing):
             timer = asyncio.get_running_loop().call_later(
                 answer.wait_s, self._settle_deferred, request_id, answer.otherwise
             )
-            self._deferred[request_id] = _Deferred(request, timer)
+            self._deferred[request_id] = request, timer
         else:
             self._finish(request_id, answer)
 
     def _answer_deferred(self) -> None:
-        for request_id, deferred in list(self._deferred.items()):
-            answer = self._ask_handler(deferred.request)
+        for request_id, (request, _) in list(self._deferred.items()):
+            answer = self._ask_handler(request)
             if not isinstance(answer, Later):
                 self._settle_deferred(request_id, answer)
 
     def _settle_deferred(self, request_id: RequestId, payload: ReplyPayload) -> None:
         """The one end of a deferred answer: it is kept like any other, and repeated if it is lost on its way."""
-        self._deferred.pop(request_id).timer.cancel()
+        self._deferred.pop(request_id)[1].cancel()
         self._finish(request_id, payload)
 
     def _ask_handler(self, request: NonBlockingRequest) -> ReplyPayload | Later:

@@ -37,7 +37,6 @@ class PendingReplies:
         """The request, for messages: "TrainStep 3:17"."""
         self._listed = listed
         self._missing: dict[str, list[Buffer]] = {worker: [] for worker in requests}
-        self._workers = tuple(self._missing)
         self._payloads: dict[str, ReplyPayload] = {}
         # One future for all of them: a future and a deadline per worker would cost more than the messages.
         loop = asyncio.get_running_loop()
@@ -76,7 +75,7 @@ class PendingReplies:
             StreamTimeoutError: if a worker did not answer before the deadline.
         """
         await self._done
-        return {worker: self._payloads[worker] for worker in self._workers}
+        return self._payloads
 
     def when_settled(self, callback: Callable[[], None]) -> None:
         """Call this once `results` has something to say."""

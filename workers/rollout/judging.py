@@ -5,14 +5,13 @@ answers, episodes ──text──► a process of each part ──a finite numb
                                 └──StopTrialError──► UserCodeError: the trial ends
 """
 
-import asyncio
 import json
 import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from corral.experiments.config.rollout import part_remark
 from corral.experiments.trial.spans import Span
@@ -25,11 +24,11 @@ from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
 from corral.workers.rollout.reward_processes import RewardProcesses
 from corral.workers.sandbox.curtain import Curtain
+from corral.workers.streams.closing import all_or_first_error
 from corral.workers.user_code.reward_host import Call
 from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
@@ -98,7 +97,7 @@ class RewardJudge:
         """
         since, shown = time.monotonic(), json.dumps(problem)
         parts = [self._judge_part(name, shown, episodes) for name in self._processes]
-        judged = _first_error_raised(await asyncio.gather(*parts, return_exceptions=True))
+        judged = await all_or_first_error(*parts)
         ended = time.monotonic()
         self._record(Span(lane="rewards", name="reward", start_s=since, end_s=ended))
         seconds = {REWARD_SECONDS: ended - since}
@@ -113,8 +112,7 @@ class RewardJudge:
         timeout_s = self._reward.parts[name].timeout_s or self._reward.timeout_s
         groups = [[text] for text in texts] if takes == "answer" else [texts]
         calls = [self._try(name, Call(problem, group, timeout_s)) for group in groups]
-        judged = _first_error_raised(await asyncio.gather(*calls, return_exceptions=True))
-        return [one for group in judged for one in group]
+        return [one for group in await all_or_first_error(*calls) for one in group]
 
     def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
         """Of one episode: what each part has said of it."""
@@ -160,11 +158,3 @@ class RewardJudge:
         """Nothing is judged any more; what runs is ended."""
         for processes in self._processes.values():
             processes.close()
-
-
-def _first_error_raised(results: Sequence[T | BaseException]) -> list[T]:
-    """What all have returned; nothing else runs on when one has failed."""
-    for each in results:
-        if isinstance(each, BaseException):
-            raise each
-    return [each for each in results if not isinstance(each, BaseException)]

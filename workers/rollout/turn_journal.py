@@ -1,11 +1,12 @@
 """TurnJournal: the finished turns of episodes that are under way, so that who plays one again need not make them again.
 
-    turn finished ──append──► {directory}/{uid}.{episode}     on the shared file system, where all rollout workers look;
+    turn finished ──append──► {directory}/{uid}.{episode}     on the shared file system, where all rollout workers look,
+                                                              a line of JSON for each;
                               or in memory                    while this worker lives, for its lost processes
     played again, by whichever worker: the same tokens asked in the same way ──take──► the answer as it was made
 
-An optimisation, and nothing but one: a turn that is not found is generated, so nothing is fsynced, and a torn record
-ends what is read. Each kept answer is taken once. That it was made by weights which are not too old by now is for the
+An optimisation, and nothing but one: a turn that is not found is generated, so nothing is fsynced, and a torn line ends
+what is read. Each kept answer is taken once. That it was made by weights which are not too old by now is for the
 trainer to see, as with any answer; what it turns away is discarded here, so that the next try makes all anew.
 
 Only agents that do the same on the same answers gain from it; whoever does something else asks with other tokens.
@@ -14,9 +15,9 @@ Only agents that do the same on the same answers gain from it; whoever does some
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -24,11 +25,9 @@ from corral.experiments.config.rollout import SamplingConfig
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
 
-_LENGTH_BYTES: Final = 4
-
 
 class _Turn(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What is in a file, one after the other."""
+    """A line of a file."""
 
     question: bytes
     ids: list[int]
@@ -37,7 +36,7 @@ class _Turn(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     stopped: bool
 
 
-_decode = msgspec.msgpack.Decoder(_Turn).decode
+_decode = msgspec.json.Decoder(_Turn).decode
 
 
 def question_of(prompt_ids: Sequence[int], sampling: SamplingConfig, stop: Sequence[str]) -> bytes:
@@ -108,23 +107,14 @@ def _name_of(uid: str) -> str:
 
 
 def _write(path: Path, turn: _Turn) -> None:
-    record = msgspec.msgpack.encode(turn)
     with path.open("ab", buffering=0) as file:
-        file.write(len(record).to_bytes(_LENGTH_BYTES, "big") + record)
+        file.write(b"\n" + msgspec.json.encode(turn))
 
 
 def _read(path: Path) -> list[_Turn]:
     """What was written whole, and before anything that was not."""
     turns: list[_Turn] = []
-    try:
-        content = memoryview(path.read_bytes())
-    except FileNotFoundError:
-        return turns
-    while len(content) >= _LENGTH_BYTES:
-        length = int.from_bytes(content[:_LENGTH_BYTES], "big")
-        record, content = content[_LENGTH_BYTES : _LENGTH_BYTES + length], content[_LENGTH_BYTES + length :]
-        try:
-            turns.append(_decode(record))
-        except msgspec.MsgspecError:
-            break
+    with suppress(FileNotFoundError, msgspec.MsgspecError):
+        for line in path.read_bytes().split(b"\n")[1:]:
+            turns.append(_decode(line))
     return turns

@@ -193,10 +193,9 @@ def _bytes_of(name: str, array: NDArray[Any]) -> memoryview:
 
 
 def _decode_tensors(table: list[TensorEntry], frames: Sequence[Buffer]) -> dict[str, NDArray[Any]]:
-    if sum(entry.num_frames for entry in table) != len(frames) - 1:
-        raise MalformedMessageError(f"the tensor table does not name each of the {len(frames) - 1} tensor frames once")
-    named = [number for entry in table for number in range(entry.frame, entry.frame + entry.num_frames)]
-    if sorted(named) != list(range(1, len(frames))):
+    named = (number for entry in table for number in range(entry.frame, entry.frame + entry.num_frames))
+    # Counted before they are listed: a stranger may name many more than there are.
+    if sum(entry.num_frames for entry in table) != len(frames) - 1 or sorted(named) != list(range(1, len(frames))):
         raise MalformedMessageError(f"the tensor table does not name each of the {len(frames) - 1} tensor frames once")
     tensors = {
         entry.name: _decode_tensor(entry, frames[entry.frame : entry.frame + entry.num_frames]) for entry in table

@@ -56,10 +56,7 @@ class _Connection:
     ) -> None:
         self.client = client
         self.is_up = False
-        self.settled = asyncio.Event()
-        """The handshake has succeeded or failed."""
         self.end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
-        self.end.add_done_callback(lambda _: self.settled.set())
         self.last_received_s = asyncio.get_running_loop().time()
         self._on_message = on_message
         self._on_up = on_up
@@ -93,7 +90,6 @@ class _Connection:
             self._is_accepted = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.is_up = True
-            self.settled.set()
             self._on_up()
         elif event == zmq.EVENT_DISCONNECTED and self.is_up:
             self._reader.read()
@@ -221,16 +217,15 @@ class DealerLink(Generic[BodyT]):
         return end
 
     async def _wait_for_end(self, connection: _Connection) -> _End:
-        try:
-            async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-                await connection.settled.wait()
-        except TimeoutError:
-            return _End.UNREACHABLE
+        began = self._loop.time()
         while True:
-            await asyncio.wait({connection.end}, timeout=self._silence_s)
+            await asyncio.wait({connection.end}, timeout=min(_HANDSHAKE_TIMEOUT_S, self._silence_s))
             if connection.end.done():
                 return connection.end.result()
-            if self._loop.time() - connection.last_received_s >= self._silence_s:
+            if not connection.is_up:
+                if self._loop.time() - began >= _HANDSHAKE_TIMEOUT_S:
+                    return _End.UNREACHABLE
+            elif self._loop.time() - connection.last_received_s >= self._silence_s:
                 endpoint = await self._resolve()
                 if endpoint is not None and endpoint != connection.client.endpoint:
                     return _End.MOVED
