@@ -7,19 +7,32 @@ messages ─► answered: what the template writes behind the answer ──► t
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
 from corral.experiments.prompts.tokens import encode_answer, encode_prompt
-from corral.workers.agents.contract import Message, ToolCall, Words
-from corral.workers.agents.session import Answered, Said
+from corral.workers.agents.contract import Message, ToolCall, Turn, Words
+
+if TYPE_CHECKING:
+    from corral.experiments.prompts.chat import ChatRenderer  # whose Jinja only the process of agents needs
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, read."""
+
+    text: str
+    """Without the token that ended it."""
+    tool_calls: Sequence[ToolCall]
+    message: Message
+    """As a part of a conversation."""
 
 
 class ModelLanguage:
-    """A `Language`."""
+    """Of one model."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: ChatRenderer | None) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: "ChatRenderer | None") -> None:
         """
         Args:
             tokenizer: of `tokenizers`.
@@ -34,11 +47,16 @@ class ModelLanguage:
         history: Sequence[int],
         words: Words,
         *,
-        last: Answered | None,
+        last: Turn | None,
         conversation: Sequence[Message] | None,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int]:
-        """Text in the middle of a sequence has no special tokens.
+        """A history with words behind it; another one where the model's template writes what was said in another way
+        now. Text in the middle of a sequence has no special tokens.
+
+        Args:
+            last: the answer that the history ends with.
+            conversation: what it says, as messages; None if nobody knows.
 
         Raises:
             ValueError: for messages, if the model has no template, or nobody knows what was said before in messages.
@@ -54,7 +72,7 @@ class ModelLanguage:
         if last is not None:
             before = conversation or ()
             gone_on = self._renderer.bridge(
-                history, stopped=last.stopped, messages=messages, tools=tools, history=before
+                history, stopped=last.finish_reason == "stop", messages=messages, tools=tools, history=before
             )
             if gone_on is not None:
                 return gone_on
