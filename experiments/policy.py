@@ -12,9 +12,9 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator
 
 from corral.experiments.checks.algorithm import check_ppo
 from corral.experiments.checks.data import MODEL_CONTEXT, check_columns, check_length
@@ -75,7 +75,7 @@ class PolicyExperiment(Experiment):
     """The reference model of the KL term; None trains without one."""
     teacher: ModelConfig | None = None
     """The model that ppo.distillation learns from, with the actor's tokenizer; None trains without one."""
-    teachers: dict[str, ModelConfig] = {}
+    teachers: Annotated[dict[str, ModelConfig], AfterValidator(checked_teacher_names)] = {}
     """In its place a teacher for each of `dataset.sources`, by the name of the source whose rows it judges."""
     reward_model: RewardModelConfig | None = None
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
@@ -87,11 +87,6 @@ class PolicyExperiment(Experiment):
     """What is kept for reading of the answers that are trained on."""
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
-
-    @field_validator("teachers")
-    @classmethod
-    def _names_are_of_roles(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-        return checked_teacher_names(value)
 
     @property
     def _teacher_roles(self) -> tuple[str, ...]:
