@@ -14,12 +14,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.data import DatasetConfig, SourceConfig
-from corral.experiments.datasets.formats import cache_folder, find_files, name_of
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
+from corral.experiments.datasets.formats import cache_folder, find_files, name_of, unreadable
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
 from corral.experiments.inputs.users_process import users_process
 
 _TRANSFORM_TIMEOUT_S = 3600.0
@@ -38,13 +39,9 @@ def locate_rows(config: DatasetConfig, path: KeyPath) -> DatasetConfig:
     for name, one in config.all_sources.items():
         try:
             located[name] = _located(one)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            hint = "check the path; in an experiment file it is relative to that file's folder"
-            problems.append(ConfigProblem(f"cannot read dataset {name_of(one)}: {reason}", hint, path=(*path, "path")))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             place = (*path, "sources", name) if name else (*path, "hub" if one.hub else "path")
-            problems.append(ConfigProblem(*split_remedy(str(error)), path=place))
+            problems.append(replace(unreadable(one, error), path=place))
     if problems:
         raise ConfigError(problems)
     return config.model_copy(update={"sources": located} if config.sources else located[""])
