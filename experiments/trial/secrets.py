@@ -137,17 +137,7 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             # The cause is not chained: it may quote the file.
             raise ValueError(f"{path} is not a secrets file ({type(error).__name__}); start a new trial") from None
-        if not Trust(directory).path.exists():
-            raise ValueError(
-                f"{directory} holds no certificate; it was written by another version of corral, so stop the trial, "
-                "and continue it with `rl-submit --resume`, which makes new secrets"
-            )
         identity = _read_private_file(Trust(directory).path)
-        missing = [role for role in ROLES if role not in found.clients]
-        if missing:
-            raise ValueError(
-                f"{path} has no keys for {', '.join(missing)}; it was written by another version of corral"
-            )
         return msgspec.structs.replace(found, tls_key=_key_lines(identity))
 
     @staticmethod
