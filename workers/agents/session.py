@@ -14,45 +14,17 @@ import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from corral.workers.agents.contract import AsksOnError, Endpoint, EpisodeEndedError, Message, Turn, Words
-from corral.workers.agents.language import ModelLanguage
+from corral.workers.agents.language import ModelLanguage, Point, Reply
 
 _MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a model has made."""
-
-    number: int
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: Literal["stop", "length"]
-    versions: Sequence[tuple[str, int, int]] = ()
-
-
-class Model(Protocol):
-    """Who makes the answers."""
-
-    def __call__(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        stop_token_ids: Sequence[int],
-        temperature: float | None,
-    ) -> Awaitable[Reply]:
-        """What follows these tokens.
-
-        Raises:
-            EpisodeEndedError: at a limit of the episode.
-            RefusedError: if the request can never be answered.
-        """
-
-
+Model = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Reply]]
+"""Tokens, and how is sampled, as the model endpoint's `sampling_params` have it -> what follows them. Raises
+EpisodeEndedError at a limit of the episode, RefusedError if the request can never be answered."""
 Judge = Callable[[str], Awaitable[float]]
 """The answer's text -> what `rollout.reward` gives it; JudgeError after its last try."""
 
@@ -69,17 +41,6 @@ class Record:
     """The limit that the last request came to."""
     num_refused: int = 0
     """Requests that came to it, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Where a session may go on from."""
-
-    history: Sequence[int]
-    conversation: Sequence[Message] | None
-    """The same as messages; None if nobody knows them."""
-    last: Turn | None = None
-    """The answer that it ends with."""
 
 
 class Session:
@@ -102,8 +63,8 @@ class Session:
             endpoint: where others reach the model.
         """
         self._model, self._language, self._judge = model, language, judge
-        self._point = _Point(tuple(history), conversation)
-        self._behind: dict[int, _Point] = {}
+        self._point = Point(tuple(history), conversation)
+        self._behind: dict[int, Point] = {}
         """Where each turn of the episode has led to."""
         self.record = Record()
         """What was noted of the episode so far."""
@@ -138,15 +99,8 @@ class Session:
             ValueError: for messages, if the model has no chat template.
         """
         self._tools = tools or self._tools
-        if not words:
-            return
-        point = self._point
-        history = self._language.go_on(
-            point.history, words, last=point.last, conversation=point.conversation, tools=self._tools
-        )
-        messages = [word for word in words if isinstance(word, Mapping)]
-        known = point.conversation if point.history else ()
-        self._point = _Point(history, [*known, *messages] if messages and known is not None else None)
+        if words:
+            self._point = self._language.go_on(self._point, words, tools=self._tools)
 
     async def generate(
         self,
@@ -170,15 +124,16 @@ class Session:
         Raises:
             EpisodeEndedError: if a limit of the episode leaves no room for an answer.
         """
-        point, stops = self._point, [stop] if isinstance(stop, str) else list(stop)
+        point = self._point
+        asked_for = {
+            "max_tokens": max_new_tokens,
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "stop_token_ids": list(self._language.ends) if point.conversation is not None else [],
+            "own_temperature": temperature,
+        }
+        sampling = {name: value for name, value in asked_for.items() if value not in (None, [])}
         try:
-            reply = await self._model(
-                point.history,
-                max_new_tokens=max_new_tokens,
-                stop=stops,
-                stop_token_ids=self._language.ends if point.conversation is not None else (),
-                temperature=temperature,
-            )
+            reply = await self._model(point.history, sampling)
         except EpisodeEndedError as error:
             self.record.ended = error.reason
             self.record.num_refused += 1
@@ -188,19 +143,10 @@ class Session:
                 ) from error
             raise
         self.record.ended, self.record.num_refused = "", 0
-        stopped, asked = reply.finish_reason == "stop", tools or self._tools
-        said = self._language.read(reply.ids, stopped=stopped, tools=asked, num_before=len(point.history))
-        turn = Turn(
-            reply.number,
-            said.text,
-            reply.ids,
-            reply.logprobs,
-            reply.finish_reason,
-            tool_calls=said.tool_calls,
-            versions=reply.versions,
-        )
-        conversation = None if point.conversation is None else [*point.conversation, said.message]
-        self._tools, self._point = asked, _Point([*point.history, *reply.ids], conversation, turn)
+        self._tools = tools or self._tools
+        turn, message = self._language.read(reply, tools=self._tools, num_before=len(point.history))
+        conversation = None if point.conversation is None else [*point.conversation, message]
+        self._point = Point([*point.history, *reply.ids], conversation, turn)
         self._behind[turn.number] = self._point
         if not train:
             self.record.untrained.append(turn.number)
@@ -215,7 +161,7 @@ class Session:
         """
         branch = copy.copy(self)  # of the same episode: record and turns are those of all its sessions
         if history is not None:
-            branch._point = _Point(history, None if history else ())
+            branch._point = Point(history, None if history else ())
         elif after is not None:
             branch._point = self._behind[after.number if isinstance(after, Turn) else after]
         return branch
