@@ -10,7 +10,6 @@ kept can be of an older function.
 
 import contextlib
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -56,20 +55,14 @@ def _located(config: SourceConfig) -> Any:
 
 
 def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
-    wanted, cache = config.first_and_last, cache_folder()
+    cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as folder:
         output, said = Path(folder) / "rows.jsonl", Path(folder) / "said"
-        request = {
-            "function": config.transform,
-            "files": list(map(str, files)),
-            "first": wanted.start,
-            "last": wanted.stop,
-            "output": str(output),
-        }
+        source = SourceConfig(files=files, rows=config.rows, transform=config.transform).model_dump_json()
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
         module = "corral.workers.user_code.transform_rows"
-        with users_process(module, json.dumps(request), said=said) as process:
+        with users_process(module, source, str(output), said=said) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TRANSFORM_TIMEOUT_S)
             is_late = process.poll() is None
