@@ -87,7 +87,7 @@ class SourceConfig(FrozenConfig):
     """A data set of the Hugging Face hub, such as openai/gsm8k, that is in this user's cache. Nothing is downloaded."""
     subset: str | None = Field(default=None, min_length=1)
     """Which of the configurations of `hub`, such as main."""
-    split: Annotated[str, AfterValidator(_whole_split)] | None = Field(default=None, min_length=1)
+    split: Annotated[str, Field(min_length=1), AfterValidator(_whole_split)] | None = None
     """Which split, such as train, where `hub` or a saved folder has several."""
     rows: str = Field(default=":", pattern=r"^\d*:\d*$")
     """Which rows, by their numbers from 0, as Python slices lists: 1000:2000, or :500 for the first 500."""
