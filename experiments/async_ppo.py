@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from corral.experiments.checks.algorithm import check_admission
 from corral.experiments.checks.data import check_field, check_length
 from corral.experiments.checks.environment import check_environment
 from corral.experiments.checks.generation import (
+    check_admission,
     check_backend_settings,
     check_embedded_model,
     check_heads,
@@ -27,7 +27,6 @@ from corral.experiments.checks.generation import (
     check_sglang,
 )
 from corral.experiments.config.data import DatasetConfig, RowKind
-from corral.experiments.config.endpoint import TeacherEndpointConfig
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import (
     EngineConfig,
@@ -41,6 +40,7 @@ from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_mem
 from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
+from corral.experiments.policy_problems import policy_problems
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (
     BehaviourSpec,
@@ -128,17 +128,9 @@ class AsyncPPOExperiment(PolicyExperiment):
         return self.rollout.max_head_offpolicyness
 
     @property
-    def makes_episodes(self) -> bool:
-        return self.rollout.makes_episodes
-
-    @property
-    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
-        return self.rollout.served_teachers
-
-    @property
     def row_kind(self) -> RowKind:
         # An agent may reward without a reference, and an environment does.
-        return "prompts" if self.makes_episodes else super().row_kind
+        return "prompts" if self.rollout.makes_episodes else super().row_kind
 
     def rank_settings(self) -> Mapping[str, Any]:
         behaviour = BehaviourSpec(
@@ -280,11 +272,15 @@ class AsyncPPOExperiment(PolicyExperiment):
                 path=path,
             )
 
+    @property
+    def _engine_bounds(self) -> dict[str, int | None]:
+        return {"engine.max_total_tokens": self.engine.max_total_tokens}
+
     def length_bounds(self) -> dict[str, int | None]:
-        return {"engine.max_total_tokens": self.engine.max_total_tokens} | super().length_bounds()
+        return self._engine_bounds | super().length_bounds()
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:
-        yield from super().find_own_problems()
+        yield from policy_problems(self)
         if self.rollout.environment is not None:
             group = self.groups.rollout_worker.scheduling
             yield from check_environment(
@@ -308,13 +304,8 @@ class AsyncPPOExperiment(PolicyExperiment):
                 path=("rollout", "drop_uniform_groups"),
             )
         if self.evaluation is not None:
-            yield from check_length(
-                max_prompt_tokens=self.evaluation.dataset.max_prompt_tokens,
-                max_new_tokens=self.evaluation.sampling.max_new_tokens,
-                limit=self.engine.max_total_tokens,
-                limit_name="engine.max_total_tokens",
-                path=("evaluation", "sampling", "max_new_tokens"),
-            )
+            key, bounds = ("evaluation", "sampling", "max_new_tokens"), self._engine_bounds
+            yield from check_length(self.evaluation.dataset, self.evaluation.sampling, bounds, key)
         if self.weights.encoding == "lora" and self.actor.lora is None:
             yield ConfigProblem(
                 "weights.transport: lora sends adapters, and the actor has none",

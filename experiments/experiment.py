@@ -135,6 +135,11 @@ class Experiment(FrozenConfig):
         return tuple(self.models)
 
     @property
+    def first_model(self) -> ModelConfig:
+        """The one whose weights are published."""
+        return next(iter(self.models.values()))
+
+    @property
     def trained(self) -> TrainedModelConfig:
         """The model whose weights are published.
 

@@ -12,16 +12,14 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator
 
-from corral.experiments.checks.algorithm import check_ppo
-from corral.experiments.checks.data import MODEL_CONTEXT, check_columns, check_length
-from corral.experiments.checks.teachers import check_served_teachers, check_teacher_prompts, check_teachers
+from corral.experiments.checks.data import MODEL_CONTEXT
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.data import RowKind
-from corral.experiments.config.endpoint import TeacherEndpointConfig, checked_teacher_names
+from corral.experiments.config.endpoint import checked_teacher_names
 from corral.experiments.config.model import (
     ActorModelConfig,
     CriticModelConfig,
@@ -32,7 +30,6 @@ from corral.experiments.config.model import (
 from corral.experiments.config.presets import SHOWING
 from corral.experiments.config.rollout import GenerationConfig, remarks_size, told_parts
 from corral.experiments.config.samples import SamplesConfig
-from corral.experiments.errors import ConfigProblem, dotted
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
@@ -75,7 +72,7 @@ class PolicyExperiment(Experiment):
     """The reference model of the KL term; None trains without one."""
     teacher: ModelConfig | None = None
     """The model that ppo.distillation learns from, with the actor's tokenizer; None trains without one."""
-    teachers: dict[str, ModelConfig] = {}
+    teachers: Annotated[dict[str, ModelConfig], AfterValidator(checked_teacher_names)] = {}
     """In its place a teacher for each of `dataset.sources`, by the name of the source whose rows it judges."""
     reward_model: RewardModelConfig | None = None
     """A model that rewards come from, in place of rollout.reward's; None asks the function alone."""
@@ -88,33 +85,25 @@ class PolicyExperiment(Experiment):
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
 
-    @field_validator("teachers")
-    @classmethod
-    def _names_are_of_roles(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
-        return checked_teacher_names(value)
-
     @property
-    def _teacher_roles(self) -> tuple[str, ...]:
+    def teacher_roles(self) -> tuple[str, ...]:
         return tuple(role for role in self.models if role == "teacher" or role.startswith("teacher_"))
 
     @property
-    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
-        """Those outside of the trial, by source; that of all rows has no name."""
-        return {}
-
-    @property
-    def _has_teacher(self) -> bool:
-        return bool(self._teacher_roles or self.served_teachers)
+    def has_teacher(self) -> bool:
+        return bool(self.teacher_roles or self.rollout.served_teachers)
 
     @property
     def _served_keys(self) -> tuple[Key, ...]:
         """What comes with the answers, since teachers outside of the trial have said it."""
-        return tuple(key for name in self.served_teachers for key in keys_of_teachers([name] if name else [], None))
+        return tuple(
+            key for name in self.rollout.served_teachers for key in keys_of_teachers([name] if name else [], None)
+        )
 
     @property
-    def _taught_sources(self) -> tuple[str, ...]:
+    def taught_sources(self) -> tuple[str, ...]:
         """Sources of rows that have teachers of their own."""
-        return (*self.teachers, *filter(None, self.served_teachers))
+        return (*self.teachers, *filter(None, self.rollout.served_teachers))
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -157,7 +146,7 @@ class PolicyExperiment(Experiment):
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
         for_people = (key.name for key in self._keys_for_people)
         of_teachers = [key.name for key in self._served_keys] + [TEACHER_PROMPT] * bool(self.teacher_prompt_tokens)
-        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        of_episodes = EPISODE_KEYS if self.rollout.makes_episodes else ()
         return (*TRAJECTORY_KEYS, *self._keys_of_rows, *of_experts, *for_people, *of_teachers, *of_episodes)
 
     @property
@@ -168,19 +157,19 @@ class PolicyExperiment(Experiment):
     @property
     def model_keys(self) -> tuple[Key, ...]:
         of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
-        of_teachers = teacher_keys(self.ppo.distillation.top_k) if self._teacher_roles else ()
+        of_teachers = teacher_keys(self.ppo.distillation.top_k) if self.teacher_roles else ()
         told = (teacher_prompt_key(tokens),) if (tokens := self.teacher_prompt_tokens) else ()
         return (*of_experts, *self._keys_for_people, *of_teachers, *told, *self._served_keys)
 
     @property
     def teacher_prompt_tokens(self) -> int:
         """Longest prompt of teachers' own that samples carry; 0 where they carry none."""
-        return self.dataset.max_prompt_tokens if self._teacher_roles and self.dataset.has_teacher_prompts else 0
+        return self.dataset.max_prompt_tokens if self.teacher_roles and self.dataset.has_teacher_prompts else 0
 
     @property
     def _keys_for_people(self) -> tuple[Key, ...]:
         parts = told_parts(self.rollout.reward)
-        size_bytes = remarks_size(self.rollout.reward, of_episodes=self.makes_episodes)
+        size_bytes = remarks_size(self.rollout.reward, of_episodes=self.rollout.makes_episodes)
         return (
             *((reward_parts_key(len(parts)),) if parts else ()),
             *((remarks_key(size_bytes),) if size_bytes else ()),
@@ -209,12 +198,7 @@ class PolicyExperiment(Experiment):
         A mean over answers divides by the tokens that are left of all sequences of an episode, of which a micro-batch
         may have some.
         """
-        return self.makes_episodes and self.ppo.drops_tokens and self.ppo.loss_reduction != "token_mean"
-
-    @property
-    def makes_episodes(self) -> bool:
-        """Whether an answer may be several sequences."""
-        return False
+        return self.rollout.makes_episodes and self.ppo.drops_tokens and self.ppo.loss_reduction != "token_mean"
 
     @property
     def _trains_with_dropout(self) -> bool:
@@ -241,7 +225,7 @@ class PolicyExperiment(Experiment):
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
         told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
-        for role in self._teacher_roles:
+        for role in self.teacher_roles:
             suffix = role.removeprefix("teacher")
             told_more = (TEACHER_PROMPT,) if self.teacher_prompt_tokens else ()
             infer(f"{role}_inf", role, "teacher", (*masked, *told_more), {name: f"{name}{suffix}" for name in told})
@@ -249,8 +233,8 @@ class PolicyExperiment(Experiment):
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
             interface = self.reward_model.interface
-            own = self._names(interface, "outputs", CallType.INFERENCE)
-            reads = self._names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
+            own = self.declared_names(interface, "outputs", CallType.INFERENCE)
+            reads = self.declared_names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
             infer("rew_inf", "reward", interface, reads, {**{key: key for key in own}, "rewards": MODEL_REWARDS})
             outputs.append(MODEL_REWARDS)
         if self.critic is not None:
@@ -265,7 +249,7 @@ class PolicyExperiment(Experiment):
     def own_code(self) -> tuple[str, ...]:
         return (self.ppo.loss, self.ppo.advantage)
 
-    def _names(
+    def declared_names(
         self, import_path: str, attribute: Literal["inputs", "outputs"], call_type: CallType | None = None
     ) -> tuple[str, ...]:
         """The keys that something of the user's own says it reads or makes; of what corral has, none."""
@@ -276,11 +260,11 @@ class PolicyExperiment(Experiment):
 
     def _own_keys(self) -> tuple[str, ...]:
         """What a loss, an advantage or an interface of the user's own reads besides."""
-        made_on_the_way = self._names(self.ppo.advantage, "outputs")
+        made_on_the_way = self.declared_names(self.ppo.advantage, "outputs")
         read = [
-            *self._names(self.ppo.advantage, "inputs"),
-            *(key for key in self._names(self.ppo.loss, "inputs") if key not in made_on_the_way),
-            *self._names(self.actor.interface, "inputs", CallType.TRAIN_STEP),
+            *self.declared_names(self.ppo.advantage, "inputs"),
+            *(key for key in self.declared_names(self.ppo.loss, "inputs") if key not in made_on_the_way),
+            *self.declared_names(self.actor.interface, "inputs", CallType.TRAIN_STEP),
         ]
         return tuple(key for key in read if key != "rewards")
 
@@ -292,7 +276,7 @@ class PolicyExperiment(Experiment):
     def _critic_keys(self) -> tuple[str, ...]:
         """No more than it reads: a critic on ranks of its own then waits for nothing of the actor's."""
         rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
-        of_episodes = EPISODE_KEYS if self.makes_episodes else ()
+        of_episodes = EPISODE_KEYS if self.rollout.makes_episodes else ()
         keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values", *of_episodes)
         return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
 
@@ -309,7 +293,7 @@ class PolicyExperiment(Experiment):
     def role_settings(self, role: str) -> Mapping[str, Any]:
         own: dict[str, Any] = {"ppo": self.ppo}
         if role == "actor" or role.startswith("teacher_"):
-            own["taught_sources"] = self._taught_sources if role == "actor" else (role.removeprefix("teacher_"),)
+            own["taught_sources"] = self.taught_sources if role == "actor" else (role.removeprefix("teacher_"),)
         if role == "critic" and self.critic is not None:
             own["critic"] = self.critic.value
         if role == "reward" and self.reward_model is not None:
@@ -321,67 +305,6 @@ class PolicyExperiment(Experiment):
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)
-
-    def find_own_problems(self) -> Iterator[ConfigProblem]:
-        ranks = [mesh.dims.dp for role, mesh in self.known_meshes.items() if role in ("actor", "critic")]
-        yield from check_ppo(
-            self.ppo,
-            has_ref=self.ref is not None,
-            has_critic=self.critic is not None,
-            has_teacher=self._has_teacher,
-            train_batch_size=self.train_batch_size,
-            dp=max(ranks, default=1),
-        )
-        served = {
-            f"rollout.teachers.{name}" if name else "rollout.teacher": one.path
-            for name, one in self.served_teachers.items()
-        }
-        yield from check_teachers(
-            {**{self.key_of(role): self.models[role].path for role in self._teacher_roles}, **served},
-            self.actor,
-            names=self._taught_sources,
-            sources=self.dataset.sources.keys(),
-            top_k=self.ppo.distillation.top_k,
-        )
-        yield from check_served_teachers(
-            served,
-            temperature=self.rollout.sampling.temperature,
-            has_row_temperatures=self.dataset.names_temperatures,
-            top_k=self.ppo.distillation.top_k,
-        )
-        yield from check_teacher_prompts(self.dataset, makes_episodes=self.makes_episodes)
-        yield from check_columns(self.dataset, self.checked_dataset)
-        if self.rollout.asks_judge != (getattr(self.rollout, "judge", None) is not None):
-            yield ConfigProblem(
-                "a reward with the settings {url: trial} asks rollout.judge of async_ppo; only one of both is there",
-                "name the judge's model in rollout.judge.path, or an endpoint in the reward's settings",
-                path=("rollout", "reward"),
-            )
-        yield from self._key_problems()
-        for limit_name, limit in self.length_bounds().items():
-            yield from check_length(
-                max_prompt_tokens=self.dataset.max_prompt_tokens,
-                max_new_tokens=self.rollout.sampling.max_new_tokens,
-                limit=limit,
-                limit_name=limit_name,
-                path=("rollout", "sampling", "max_new_tokens"),
-            )
-
-    def _key_problems(self) -> Iterator[ConfigProblem]:
-        """Interfaces, losses and advantages of the user's own that read what nobody makes."""
-        made = {*self.trajectory_keys, *(key for call in self.training_calls() for key in call.output_keys)}
-        made |= {"rewards", *self._names(self.ppo.advantage, "outputs")}
-        for path, import_path, call_type in (
-            (("actor", "interface"), self.actor.interface, CallType.TRAIN_STEP),
-            (("ppo", "advantage"), self.ppo.advantage, None),
-            (("ppo", "loss"), self.ppo.loss, None),
-        ):
-            if missing := [key for key in self._names(import_path, "inputs", call_type) if key not in made]:
-                yield ConfigProblem(
-                    f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
-                    "let a reward_model.interface or a call of your own make it: see docs/customize.md",
-                    path=path,
-                )
 
     def length_bounds(self) -> dict[str, int | None]:
         """What a prompt and its answer together have to fit, by name; None where nobody says it."""
@@ -395,11 +318,11 @@ class PolicyExperiment(Experiment):
         yield from super().find_warnings()
         if self.ref is not None and self.ppo.kl.coef == 0.0:
             yield "ref has no effect on training while ppo.kl.coef is 0; leave it out to save its memory"
-        if self._has_teacher and self.ppo.distillation.coef == 0.0:
+        if self.has_teacher and self.ppo.distillation.coef == 0.0:
             yield "teacher has no effect while ppo.distillation.coef is 0; ppo.algorithm: distillation sets it"
-        if self.dataset.has_teacher_prompts and not self._has_teacher:
+        if self.dataset.has_teacher_prompts and not self.has_teacher:
             yield "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
-        for endpoint in self.served_teachers.values():
+        for endpoint in self.rollout.served_teachers.values():
             if endpoint.path is None:
                 yield (
                     f"nobody has compared the tokens of the teacher at {endpoint.url} with the actor's: it is asked by "

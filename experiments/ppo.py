@@ -16,6 +16,7 @@ from corral.experiments.config.rollout import EngineConfig
 from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.policy import PolicyExperiment
+from corral.experiments.policy_problems import policy_problems
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
@@ -98,5 +99,5 @@ class PPOExperiment(PolicyExperiment):
         return {**super().rank_settings(), "generation": generation, "behaviour": behaviour}
 
     def find_own_problems(self) -> Iterator[ConfigProblem]:
-        yield from super().find_own_problems()
+        yield from policy_problems(self)
         yield from check_embedded_model(self.actor.path, remedy="take async_ppo, whose servers may be SGLang's")

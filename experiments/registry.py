@@ -1,6 +1,6 @@
 """profiles + experiment.yaml + overrides -> Experiment, or everything that is wrong with them.
 
-    bytes ─read_yaml─► raw values ─merge, override─► raw values ─validate─► Experiment ─_find_problems─► Experiment
+    bytes ─read_yaml─► raw values ─merge, override─► raw values ─validate─► Experiment ─find_problems─► Experiment
              │                         │                        │                       │
              └─────────────────────────┴───── ConfigError ──────┴───────────────────────┘
 
@@ -9,16 +9,12 @@ Each stage reports all of its mistakes at once; the next stage runs only on what
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.checks.data import check_batch, check_evaluation, check_model, check_sampler, check_vocabulary
-from corral.experiments.checks.groups import check_containers, check_groups, check_placement
-from corral.experiments.checks.tracking import check_trackers
-from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.presets import fill_in
 from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
@@ -28,6 +24,7 @@ from corral.experiments.errors import (
     KeyPath,
     did_you_mean,
     dotted,
+    leaves,
     located,
     show_value,
 )
@@ -42,9 +39,10 @@ from corral.experiments.loading.overrides import (
     value_at,
 )
 from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
-from corral.experiments.loading.schema import accepts, entries, field_at, key_paths
+from corral.experiments.loading.schema import accepts, field_at
 from corral.experiments.loading.validation import validate
 from corral.experiments.ppo import PPOExperiment
+from corral.experiments.problems import find_problems
 from corral.experiments.reward_model import RewardModelExperiment
 from corral.experiments.sft import SFTExperiment
 from corral.scheduling.allocation import parse_allocation
@@ -116,7 +114,10 @@ def load_with_source(
     _make_paths_absolute(written, experiment_class, source)
     filled = _with_what_follows(_with_group_defaults(written, experiment_class), experiment_class)
     experiment = validate(experiment_class, filled, source)
-    check_experiment(experiment, source, is_to_run=is_to_run)
+    with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
+        found = [problem for problem in find_problems(experiment) if is_to_run or not problem.is_of_running]
+        if found:
+            raise ConfigError(problem.showing(experiment) for problem in found)
     return LoadedExperiment(experiment=experiment, source=source, written=written)
 
 
@@ -129,58 +130,6 @@ def _keys_of_others(layer: Layer, experiment_class: type[Experiment]) -> list[Ke
     if not experiment_class.generates:
         unwanted += [("groups", kind) for kind in GENERATION_KINDS]
     return unwanted
-
-
-def check_experiment(experiment: Experiment, source: ConfigSource, *, is_to_run: bool = True) -> None:
-    """ConfigError with everything that is wrong across fields, with the files, models and import paths named in it."""
-    with located(source), naming_users_line(type(experiment), path=("experiment",), shown=experiment.experiment):
-        found = [problem for problem in _find_problems(experiment) if is_to_run or not problem.is_of_running]
-        if found:
-            raise ConfigError(problem.showing(experiment) for problem in found)
-
-
-def _find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
-    """Everything that is wrong beyond single fields; reads the dataset and looks at the models' folders."""
-    key_of, models = experiment.key_of, experiment.models
-    if problems := experiment.allocation_problems:
-        yield from problems
-    else:
-        yield from check_layouts(experiment.parsed_allocation, experiment.meshes, models, key_of=key_of)
-        group_problems = [
-            *check_groups(experiment.groups, experiment.expected_counts),
-            *check_containers(experiment.groups, experiment.cluster),
-        ]
-        yield from group_problems
-        if not group_problems:
-            yield from check_placement(experiment.scheduling_setup(), experiment.cluster)
-    dataset = experiment.checked_dataset
-    yield from dataset.problems
-    for role, model in models.items():
-        yield from check_model(model, (key_of(role),))
-        if role in experiment.beside_first:
-            yield from check_vocabulary(model, models[experiment.roles[0]], key=key_of(role))
-    yield from experiment.find_own_problems()
-    yield from check_trackers(experiment.tracking)
-    has_rollout_workers = experiment.source == "trajectories"
-    yield from check_sampler(experiment.dataset, experiment.evaluation, has_rollout_workers=has_rollout_workers)
-    if dataset.num_rows is not None:
-        yield from check_batch(
-            num_rows=dataset.num_rows,
-            epochs=experiment.control.total_train_epochs,
-            train_batch_size=experiment.train_batch_size,
-            meshes=experiment.known_meshes,
-        )
-    if (evaluation := experiment.evaluation) is not None:
-        path, limits = models[experiment.roles[0]].path, experiment.length_limits()
-        rows, kind = experiment.listed_rows.get("evaluation.dataset"), experiment.held_out_kind
-        try:
-            evaluation = experiment.located_evaluation or evaluation
-        except ConfigError as error:
-            yield from error.problems
-            return
-        yield from check_evaluation(
-            evaluation, path, kind=kind, limits=limits, on_servers=experiment.generates, content=rows
-        )
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -262,15 +211,8 @@ def _with_sbatch_arguments(
 
 
 def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource) -> None:
-    for path, field in key_paths(experiment_class):
-        below = value_at(data, path)
-        places = [path] * accepts(field, Path)
-        if accepts(field, dict[str, Path]) and isinstance(below, dict):
-            places = [(*path, name) for name in below]
-        if (named := entries(field.annotation)) is not None and isinstance(below, dict):
-            keys = [key for key, one in named.model_fields.items() if accepts(one, Path)]
-            places = [(*path, name, key) for name, one in below.items() if isinstance(one, dict) for key in keys]
-        for place in places:
-            if isinstance(text := value_at(data, place), str):
-                absolute = os.path.abspath(source.folder(place) / os.path.expanduser(text))
-                value_at(data, place[:-1])[place[-1]] = absolute
+    for place, text in list(leaves(data)):
+        field, above = (field_at(experiment_class, path) for path in (place, place[:-1]))
+        if isinstance(text, str) and (accepts(field, Path) or accepts(above, dict[str, Path])):
+            absolute = os.path.abspath(source.folder(place) / os.path.expanduser(text))
+            value_at(data, place[:-1])[place[-1]] = absolute

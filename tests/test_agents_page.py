@@ -3,7 +3,7 @@
 import asyncio
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -26,8 +26,7 @@ from corral.agents import (
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
-from corral.workers.agents.language import ModelLanguage
-from corral.workers.agents.session import Reply
+from corral.workers.agents.language import ModelLanguage, Reply
 from corral.workers.agents.tools import calculator, run_tool, schema_of
 from corral.workers.user_code.trials import check_agent, try_reward
 from tests import chat_models
@@ -56,7 +55,7 @@ class Script:
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[int]]()
 
-    async def __call__(self, ids: Sequence[int], **sampling: Any) -> Reply:
+    async def __call__(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> Reply:
         self.asked.append(list(ids))
         if not self.answers:
             raise EpisodeEndedError("turns", "the script is over")
@@ -161,8 +160,8 @@ def test_tools_are_called_and_answered_as_the_chat_template_writes_it(prompt: Wo
     answers = [chat_models.ids_of(*text) for text in texts]
     asked: list[list[int]] = []
 
-    async def model(ids: Sequence[int], **sampling: Any) -> Reply:
-        assert sampling["stop_token_ids"] == renderer.stop_token_ids
+    async def model(ids: Sequence[int], sampling: Mapping[str, Any]) -> Reply:
+        assert sampling == {"stop_token_ids": list(renderer.stop_token_ids)}
         asked.append(list(ids))
         made = answers[len(asked) - 1]
         return Reply(len(asked) - 1, made, [-0.5] * len(made), "stop")

@@ -3,16 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
-from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.datasets.dataset import Dataset, Look
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, dotted, split_remedy
-from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
-from corral.experiments.inputs.parameters import check_lora
 from corral.experiments.prompts.length_limits import LengthLimits
-from corral.scheduling.mesh import Mesh
 
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
@@ -113,130 +109,20 @@ def check_columns(dataset: DatasetConfig, checked: CheckedDataset) -> Iterator[C
             yield from check_field(getattr(source.columns, column), what, checked, (*place, "columns", column))
 
 
-def check_batch(
-    *, num_rows: int, epochs: int, train_batch_size: int, meshes: Mapping[str, Mesh]
-) -> Iterator[ConfigProblem]:
-    """A batch that the data never fills, or that leaves ranks without work.
-
-    Args:
-        meshes: the ranks of each role; none if the allocation is broken.
-    """
-    path = ("train_batch_size",)
-    if train_batch_size > num_rows * epochs:
-        yield ConfigProblem(
-            f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
-            f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
-            path=path,
-        )
-    too_wide = {role: mesh.dims.dp for role, mesh in meshes.items() if mesh.dims.dp > train_batch_size}
-    if too_wide:
-        ranks = ", ".join(f"{dp} of {role}" for role, dp in too_wide.items())
-        yield ConfigProblem(
-            f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
-            f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
-            path=path,
-        )
-
-
-def check_sampler(
-    dataset: DatasetConfig, evaluation: EvaluationConfig | None, *, has_rollout_workers: bool
-) -> Iterator[ConfigProblem]:
-    """A sampler where nothing comes from rewards of rollout workers."""
-    if dataset.sampler is not None and not has_rollout_workers:
-        yield ConfigProblem(
-            "dataset.sampler goes by the rewards of rollout workers, and this experiment has none",
-            "remove it, or use experiment: async_ppo",
-            path=("dataset", "sampler"),
-        )
-    if evaluation is not None and evaluation.dataset.sampler is not None:
-        yield ConfigProblem(
-            "held-out rows are all looked at each time, and none is drawn",
-            "remove evaluation.dataset.sampler",
-            path=("evaluation", "dataset", "sampler"),
-        )
-
-
-def check_model(config: ModelConfig, path: KeyPath) -> Iterator[ConfigProblem]:
-    """What is wrong with a model on disk, and with its adapters."""
-    yield from (replace(problem, path=(*path, "path")) for problem in inspect_model(config.path))
-    yield from (replace(problem, path=(*path, *problem.path)) for problem in check_lora(config))
-
-
-def check_vocabulary(model: ModelConfig, first: ModelConfig, *, key: str) -> Iterator[ConfigProblem]:
-    """A model beside the actor, the first one, whose tokens are not the actor's."""
-    own, actors = (model_sizes(one.path).get("vocab_size") for one in (model, first))
-    if own is not None and actors is not None and own != actors:
-        yield ConfigProblem(
-            f"{key} has a vocabulary of {own}, the actor one of {actors}",
-            "use the model that the actor starts from, or one with the same tokenizer",
-            path=(key, "path"),
-        )
-
-
 def check_length(
-    *, max_prompt_tokens: int, max_new_tokens: int, limit: int | None, limit_name: str, path: KeyPath
+    dataset: DatasetConfig, sampling: SamplingConfig, bounds: Mapping[str, int | None], path: KeyPath
 ) -> Iterator[ConfigProblem]:
-    """Prompts and answers that together exceed a limit; `path` is the key of max_new_tokens."""
-    needed = max_prompt_tokens + max_new_tokens
-    remedy = "use a model with a longer context" if limit_name == MODEL_CONTEXT else f"raise {limit_name}"
-    if limit is not None and needed > limit:
-        yield ConfigProblem(
-            f"{max_prompt_tokens} prompt tokens + {max_new_tokens} new tokens = {needed} do not fit "
-            f"{limit_name} = {limit}",
-            f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
-            path=path,
-        )
-
-
-def check_evaluation(
-    evaluation: EvaluationConfig,
-    model: Path,
-    *,
-    kind: RowKind,
-    limits: LengthLimits,
-    on_servers: bool,
-    content: bytes | None = None,
-) -> Iterator[ConfigProblem]:
-    """Held-out rows that are broken or too long for the model, and answers that nobody can give.
-
-    Args:
-        model: directory of the one that answers.
-        limits: of the rows; those of the training data, but for the prompts.
-        on_servers: whether generation servers answer, which can sample.
-        content: the held-out rows, where no file has them yet.
-    """
-    limits = replace(limits, max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
-    for name, config in evaluation.datasets.items():
-        path: KeyPath = ("evaluation", "more", name) if name else ("evaluation", "dataset", "path")
-        rows = None if name else content
-        found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits, content=rows)
-        yield from (replace(problem, path=path) for problem in found.problems)
-        if found.warnings:
-            # An accuracy is one of all problems, or cannot be compared with that of somebody else.
+    """Prompts and answers that together exceed one of the bounds, by name; `path` is the key of max_new_tokens."""
+    needed = dataset.max_prompt_tokens + sampling.max_new_tokens
+    for name, bound in bounds.items():
+        remedy = "use a model with a longer context" if name == MODEL_CONTEXT else f"raise {name}"
+        if bound is not None and needed > bound:
             yield ConfigProblem(
-                f"held-out rows have to be usable all of them: {found.warnings[0]}",
-                "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
+                f"{dataset.max_prompt_tokens} prompt tokens + {sampling.max_new_tokens} new tokens = {needed} do not "
+                f"fit {name} = {bound}",
+                f"lower max_new_tokens or the dataset's max_prompt_tokens, or {remedy}",
                 path=path,
             )
-    if not on_servers and (
-        evaluation.sampling.temperature > 0.0
-        or evaluation.sampling.stop
-        or evaluation.answers_per_problem > 1
-        or evaluation.vote
-    ):
-        yield ConfigProblem(
-            "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
-            "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
-            path=("evaluation",),
-        )
-    if kind in ("prompts", "answers"):
-        yield from check_length(
-            max_prompt_tokens=evaluation.dataset.max_prompt_tokens,
-            max_new_tokens=evaluation.sampling.max_new_tokens,
-            limit=context_length(model),
-            limit_name=MODEL_CONTEXT,
-            path=("evaluation", "sampling", "max_new_tokens"),
-        )
 
 
 def dataset_warnings(

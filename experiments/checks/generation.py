@@ -6,14 +6,14 @@ allocation "sglang:d4t2" ──► which backend, how many GPUs per server ─�
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from corral.experiments.checks.training import check_training_side
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.endpoint import JudgeConfig
-from corral.experiments.config.rollout import EngineConfig, FlagValue, SglangConfig, WeightsConfig
+from corral.experiments.config.rollout import EngineConfig, FlagValue, RolloutConfig, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, context_length, inspect_model, model_type
@@ -144,53 +144,45 @@ def check_parallel_flags(
     Args:
         has_gpus: whether servers ask for any; else their processes run on CPUs.
     """
-    sizes = _sizes(flags)
-    if (replicas := sizes.get("dp-size")) is not None:
-        yield replicas.problem(
-            f"--{replicas.typed} takes its multiple of the GPUs that the allocation gives a server",
-            hint="raise d in the allocation for more servers; attn-dp-size is data-parallel attention within a server",
+    typed = _typed_names(flags)
+
+    def problem(name: str, message: str, hint: str) -> ConfigProblem:
+        return ConfigProblem(message, hint, path=("sglang", "flags", typed[name]))
+
+    def shown(name: str) -> str:
+        return f"--{typed[name]} {show_value(flags[typed[name]])}"
+
+    if "dp-size" in typed:
+        yield problem(
+            "dp-size",
+            f"--{typed['dp-size']} takes its multiple of the GPUs that the allocation gives a server",
+            "raise d in the allocation for more servers; attn-dp-size is data-parallel attention within a server",
         )
-    attention = sizes.get("attn-dp-size")
-    if attention is not None and attention.value != 1 and not has_gpus:
-        yield attention.problem(
-            f"{attention} needs GPUs: what SGLang computes attention with where there are none has no such mode",
-            hint="remove it, or remove gpu: 0 from groups.generation_server.scheduling",
+    if not has_gpus and "attn-dp-size" in typed and flags[typed["attn-dp-size"]] != 1:
+        yield problem(
+            "attn-dp-size",
+            f"{shown('attn-dp-size')} needs GPUs: what SGLang computes attention with where there are none has no such "
+            "mode",
+            "remove it, or remove gpu: 0 from groups.generation_server.scheduling",
         )
     fitting = [str(size) for size in range(1, gpus_per_server + 1) if gpus_per_server % size == 0]
     for group in _DIVISORS:
-        given = [sizes[name] for name in group if name in sizes]
-        if not given or _divide(gpus_per_server, [size.value for size in given]):
-            continue
-        yield given[-1].problem(
-            f"{' x '.join(map(str, given))} does not divide the {gpus_per_server} GPUs of a server "
-            f"(t{gpus_per_server})",
-            hint=f"what divides them is {', '.join(fitting)}; or change t in the allocation",
-        )
+        given = [name for name in group if name in typed]
+        if given and not _divide(gpus_per_server, [flags[typed[name]] for name in given]):
+            yield problem(
+                given[-1],
+                f"{' x '.join(map(shown, given))} does not divide the {gpus_per_server} GPUs of a server "
+                f"(t{gpus_per_server})",
+                f"what divides them is {', '.join(fitting)}; or change t in the allocation",
+            )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Size:
-    """A flag of SGLang that says among how many ranks something is divided."""
-
-    typed: str
-    """Its name as the user writes it."""
-    value: FlagValue
-
-    def problem(self, message: str, *, hint: str) -> ConfigProblem:
-        path = ("sglang", "flags", self.typed)
-        return ConfigProblem(message, hint, path=path)
-
-    def __str__(self) -> str:
-        return f"--{self.typed} {show_value(self.value)}"
-
-
-def _sizes(flags: Mapping[str, FlagValue]) -> dict[str, _Size]:
-    """The sizes among the flags by their first names."""
-    given = {name: value for name, value in flags.items() if value is not False}
-    sizes = {_ALIASES.get(name, name): _Size(typed=name, value=value) for name, value in given.items()}
-    if flags.get("enable-dp-attention") is True and "dp-size" in sizes:  # an older spelling of data-parallel attention
-        sizes["attn-dp-size"] = sizes.pop("dp-size")
-    return sizes
+def _typed_names(flags: Mapping[str, FlagValue]) -> dict[str, str]:
+    """How each flag that is given was written, by its first name."""
+    typed = {_ALIASES.get(name, name): name for name, value in flags.items() if value is not False}
+    if flags.get("enable-dp-attention") is True and "dp-size" in typed:  # an older spelling of data-parallel attention
+        typed["attn-dp-size"] = typed.pop("dp-size")
+    return typed
 
 
 def _divide(gpus: int, values: Sequence[FlagValue]) -> bool:
@@ -201,7 +193,7 @@ def _divide(gpus: int, values: Sequence[FlagValue]) -> bool:
 def check_heads(model: Path, flags: Mapping[str, FlagValue], *, gpus_per_server: int) -> Iterator[ConfigProblem]:
     """Attention heads that the GPUs of a server cannot share equally, as SGLang wants it."""
     heads = attention_heads(model)
-    if heads is None or any(name in _sizes(flags) for name in _ATTENTION_SIZES):
+    if heads is None or any(name in _typed_names(flags) for name in _ATTENTION_SIZES):
         return  # data-parallel attention gives each rank whole requests, and more heads than one in t
     if not _can_share(*heads, gpus_per_server):
         queries, keys = heads
@@ -282,3 +274,27 @@ def check_mixture(model: Path) -> Iterator[ConfigProblem]:
 def _can_share(queries: int, keys: int, ranks: int) -> bool:
     """Each rank has as many heads of queries, and as many of keys; where there are more ranks, copies of one."""
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def check_admission(rollout: RolloutConfig, *, train_batch_size: int) -> Iterator[ConfigProblem]:
+    """More prompts in flight than the staleness bound ever admits, or fewer than a batch."""
+    eta, overtaking = rollout.max_head_offpolicyness, rollout.overtaking
+    if overtaking > eta * train_batch_size:
+        yield ConfigProblem(
+            f"rollout.reorder_window {rollout.reorder_window} leaves no batch within the staleness bound: what may be "
+            f"overtaken by {overtaking} prompts has to be admitted so much earlier, and max_head_offpolicyness {eta} x "
+            f"train_batch_size {train_batch_size} = {eta * train_batch_size} are there for it",
+            f"at most {eta * train_batch_size + 1}, or raise max_head_offpolicyness",
+            path=("rollout", "reorder_window"),
+        )
+        return
+    most = (eta + 1) * train_batch_size - overtaking
+    if rollout.max_concurrent_rollouts is not None and rollout.max_concurrent_rollouts > most:
+        yield ConfigProblem(
+            f"rollout.max_concurrent_rollouts {rollout.max_concurrent_rollouts} can never be reached: "
+            f"the staleness bound admits (max_head_offpolicyness {eta} + 1) x train_batch_size {train_batch_size}"
+            + (f" - (reorder_window {rollout.reorder_window} - 1)" if overtaking else "")
+            + f" = {most}",
+            f"at most {most}, or leave it out; raise max_head_offpolicyness for more",
+            path=("rollout", "max_concurrent_rollouts"),
+        )

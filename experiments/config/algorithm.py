@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.presets import PRESETS, with_preset
 from corral.experiments.config.rollout import check_import_path_syntax
 
@@ -17,6 +17,11 @@ PAIR_LOSS_NAMES = ("dpo", "ipo", "simpo", "kto")
 """The losses of pairs that `corral.workers.algorithms.pair_losses` has under these names."""
 ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae", "none")
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
+
+
+_OF_DECOUPLED_LOSS = (
+    "behav_imp_weight_mode", "behav_imp_weight_floor", "behav_imp_weight_level", "off_policy_mask",
+)  # fmt: skip
 
 
 def _known_algorithm(name: str) -> str:
@@ -54,7 +59,7 @@ class KLConfig(FrozenConfig):
             raise ValueError(f"estimator {self.estimator} has no effect with place: reward; remove it")
         if self.target is not None and self.coef == 0.0:
             raise ValueError("target can never be reached from coef 0; start from a coef above 0, such as 0.1")
-        if self.target is None and self.horizon != type(self).model_fields["horizon"].default:
+        if self.target is None and changed(self, ["horizon"]):
             raise ValueError("horizon has no effect without target; remove it, or set a target")
         return self
 
@@ -176,34 +181,25 @@ class PPOConfig(FrozenConfig):
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
         """What a setting makes pointless is an error, as far as it was written down."""
-        for written, is_used, reason in (
-            ("c_clip", self.c_clip is None or self.loss == "ppo" or ":" in self.loss, "without loss: ppo"),
-            ("loss_divisor", self.loss_reduction == "fixed_divisor", "without loss_reduction: fixed_divisor"),
-            ("loss_settings", ":" in self.loss, "without a loss of your own"),
-            ("advantage_settings", ":" in self.advantage, "without an advantage of your own"),
-            ("overlong_limit", self.overlong_buffer is not None, "without overlong_buffer"),
-            ("overlong_penalty", self.overlong_buffer is not None, "without overlong_buffer"),
-            *(
-                (name, self.use_decoupled_loss, "without use_decoupled_loss")
-                for name in (
-                    "behav_imp_weight_mode",
-                    "behav_imp_weight_floor",
-                    "behav_imp_weight_level",
-                    "off_policy_mask",
-                )
-            ),
+        own_loss, own_advantage = ":" in self.loss, ":" in self.advantage
+        for is_used, reason, *names in (
+            (own_loss or self.loss == "ppo", "loss: ppo", "c_clip"),
+            (own_loss, "a loss of your own", "loss_settings"),
+            (own_advantage, "an advantage of your own", "advantage_settings"),
+            (own_advantage or self.advantage == "gae", "advantage: gae", "gae_lambda"),
             (
+                own_advantage or self.advantage == "group_relative",
+                "advantage: group_relative",
                 "group_std_normalization",
-                self.advantage == "group_relative" or ":" in self.advantage,
-                "without advantage: group_relative",
             ),
-            ("gae_lambda", self.advantage == "gae" or ":" in self.advantage, "without advantage: gae"),
+            (self.loss_reduction == "fixed_divisor", "loss_reduction: fixed_divisor", "loss_divisor"),
+            (self.overlong_buffer is not None, "overlong_buffer", "overlong_limit", "overlong_penalty"),
+            (self.use_decoupled_loss, "use_decoupled_loss", *_OF_DECOUPLED_LOSS),
         ):
-            is_default = getattr(self, written) == type(self).model_fields[written].default
-            if not is_used and not is_default:
-                is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(written) == getattr(self, written)
+            for name in [] if is_used else changed(self, names):
+                is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(name) == getattr(self, name)
                 way = f"algorithm: {self.algorithm} sets it: choose another" if is_of_algorithm else "remove it"
-                raise ValueError(f"{written} has no effect {reason}; {way}")
+                raise ValueError(f"{name} has no effect without {reason}; {way}")
         if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
             raise ValueError("loss_reduction fixed_divisor needs loss_divisor; the most tokens of an answer is usual")
         if self.overlong_buffer is not None and self.overlong_buffer > (self.overlong_limit or self.overlong_buffer):
@@ -272,7 +268,7 @@ class DPOConfig(FrozenConfig):
             ("desirable_weight", ("kto",)),
             ("undesirable_weight", ("kto",)),
         ):
-            if self.loss not in losses and getattr(self, written) != type(self).model_fields[written].default:
+            if self.loss not in losses and changed(self, [written]):
                 raise ValueError(f"{written} has no effect with loss: {self.loss}; remove it")
         if self.loss_settings and ":" not in self.loss:
             raise ValueError("loss_settings has no effect without a loss of your own; remove it")

@@ -1,5 +1,8 @@
 """The base of every configuration class: frozen, strict about keys, documented under each field."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -7,3 +10,17 @@ class FrozenConfig(BaseModel):
     """A configuration that is checked once, before submission, and never changed afterwards."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def changed(config: BaseModel, names: Iterable[str]) -> list[str]:
+    """Those of its fields that have another value than their default."""
+    return [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them, mapping by mapping."""
+    both = dict(below)
+    for key, value in above.items():
+        old = both.get(key)
+        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both

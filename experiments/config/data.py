@@ -7,11 +7,11 @@ sources: {name: the same, weight} ──► one order of all of them
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.condition import Condition
 from corral.experiments.config.patterns import FindingPattern
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
@@ -34,6 +34,17 @@ def _checked_names(value: dict[str, Named]) -> dict[str, Named]:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a metric; use letters, digits, . _ and -")
     return value
+
+
+def _whole_split(split: str) -> str:
+    if "[" in split:
+        raise ValueError(f"split {split!r} is a part of one; name the split, and say in rows which of them")
+    return split
+
+
+def _condition(text: str) -> str:
+    Condition.parse(text)
+    return text
 
 
 class ColumnsConfig(FrozenConfig):
@@ -76,14 +87,14 @@ class SourceConfig(FrozenConfig):
     """A data set of the Hugging Face hub, such as openai/gsm8k, that is in this user's cache. Nothing is downloaded."""
     subset: str | None = Field(default=None, min_length=1)
     """Which of the configurations of `hub`, such as main."""
-    split: str | None = Field(default=None, min_length=1)
+    split: Annotated[str, Field(min_length=1), AfterValidator(_whole_split)] | None = None
     """Which split, such as train, where `hub` or a saved folder has several."""
     rows: str = Field(default=":", pattern=r"^\d*:\d*$")
     """Which rows, by their numbers from 0, as Python slices lists: 1000:2000, or :500 for the first 500."""
     transform: ImportPath | None = None
     """A function of yours: row -> row, or None to leave it out. It is called once for each row, when the experiment is
     submitted; what it returns is kept in the cache."""
-    where: str | None = None
+    where: Annotated[str, AfterValidator(_condition)] | None = None
     """Which rows are taken, by their fields: `difficulty <= 3 and len(prompt) < 500`. It may have comparisons, in, and,
     or, not, len() and constants; a field that a row does not have is None."""
     order: str | None = Field(default=None, min_length=1)
@@ -93,20 +104,6 @@ class SourceConfig(FrozenConfig):
     """How the fields of rows are called."""
     files: tuple[Path, ...] = ()
     """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
-
-    @field_validator("split")
-    @classmethod
-    def _split_is_whole(cls, value: str | None) -> str | None:
-        if value is not None and "[" in value:
-            raise ValueError(f"split {value!r} is a part of one; name the split, and say in rows which of them")
-        return value
-
-    @field_validator("where")
-    @classmethod
-    def _where_is_a_condition(cls, value: str | None) -> str | None:
-        if value is not None:
-            Condition.parse(value)
-        return value
 
     @property
     def first_and_last(self) -> slice:
@@ -125,7 +122,7 @@ class MixedSourceConfig(SourceConfig):
 class DatasetConfig(SourceConfig):
     """Rows that are learned from, or held out; those that are too long are left out."""
 
-    sources: dict[str, MixedSourceConfig] = {}
+    sources: Annotated[dict[str, MixedSourceConfig], AfterValidator(_checked_names)] = {}
     """Several sources by name, in place of `path` and `hub`: prompts are taken from all of them in the shares that
     their weights say, and rewards are told source by source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -140,11 +137,6 @@ class DatasetConfig(SourceConfig):
     succeeds every second time, and corral.workers.data.prompt_weights:unsolved retires what is solved. None takes all
     rows pass by pass."""
 
-    @field_validator("sources")
-    @classmethod
-    def _names_are_of_sources(cls, value: dict[str, MixedSourceConfig]) -> dict[str, MixedSourceConfig]:
-        return _checked_names(value)
-
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
         for name, one in self.all_sources.items():
@@ -155,8 +147,7 @@ class DatasetConfig(SourceConfig):
                 raise ValueError(f"{where} neither path nor hub; say where its rows come from")
             if one.subset is not None and one.hub is None:
                 raise ValueError(f"{where} a subset, and only data sets of `hub` have some; remove it")
-        own = {name for name in _ORIGIN if getattr(self, name) != type(self).model_fields[name].default}
-        if self.sources and own:
+        if self.sources and (own := changed(self, _ORIGIN)):
             raise ValueError(f"{', '.join(sorted(own))} and sources both say what the rows are; keep one of them")
         if self.sampler is not None and any(one.order is not None for one in self.all_sources.values()):
             raise ValueError("order and sampler both say which row comes next; keep one of them")
@@ -214,7 +205,7 @@ class EvaluationConfig(FrozenConfig):
 
     dataset: DatasetConfig
     """The held-out rows."""
-    more: dict[str, Path] = {}
+    more: Annotated[dict[str, Path], AfterValidator(_checked_names)] = {}
     """Further files of held-out problems by name, read as `dataset` is: {aime: aime.jsonl} gives eval/aime/accuracy."""
     every_steps: int | None = Field(default=20, ge=1)
     """Train steps from one evaluation to the next; the first is before the first step, the last after the last one.
@@ -233,11 +224,6 @@ class EvaluationConfig(FrozenConfig):
     r"""A regular expression whose first group is what an answer says, where it matches last, such as \\boxed\{(.*?)\}: eval/majority then is how often what most of a problem's answers say is right."""  # noqa: E501
     best: BestConfig | None = None
     """Keep the weights that were evaluated best as exports/best; None keeps the last ones, and what `control` says."""
-
-    @field_validator("more")
-    @classmethod
-    def _names_are_of_metrics(cls, value: dict[str, Path]) -> dict[str, Path]:
-        return _checked_names(value)
 
     @property
     def datasets(self) -> dict[str, DatasetConfig]:

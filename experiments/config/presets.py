@@ -10,6 +10,8 @@ Pure.
 from collections.abc import Mapping
 from typing import Any
 
+from corral.experiments.config.base import merged
+
 _DAPO = "dapo"
 _OVERLONG_SHARE = 5  # DAPO's buffer: 4,096 of 20,480 tokens
 SHOWING = ("luffy", "sft_mix")
@@ -67,12 +69,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def with_preset(ppo: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with those of their algorithm beneath; the same if it has none, or one that is not known."""
     name = ppo.get("algorithm")
-    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
-    filled = {**preset, **ppo}
-    for below in ("kl", "distillation"):
-        if below in preset and isinstance(written := ppo.get(below), Mapping):
-            filled[below] = {**preset[below], **written}
-    return filled
+    return merged(PRESETS.get(name, {}) if isinstance(name, str) else {}, ppo)
 
 
 def fill_in(ppo: Mapping[str, Any], *, max_new_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:

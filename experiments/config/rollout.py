@@ -170,6 +170,16 @@ class GenerationConfig(FrozenConfig):
         return any(part.settings.get("url") == TRIAL for part in self.reward.values())
 
     @property
+    def makes_episodes(self) -> bool:
+        """Whether an answer may be an episode of several sequences, with rewards of turns: samples say of it then."""
+        return False
+
+    @property
+    def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
+        """Teachers outside of the trial, by source; that of all rows has no name."""
+        return {}
+
+    @property
     def compares(self) -> bool:
         """Whether the reward needs the answer of each row."""
         return any(part.function == EXACT_MATCH for part in self.reward.values())
@@ -253,7 +263,6 @@ class RolloutConfig(GenerationConfig):
 
     @property
     def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
-        """Those outside of the trial, by source; that of all rows has no name."""
         return self.teachers if self.teacher is None else {"": self.teacher, **self.teachers}
 
     def longest_answer(self, step: int) -> int:
@@ -263,7 +272,6 @@ class RolloutConfig(GenerationConfig):
 
     @property
     def makes_episodes(self) -> bool:
-        """Whether an answer may be an episode of several sequences, with rewards of turns: samples say of it then."""
         return self.agent != SINGLE_TURN or self.environment is not None
 
     @property

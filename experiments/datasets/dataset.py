@@ -17,18 +17,17 @@ from types import MappingProxyType
 from typing import cast
 
 from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig
-from corral.experiments.datasets.formats import find_files, name_of, open_rows
+from corral.experiments.datasets.formats import find_files, name_of, open_rows, unreadable
 from corral.experiments.datasets.row_files import RowFiles, fingerprint, plain
 from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, RowIndex, index_rows
 from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser
-from corral.experiments.errors import ConfigError, ConfigProblem, display_path, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.worker_specs import DatasetSpec, SourceSpec
 from corral.scheduling.worker_information import fold_numbers, unfold_numbers
 
 MOST_LOOKED_AT = 20_000
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
 _NONE_TAKEN = "take others with `rows`, or let where and transform keep some"
-_PATH_HINT = "check the path; in an experiment file it is relative to that file's folder"
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,8 @@ class Dataset(Mapping[str, DatasetRow]):
                 rows = open_rows(files, content)
                 digest = fingerprint(files if content is None else [content])
                 opened.append(Source(name, one, kind, files, rows, digest))
-            except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-                named = display_path(Path(error.filename)) if error.filename else name_of(one)
-                problems.append(ConfigProblem(f"cannot read dataset {named}: {reason}", _PATH_HINT))
-            except ValueError as error:
-                problems.append(ConfigProblem(*split_remedy(str(error))))
+            except (OSError, ValueError) as error:
+                problems.append(unreadable(one, error))
         if problems:
             raise ConfigError(problems)
         return cls(opened)

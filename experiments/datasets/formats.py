@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from corral.experiments.config.data import DatasetConfig, SourceConfig
 from corral.experiments.datasets.hub_files import files_in_cache
 from corral.experiments.datasets.row_files import ArrowRows, JsonLines, RowFile, RowFiles
-from corral.experiments.errors import closest, display_path
+from corral.experiments.errors import ConfigProblem, closest, display_path, split_remedy
 from corral.experiments.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
@@ -70,6 +70,16 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
     if not path.is_dir():
         return (path,)
     return _saved_by_datasets(path, config.split) or _in_folder(path)
+
+
+def unreadable(config: SourceConfig, error: OSError | ValueError) -> ConfigProblem:
+    """What is wrong with a source whose files cannot be found, or read."""
+    if not isinstance(error, OSError):
+        return ConfigProblem(*split_remedy(str(error)))
+    named = display_path(Path(error.filename)) if error.filename else name_of(config)
+    reason = (error.strerror or str(error)).lower()
+    hint = "check the path; in an experiment file it is relative to that file's folder"
+    return ConfigProblem(f"cannot read dataset {named}: {reason}", hint)
 
 
 def open_rows(files: tuple[Path, ...], content: bytes | None = None) -> RowFiles:

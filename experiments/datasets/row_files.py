@@ -75,7 +75,8 @@ class JsonLines:
         return len(self._ends)
 
     def read(self, number: int) -> Any:
-        line = self._line(number)
+        start = self._ends[number - 1] if number else self._first
+        line = self._data[start : self._ends[number]]
         return _DECODER.decode(line) if line.strip() else None
 
     def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -87,10 +88,6 @@ class JsonLines:
             line = data[start:end]
             yield () if not line.strip() else msgspec.structs.astuple(decode(line))
             start = end
-
-    def _line(self, number: int) -> bytes:
-        start = self._ends[number - 1] if number else self._first
-        return self._data[start : self._ends[number]]
 
 
 class ArrowRows:

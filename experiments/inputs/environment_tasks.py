@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.config.base import merged
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.inputs.other_pythons import environment_python, verifiers_version
 
@@ -91,12 +92,3 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
             f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
             f"install it there: {python} -m pip install ..."
         )
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others over them, mapping by mapping."""
-    both = dict(below)
-    for key, value in above.items():
-        old = both.get(key)
-        both[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return both

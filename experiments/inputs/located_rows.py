@@ -10,16 +10,16 @@ kept can be of an older function.
 
 import contextlib
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.data import DatasetConfig, SourceConfig
-from corral.experiments.datasets.formats import cache_folder, find_files, name_of
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
+from corral.experiments.datasets.formats import cache_folder, find_files, name_of, unreadable
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
 from corral.experiments.inputs.users_process import users_process
 
 _TRANSFORM_TIMEOUT_S = 3600.0
@@ -38,13 +38,9 @@ def locate_rows(config: DatasetConfig, path: KeyPath) -> DatasetConfig:
     for name, one in config.all_sources.items():
         try:
             located[name] = _located(one)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            hint = "check the path; in an experiment file it is relative to that file's folder"
-            problems.append(ConfigProblem(f"cannot read dataset {name_of(one)}: {reason}", hint, path=(*path, "path")))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             place = (*path, "sources", name) if name else (*path, "hub" if one.hub else "path")
-            problems.append(ConfigProblem(*split_remedy(str(error)), path=place))
+            problems.append(replace(unreadable(one, error), path=place))
     if problems:
         raise ConfigError(problems)
     return config.model_copy(update={"sources": located} if config.sources else located[""])
@@ -59,20 +55,14 @@ def _located(config: SourceConfig) -> Any:
 
 
 def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
-    wanted, cache = config.first_and_last, cache_folder()
+    cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as folder:
         output, said = Path(folder) / "rows.jsonl", Path(folder) / "said"
-        request = {
-            "function": config.transform,
-            "files": list(map(str, files)),
-            "first": wanted.start,
-            "last": wanted.stop,
-            "output": str(output),
-        }
+        source = SourceConfig(files=files, rows=config.rows, transform=config.transform).model_dump_json()
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
         module = "corral.workers.user_code.transform_rows"
-        with users_process(module, json.dumps(request), said=said) as process:
+        with users_process(module, source, str(output), said=said) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TRANSFORM_TIMEOUT_S)
             is_late = process.poll() is None

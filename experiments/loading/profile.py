@@ -10,11 +10,12 @@ error names the profile where the profile is to blame. What a profile says about
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.config.base import merged
 from corral.experiments.errors import (
     ConfigError,
     ConfigProblem,
@@ -96,21 +97,14 @@ def without(layer: Layer, unwanted: Sequence[KeyPath]) -> Layer:
 
 def merge(layers: Sequence[Layer]) -> Layer:
     """All layers as one, later ones on top."""
-    data: Any = {}
+    data: dict[str, Any] = {}
     place_by_path: dict[KeyPath, Place] = {}
     for layer in layers:
-        data = _on_top(data, layer.data)
+        data = merged(data, layer.data)
         place_by_path |= layer.place_by_path
     # Items of a list and keys of a mapping that was replaced as a whole, or left out, came from nowhere.
     found = {path: place for path, place in place_by_path.items() if value_at(data, path, _NOWHERE) is not _NOWHERE}
     return Layer(data=data, place_by_path=found)
-
-
-def _on_top(weak: Any, strong: Any) -> Any:
-    if not isinstance(strong, Mapping):
-        return strong
-    below = weak if isinstance(weak, Mapping) else {}
-    return {**below, **{key: _on_top(below.get(key), value) for key, value in strong.items()}}
 
 
 def _site_profile() -> list[Path]:

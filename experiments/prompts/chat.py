@@ -13,15 +13,14 @@ spoken again, there is no bridge: the conversation has to be rendered anew, and 
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.prompts.chat_template import ASKED, ChatTemplate, has_template
-from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages
+from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
 from corral.experiments.prompts.template_probes import (
     SAID,
     THOUGHT,
@@ -32,17 +31,7 @@ from corral.experiments.prompts.template_probes import (
     tool_call_form,
 )
 from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
-from corral.experiments.prompts.tool_calls import FoundCall
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a function, by the model."""
-
-    id: str
-    name: str
-    arguments: str
-    """JSON of an object."""
+from corral.experiments.prompts.tool_calls import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,7 @@ class AssistantMessage:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in self.tool_calls
             ]
-        return message
+        return with_text_arguments(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +135,7 @@ class ChatRenderer:
         for number, message in enumerate(plain):
             if message["role"] == "assistant":
                 start = self._start_of_answer(text, plain[:number], tools=tools, after=end)
-                end = self._end_of_answer(text, start)
+                end = self._first_end(text, start)[1]
                 spans += [(start, end)] if number >= num_given else []
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
@@ -183,8 +172,8 @@ class ChatRenderer:
         stand_in = stand_in_for(answer)
         following = plain_messages(messages) if messages else []
         text = self.template.render([*before, stand_in, *following], tools=tools)
-        end = self._first_end(text, len(asked))
-        if not text.startswith(asked) or end is None:
+        end, _ = self._first_end(text, len(asked))
+        if not text.startswith(asked) or end == len(text):
             return None
         said = text[len(asked) : end]
         if any(mark in stand_in.values() and mark not in said for mark in (SAID, THOUGHT)):
@@ -212,17 +201,12 @@ class ChatRenderer:
         ends = stopped and bool(output_ids) and output_ids[-1] in self.stop_token_ids
         text = self._decode(output_ids[:-1] if ends else output_ids)
         reasoning, content = self._without_reasoning(text)
-        found: list[FoundCall] = []
+        found: list[ToolCall] = []
         if tools and self.tool_calls is not None:
             with suppress(RecursionError):  # nested so deep is no call: Python reads no such JSON
                 content, found = self.tool_calls.find(content, tools=tools)
-        calls = tuple(
-            ToolCall(
-                _call_id(num_before, output_ids, number), call.name, json.dumps(call.arguments, ensure_ascii=False)
-            )
-            for number, call in enumerate(found)
-        )
-        return AssistantMessage(content, reasoning, calls, text)
+        calls = [replace(call, id=_call_id(num_before, output_ids, at)) for at, call in enumerate(found)]
+        return AssistantMessage(content, reasoning, tuple(calls), text)
 
     def _without_reasoning(self, text: str) -> tuple[str, str]:
         """(reasoning, the rest). One that is not closed was cut, and nothing comes after it."""
@@ -265,16 +249,11 @@ class ChatRenderer:
             )
         return found + len(begins)
 
-    def _end_of_answer(self, text: str, start: int) -> int:
-        """Behind the first token that ends answers; where none does, the end of the text."""
+    def _first_end(self, text: str, start: int) -> tuple[int, int]:
+        """Where the first of the tokens that end answers begins and ends; where there is none, the text does."""
         ends = ((text.find(token, start), len(token)) for token in map(self.tokenizer.id_to_token, self.stop_token_ids))
         at, length = min(((at, length) for at, length in ends if at >= 0), default=(len(text), 0))
-        return at + length
-
-    def _first_end(self, text: str, start: int) -> int | None:
-        """Where the first of the tokens that end answers begins."""
-        ends = (text.find(self.tokenizer.id_to_token(stop), start) for stop in self.stop_token_ids)
-        return min((end for end in ends if end >= 0), default=None)
+        return at, at + length
 
     def _encode(self, text: str) -> list[int]:
         """A template writes <bos> itself, or the model wants none."""

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from corral.experiments.prompts.messages import Message, ToolSchema, with_text_arguments
+from corral.experiments.prompts.tokens import read_settings
 from corral.experiments.prompts.tool_calls import PROBE
 from corral.experiments.regular_file import read_regular
 
@@ -44,7 +45,7 @@ class ChatTemplate:
         Raises:
             ValueError: if the model has none.
         """
-        config = _read_json(directory / "tokenizer_config.json")
+        config = read_settings(directory / "tokenizer_config.json")
         sources = _sources(directory, config)
         if "default" not in sources:
             raise ValueError(
@@ -122,7 +123,7 @@ def _refuse(message: str) -> NoReturn:
 
 def has_template(directory: Path) -> bool:
     """Whether a model can be chatted with."""
-    return "default" in _sources(directory, _read_json(directory / "tokenizer_config.json"))
+    return "default" in _sources(directory, read_settings(directory / "tokenizer_config.json"))
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -130,7 +131,7 @@ def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     found = {name: read_regular(path).decode() for name, path in files.items() if path.exists()}
-    given = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    given = config.get("chat_template") or read_settings(directory / "chat_template.json").get("chat_template")
     if found or not given:
         return found
     return {"default": given} if isinstance(given, str) else {one["name"]: one["template"] for one in given}
@@ -138,13 +139,3 @@ def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _text_of(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_regular(path))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: {error}; download it again") from error
-    return content if isinstance(content, dict) else {}

@@ -71,14 +71,14 @@ def _plain_message(message: object) -> dict[str, Any]:
     return plain
 
 
-def with_text_arguments(message: Message) -> Message:
+def with_text_arguments(message: Message) -> dict[str, Any]:
     """A plain message whose calls have their arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls} if calls else message
+    return {**message, "tool_calls": calls} if calls else {**message}
 
 
 def _joined_text(content: object) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.experiments.prompts.messages import ToolSchema
-from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall
+from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, ToolCall
 
 _NAME = r"([^\s<>\[\]{}\"'|=]+)"
 
@@ -41,7 +41,7 @@ class SpelledCallForm:
     parameters: _Parameters | None
     """None where arguments are JSON."""
 
-    def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[FoundCall]]:
+    def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """What an answer says before its calls, and the calls; the whole text and none if one is malformed."""
         said, *pieces = text.split(self.begin)
         properties = {tool["function"]["name"]: _properties(tool) for tool in tools}
@@ -51,7 +51,7 @@ class SpelledCallForm:
             return text, []
         return (said.rstrip().removesuffix(self.wrapper).strip(), calls) if calls else (text, [])
 
-    def _call(self, piece: str, properties: Mapping[str, Mapping[str, Any]]) -> FoundCall:
+    def _call(self, piece: str, properties: Mapping[str, Mapping[str, Any]]) -> ToolCall:
         # Numbers are those of the call: its place, or its id.
         after_name = re.sub(r"\d+", lambda match: r"\w+", _spaced(self.after_name))
         named = re.match(rf"\s*{_NAME}\s*{after_name}\s*", piece)
@@ -63,12 +63,12 @@ class SpelledCallForm:
             arguments, _ = json.JSONDecoder().raw_decode(body)
             if not isinstance(arguments, dict):
                 raise ValueError(f"no arguments: {body}")
-            return FoundCall(name, arguments)
+            return ToolCall(name, arguments)
         marks = self.parameters
         pattern = rf"{_spaced(marks.begin)}\s*(.+?)\s*{_spaced(marks.middle)}(.*?){_spaced(marks.end)}"
         found = re.findall(pattern, body, re.DOTALL)
         known = properties.get(name, {})
-        return FoundCall(name, {key: _value(text.strip("\n"), known.get(key)) for key, text in found})
+        return ToolCall(name, {key: _value(text.strip("\n"), known.get(key)) for key, text in found})
 
 
 def spelled_form_in(text: str) -> SpelledCallForm | None:

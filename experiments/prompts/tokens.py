@@ -56,7 +56,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     Raises:
         ValueError: if the model names none.
     """
-    declared = [_read(directory / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    files = ("generation_config.json", "config.json")
+    declared = [read_settings(directory / name).get("eos_token_id") for name in files]
     listed = [value for entry in declared for value in (entry if isinstance(entry, list) else [entry])]
     ids = dict.fromkeys(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
     if not ids:
@@ -73,16 +74,22 @@ def end_of_answer_id(directory: Path, tokenizer: Any) -> int:
         ValueError: if the model names none.
     """
     ids = eos_token_ids(directory)
-    named = _read(directory / "tokenizer_config.json").get("eos_token")
+    named = read_settings(directory / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     own = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return own if own in ids else ids[0]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's directory; empty if there is no such file.
+
+    Raises:
+        ValueError: if it is no JSON.
+    """
     try:
         content = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}; download it again") from error
     return content if isinstance(content, dict) else {}

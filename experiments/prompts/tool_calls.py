@@ -10,7 +10,7 @@ stays in the text.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,13 @@ _PYTHON_TAG = "<|python_tag|>"  # Llama 3 begins a call with it, or does not
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCall:
-    """One call in an answer."""
+class ToolCall:
+    """What a model asks for in an answer."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Mapping[str, Any]
+    id: str = ""
+    """As the conversation's messages name it; "" where its form has no names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class JsonCallForm:
     Example:
         form = JsonCallForm("<tool_call>", "</tool_call>", "name", "arguments")
         form.find('Let me see.\\n<tool_call>\\n{"name": "look", "arguments": {}}\\n</tool_call>', tools=[look])
-        # ("Let me see.", [FoundCall("look", {})])
+        # ("Let me see.", [ToolCall("look", {})])
     """
 
     begin: str
@@ -47,7 +49,7 @@ class JsonCallForm:
     name_key: str
     arguments_key: str
 
-    def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[FoundCall]]:
+    def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """What an answer says besides its calls, and the calls; the whole text and none if one is malformed.
 
         Args:
@@ -62,16 +64,16 @@ class JsonCallForm:
         names = {tool["function"]["name"] for tool in tools}
         return ("", calls) if calls and all(call.name in names for call in calls) else (text, [])
 
-    def _marked(self, text: str) -> tuple[str, list[FoundCall]]:
+    def _marked(self, text: str) -> tuple[str, list[ToolCall]]:
         said, *marked = text.split(self.begin)
-        calls: list[FoundCall] = []
+        calls: list[ToolCall] = []
         for piece in marked:
             body, _, after = piece.partition(self.end) if self.end else (piece, "", "")
             calls += self._calls(body)
             said += after
         return (said.strip(), calls) if calls else (text, [])
 
-    def _calls(self, text: str) -> Iterator[FoundCall]:
+    def _calls(self, text: str) -> Iterator[ToolCall]:
         """Of JSON objects, or lists of them, one after the other.
 
         Raises:
@@ -84,13 +86,13 @@ class JsonCallForm:
                 yield self._call(call)
             rest = rest[end:].lstrip().removeprefix(";").lstrip()
 
-    def _call(self, value: Any) -> FoundCall:
+    def _call(self, value: Any) -> ToolCall:
         name, arguments = (
             (value.get(self.name_key), value.get(self.arguments_key)) if isinstance(value, dict) else ("", 0)
         )
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError(f"no call: {value}")
-        return FoundCall(name, arguments)
+        return ToolCall(name, arguments)
 
 
 def json_form_in(text: str) -> JsonCallForm | None:

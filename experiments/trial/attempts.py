@@ -87,8 +87,9 @@ def record_attempt(directory: TrialDirectory, *, attempt: int, resume: bool, mod
     """Writes the record of an attempt that a human asks for."""
     # A claim without a record was left by a start that was killed between the two; nobody runs that attempt.
     _claim_path(directory, attempt).unlink(missing_ok=True)
-    start_slot = TrialLog(directory.log_path).read().next_slot
-    return _write_record(directory, attempt=attempt, resume=resume, mode=mode, start_slot=start_slot)
+    slot = TrialLog(directory.log_path).read().next_slot
+    record = AttemptRecord(attempt=attempt, resume=resume, mode=mode, start_slot=slot, submitted_at=time.time())
+    return _write_record(directory, record)
 
 
 def begin_attempt(
@@ -124,9 +125,15 @@ def begin_attempt(
         # Our own claim without a whole record: we were killed between the two, or a full disk has cut it.
         number = newest + 1 if own is None else own
         if own is not None or write_if_absent(_claim_path(directory, number), msgspec.json.encode(claim)):
-            return _write_record(
-                directory, attempt=number, resume=True, mode=mode, start_slot=state.next_slot, is_automatic=True
+            record = AttemptRecord(
+                attempt=number,
+                resume=True,
+                mode=mode,
+                start_slot=state.next_slot,
+                submitted_at=time.time(),
+                is_automatic=True,
             )
+            return _write_record(directory, record)
 
 
 def why_not_another(
@@ -254,16 +261,6 @@ def _numbers(directory: TrialDirectory, pattern: re.Pattern[str]) -> list[int]:
     return sorted({int(match[1]) for match in map(pattern.fullmatch, names) if match})
 
 
-def _write_record(
-    directory: TrialDirectory, *, attempt: int, resume: bool, mode: str, start_slot: int, is_automatic: bool = False
-) -> AttemptRecord:
-    record = AttemptRecord(
-        attempt=attempt,
-        resume=resume,
-        mode=mode,
-        start_slot=start_slot,
-        submitted_at=time.time(),
-        is_automatic=is_automatic,
-    )
-    atomic_write(_record_path(directory, attempt), msgspec.json.encode(record))
+def _write_record(directory: TrialDirectory, record: AttemptRecord) -> AttemptRecord:
+    atomic_write(_record_path(directory, record.attempt), msgspec.json.encode(record))
     return record

@@ -47,7 +47,6 @@ from corral.experiments.trial.log_storage import MAX_ENTRY_BYTES, VISIBLE_TIMEOU
 
 _SLOTS_BETWEEN_SNAPSHOTS: Final = 100  # opened in 2 ms, on a network file system in 100
 _DECODER: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(Claim | Commit | FallBack | Stop | Done)
-_OLDER_FIELD: Final = b'"manifest_sha256":'  # of commits before they had BLAKE3 digests
 _MAX_REASON_CHARACTERS: Final = 500  # at most 2000 bytes of an entry
 _STOP_PATIENCE_S: Final = 5.0  # a supervisor that ends a trial has little time
 _HIDDEN_SLOT_PAUSE_S: Final = 0.05
@@ -202,11 +201,6 @@ class TrialLog:
                 raise ValueError(f"more than {MAX_ENTRY_BYTES} bytes")
             entry: Entry = _DECODER.decode(data)
         except (ValueError, msgspec.MsgspecError) as error:
-            if _OLDER_FIELD in data:
-                raise CorruptLogError(
-                    f"{self._path}/{slot:08d} was written by an older version of corral, with SHA-256 "
-                    "digests; go on with that version, or start a new trial from the weights of its last checkpoint"
-                ) from error
             raise CorruptLogError(
                 f"{self._path}/{slot:08d} is not a trial log entry ({error}); restore the file from a backup, "
                 f"or start a new trial from the last good checkpoint"

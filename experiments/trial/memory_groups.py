@@ -76,17 +76,11 @@ def memory_groups(proc: Path = _PROC) -> Iterator[MemoryGroup]:
             own = Path(point) / PurePosixPath(path).relative_to(root)
         except ValueError:
             continue
-        yield from (MemoryGroup(folder, is_v2) for folder in _up_to(own, Path(point)))
+        around = (folder for folder in (own, *own.parents) if folder.is_relative_to(point))
+        yield from (MemoryGroup(folder, is_v2) for folder in around)
 
 
 def _hierarchy_and_path(line: str) -> tuple[str, str]:
     """`4:memory:/job_7` -> memory, `0::/job_7` -> "": version 2 has one tree for everything."""
     _, controllers, path = line.split(":", 2)
     return ("memory" if "memory" in controllers.split(",") else controllers), path
-
-
-def _up_to(folder: Path, top: Path) -> Iterator[Path]:
-    yield folder
-    while folder != top:
-        folder = folder.parent
-        yield folder

@@ -24,14 +24,8 @@ import zmq
 
 from corral.experiments.trial.directory import fsync_directory, write_new_file
 from corral.experiments.trial.trust import Trust, new_identity
+from corral.scheduling.worker_information import WORKER_KINDS
 
-ROLES: Final = (
-    "master_worker",
-    "model_worker",
-    "generation_server",
-    "gserver_manager",
-    "rollout_worker",
-)
 SECRETS_FILE: Final = "secrets.json"
 _MAX_BYTES: Final = 65536
 _HIDDEN: Final = "***"
@@ -101,7 +95,7 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         new = cls(
             server=_new_pair(),
-            clients={role: _new_pair() for role in ROLES},
+            clients={role: _new_pair() for role in WORKER_KINDS},
             # In hexadecimal: SGLang hands its keys on as arguments, where one that begins with - is an option.
             redis_password=Secret(random_tokens.token_hex(32)),
             http_api_key=Secret(random_tokens.token_hex(32)),
@@ -137,17 +131,7 @@ class TrialSecrets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             # The cause is not chained: it may quote the file.
             raise ValueError(f"{path} is not a secrets file ({type(error).__name__}); start a new trial") from None
-        if not Trust(directory).path.exists():
-            raise ValueError(
-                f"{directory} holds no certificate; it was written by another version of corral, so stop the trial, "
-                "and continue it with `rl-submit --resume`, which makes new secrets"
-            )
         identity = _read_private_file(Trust(directory).path)
-        missing = [role for role in ROLES if role not in found.clients]
-        if missing:
-            raise ValueError(
-                f"{path} has no keys for {', '.join(missing)}; it was written by another version of corral"
-            )
         return msgspec.structs.replace(found, tls_key=_key_lines(identity))
 
     @staticmethod

@@ -8,11 +8,12 @@ import pytest
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks.environment import check_environment
+from corral.experiments.config.base import merged
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.errors import ConfigError
-from corral.experiments.inputs.environment_tasks import find_environment, merged
+from corral.experiments.inputs.environment_tasks import find_environment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.trial.directory import TrialDirectory

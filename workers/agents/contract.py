@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Message = Mapping[str, Any]
-"""One of a conversation: {"role": ..., "content": ...}, as chat templates read them."""
+from corral.experiments.prompts.messages import Message as Message
+from corral.experiments.prompts.tool_calls import ToolCall as ToolCall
+
 Words = str | Sequence[Message] | Sequence[int]
 """What can be said to a model: text, messages of a conversation, or token ids as they are."""
 
@@ -46,16 +47,6 @@ class Endpoint:
     """http://127.0.0.1:PORT/v1"""
     api_key: str = field(repr=False)
     """Of this episode; it opens nothing when the episode is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """What a model asks for."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = ""
-    """As the conversation's messages name it; "" where its form has no names."""
 
 
 @dataclass(frozen=True, slots=True)

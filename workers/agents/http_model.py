@@ -3,13 +3,13 @@
 token ids ──POST /inference/v1/generate, a key for this episode──► endpoint ──► EpisodeSession ──► token ids, logprobs
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from corral.workers.agents.contract import EpisodeEndedError, RefusedError
-from corral.workers.agents.session import Reply
+from corral.workers.agents.language import Reply
 
 _BASE = "http://endpoint"  # a Unix socket has no host; the name is not looked up
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the worker has deadlines for servers; it may have to wait for them
@@ -30,23 +30,8 @@ class HttpModel:
         """
         self._http, self._headers = http, {"Authorization": f"Bearer {key}"}
 
-    async def __call__(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        stop_token_ids: Sequence[int],
-        temperature: float | None,
-    ) -> Reply:
-        asked = {
-            "max_tokens": max_new_tokens,
-            "stop": list(stop) or None,
-            "stop_token_ids": list(stop_token_ids) or None,
-            "own_temperature": temperature,
-        }
-        sampling = {name: value for name, value in asked.items() if value is not None}
-        body = {"token_ids": list(ids), "sampling_params": sampling}
+    async def __call__(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> Reply:
+        body = {"token_ids": list(ids), "sampling_params": dict(sampling)}
         async with self._http.post("/inference/v1/generate", json=body, headers=self._headers) as response:
             answer = await response.json()
         if response.status != 200:

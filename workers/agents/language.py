@@ -5,21 +5,44 @@ messages ─► answered: what the template writes behind the answer ──► t
              └── the template would now write what was said in another way ──► the conversation, rendered anew
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
 from corral.experiments.prompts.tokens import encode_answer, encode_prompt
-from corral.workers.agents.contract import Message, ToolCall, Words
-from corral.workers.agents.session import Answered, Said
+from corral.workers.agents.contract import Message, ToolCall, Turn, Words
+
+if TYPE_CHECKING:
+    from corral.experiments.prompts.chat import ChatRenderer  # whose Jinja only the process of agents needs
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model has made."""
+
+    number: int
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: Literal["stop", "length"]
+    versions: Sequence[tuple[str, int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a session may go on from."""
+
+    history: Sequence[int]
+    conversation: Sequence[Message] | None
+    """The same as messages; None if nobody knows them."""
+    last: Turn | None = None
+    """The answer that it ends with."""
 
 
 class ModelLanguage:
-    """A `Language`."""
+    """Of one model."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: ChatRenderer | None) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: "ChatRenderer | None") -> None:
         """
         Args:
             tokenizer: of `tokenizers`.
@@ -29,53 +52,52 @@ class ModelLanguage:
         self._tokenizer, self._renderer = tokenizer, renderer
         self._stop_token_ids = frozenset((*stop_token_ids, *self.ends))
 
-    def go_on(
-        self,
-        history: Sequence[int],
-        words: Words,
-        *,
-        last: Answered | None,
-        conversation: Sequence[Message] | None,
-        tools: Sequence[Mapping[str, Any]],
-    ) -> list[int]:
-        """Text in the middle of a sequence has no special tokens.
+    def go_on(self, point: Point, words: Words, *, tools: Sequence[Mapping[str, Any]]) -> Point:
+        """Behind some words; with another history where the model's template writes what was said in another way now.
+
+        Text in the middle of a sequence has no special tokens.
 
         Raises:
             ValueError: for messages, if the model has no template, or nobody knows what was said before in messages.
         """
+        history, known = point.history, point.conversation
         if isinstance(words, str):
             ids = encode_answer(self._tokenizer, words) if history else encode_prompt(self._tokenizer, words)
-            return [*history, *ids]
-        if not words or is_ids(words):
-            return [*history, *(word for word in words if isinstance(word, int))]
+            return Point([*history, *ids], None)
+        if is_ids(words):
+            return Point([*history, *words], None)
         messages = [word for word in words if isinstance(word, Mapping)]
         if self._renderer is None:
             raise ValueError("messages need a model with a chat template, and this one has none; say text")
-        if last is not None:
-            before = conversation or ()
+        conversation = None if history and known is None else [*(known or ()), *messages]
+        if point.last is not None:
+            stopped = point.last.finish_reason == "stop"
             gone_on = self._renderer.bridge(
-                history, stopped=last.stopped, messages=messages, tools=tools, history=before
+                history, stopped=stopped, messages=messages, tools=tools, history=known or ()
             )
             if gone_on is not None:
-                return gone_on
-        if history and conversation is None:
+                return Point(gone_on, conversation)
+        if conversation is None:
             raise ValueError(
                 "the model's chat template cannot go on from what was said as text or token ids; begin with messages, "
                 "or in a branch with history=[]"
             )
-        return self._renderer.render([*(conversation or ()), *messages], tools=tools)
+        return Point(self._renderer.render(conversation, tools=tools), conversation)
 
     @property
     def ends(self) -> Sequence[int]:
         """What the template writes behind an answer, where the model does not say so."""
         return () if self._renderer is None else self._renderer.stop_token_ids
 
-    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]], num_before: int) -> Said:
-        """The answer, and what its calls are as the template writes them."""
+    def read(self, reply: Reply, *, tools: Sequence[Mapping[str, Any]], num_before: int) -> tuple[Turn, Message]:
+        """The answer, with its calls as the template writes them; and the same as a part of a conversation."""
+        ids, stopped = reply.ids, reply.finish_reason == "stop"
         ended = len(ids) > 0 and ids[-1] in self._stop_token_ids
         text: str = self._tokenizer.decode(list(ids[:-1] if ended else ids))
-        if self._renderer is None:
-            return Said(text, (), {"role": "assistant", "content": text})
-        answer = self._renderer.parse(ids, stopped=stopped, tools=tools, num_before=num_before)
-        calls = [ToolCall(call.name, json.loads(call.arguments), call.id) for call in answer.tool_calls]
-        return Said(text, calls, answer.as_message())
+        calls: Sequence[ToolCall] = ()
+        message: Message = {"role": "assistant", "content": text}
+        if self._renderer is not None:
+            answer = self._renderer.parse(ids, stopped=stopped, tools=tools, num_before=num_before)
+            calls, message = answer.tool_calls, answer.as_message()
+        turn = Turn(reply.number, text, ids, reply.logprobs, reply.finish_reason, calls, reply.versions)
+        return turn, message

@@ -10,95 +10,21 @@ goes on from all tokens of a sequence stays in it; anything else is another sequ
 It knows neither HTTP nor the worker: `Model` is one, and whoever tests an agent may bring another.
 """
 
+import copy
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from corral.workers.agents.contract import AsksOnError, Endpoint, EpisodeEndedError, Message, ToolCall, Turn, Words
+from corral.workers.agents.contract import AsksOnError, Endpoint, EpisodeEndedError, Message, Turn, Words
+from corral.workers.agents.language import ModelLanguage, Point, Reply
 
 _MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a model has made."""
-
-    number: int
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: Literal["stop", "length"]
-    versions: Sequence[tuple[str, int, int]] = ()
-
-
-class Model(Protocol):
-    """Who makes the answers."""
-
-    def __call__(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        stop_token_ids: Sequence[int],
-        temperature: float | None,
-    ) -> Awaitable[Reply]:
-        """What follows these tokens.
-
-        Raises:
-            EpisodeEndedError: at a limit of the episode.
-            RefusedError: if the request can never be answered.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """An answer, read."""
-
-    text: str
-    """Without the token that ended it."""
-    tool_calls: Sequence[ToolCall]
-    message: Message
-    """As a part of a conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """That a history ends with an answer."""
-
-    turn: Turn
-    stopped: bool
-    """Whether it came to an end of its own."""
-
-
-class Language(Protocol):
-    """Between words and tokens."""
-
-    def go_on(
-        self,
-        history: Sequence[int],
-        words: Words,
-        *,
-        last: Answered | None,
-        conversation: Sequence[Message] | None,
-        tools: Sequence[Mapping[str, Any]],
-    ) -> list[int]:
-        """A history with words behind it; another one where the model's template writes what was said in another way
-        now.
-
-        Args:
-            last: the answer that it ends with.
-            conversation: what it says, as messages; None if nobody knows.
-        """
-
-    @property
-    def ends(self) -> Sequence[int]:
-        """Tokens that end an answer of a conversation, beside those that end any."""
-
-    def read(self, ids: Sequence[int], *, stopped: bool, tools: Sequence[Mapping[str, Any]], num_before: int) -> Said:
-        """An answer behind so many tokens."""
-
-
+Model = Callable[[Sequence[int], Mapping[str, Any]], Awaitable[Reply]]
+"""Tokens, and how is sampled, as the model endpoint's `sampling_params` have it -> what follows them. Raises
+EpisodeEndedError at a limit of the episode, RefusedError if the request can never be answered."""
 Judge = Callable[[str], Awaitable[float]]
 """The answer's text -> what `rollout.reward` gives it; JudgeError after its last try."""
 
@@ -117,51 +43,38 @@ class Record:
     """Requests that came to it, one after the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Where a session may go on from."""
-
-    history: Sequence[int]
-    conversation: Sequence[Message] | None
-    last: Answered | None
-
-
 class Session:
     """One history of an episode."""
 
     def __init__(
         self,
         model: Model,
-        language: Language,
+        language: ModelLanguage,
         judge: Judge,
         history: Sequence[int],
         *,
         conversation: Sequence[Message] | None = None,
-        record: Record | None = None,
-        behind: "dict[int, _Point] | None" = None,
         endpoint: Endpoint | None = None,
     ) -> None:
         """
         Args:
             history: the tokens that it begins with; an agent finds the prompt there.
             conversation: the same as messages, if it is one.
-            record: of the episode, if it has another session already.
-            behind: the histories behind each turn of the episode, likewise.
             endpoint: where others reach the model.
         """
         self._model, self._language, self._judge = model, language, judge
-        self._history = list(history)
-        self._conversation = None if conversation is None else list(conversation)
-        self._record = record if record is not None else Record()
-        self._behind = behind if behind is not None else {}
+        self._point = Point(tuple(history), conversation)
+        self._behind: dict[int, Point] = {}
+        """Where each turn of the episode has led to."""
+        self.record = Record()
+        """What was noted of the episode so far."""
         self._endpoint = endpoint
-        self._last: Answered | None = None
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def ids(self) -> Sequence[int]:
         """The history: everything that was said and made in it."""
-        return tuple(self._history)
+        return tuple(self._point.history)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -173,11 +86,6 @@ class Session:
         if self._endpoint is None:
             raise RuntimeError("this session has no endpoint; a rollout worker's has")
         return self._endpoint
-
-    @property
-    def record(self) -> Record:
-        """What was noted of the episode so far."""
-        return self._record
 
     async def say(self, words: Words, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add to the history what the model is told; nothing is learned from it.
@@ -191,16 +99,8 @@ class Session:
             ValueError: for messages, if the model has no chat template.
         """
         self._tools = tools or self._tools
-        if not words:
-            return
-        begun = bool(self._history)
-        self._history = self._language.go_on(
-            self._history, words, last=self._last, conversation=self._conversation, tools=self._tools
-        )
-        messages = [word for word in words if isinstance(word, Mapping)]
-        known = self._conversation if begun else []
-        self._conversation = [*known, *messages] if messages and known is not None else None
-        self._last = None
+        if words:
+            self._point = self._language.go_on(self._point, words, tools=self._tools)
 
     async def generate(
         self,
@@ -224,43 +124,32 @@ class Session:
         Raises:
             EpisodeEndedError: if a limit of the episode leaves no room for an answer.
         """
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        point = self._point
+        asked_for = {
+            "max_tokens": max_new_tokens,
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "stop_token_ids": list(self._language.ends) if point.conversation is not None else [],
+            "own_temperature": temperature,
+        }
+        sampling = {name: value for name, value in asked_for.items() if value not in (None, [])}
         try:
-            reply = await self._model(
-                tuple(self._history),
-                max_new_tokens=max_new_tokens,
-                stop=stops,
-                stop_token_ids=self._language.ends if self._conversation is not None else (),
-                temperature=temperature,
-            )
+            reply = await self._model(point.history, sampling)
         except EpisodeEndedError as error:
-            self._record.ended = error.reason
-            self._record.num_refused += 1
-            if self._record.num_refused > _MAX_REFUSED:
+            self.record.ended = error.reason
+            self.record.num_refused += 1
+            if self.record.num_refused > _MAX_REFUSED:
                 raise AsksOnError(
                     f"the agent asked {_MAX_REFUSED} times in an episode that had ended: {error}"
                 ) from error
             raise
-        self._record.ended, self._record.num_refused = "", 0
-        stopped, asked = reply.finish_reason == "stop", tools or self._tools
-        said = self._language.read(reply.ids, stopped=stopped, tools=asked, num_before=len(self._history))
-        turn = Turn(
-            reply.number,
-            said.text,
-            reply.ids,
-            reply.logprobs,
-            reply.finish_reason,
-            tool_calls=said.tool_calls,
-            versions=reply.versions,
-        )
-        self._history += reply.ids
-        if self._conversation is not None:
-            self._conversation.append(said.message)
-        self._tools, self._last = asked, Answered(turn, stopped)
-        conversation = None if self._conversation is None else tuple(self._conversation)
-        self._behind[turn.number] = _Point(tuple(self._history), conversation, self._last)
+        self.record.ended, self.record.num_refused = "", 0
+        self._tools = tools or self._tools
+        turn, message = self._language.read(reply, tools=self._tools, num_before=len(point.history))
+        conversation = None if point.conversation is None else [*point.conversation, message]
+        self._point = Point([*point.history, *reply.ids], conversation, turn)
+        self._behind[turn.number] = self._point
         if not train:
-            self._record.untrained.append(turn.number)
+            self.record.untrained.append(turn.number)
         return turn
 
     def branch(self, after: Turn | int | None = None, *, history: Sequence[int] | None = None) -> "Session":
@@ -270,23 +159,11 @@ class Session:
             after: go on behind this turn of the episode; None goes on from here.
             history: begin with these tokens instead; [] with none.
         """
+        branch = copy.copy(self)  # of the same episode: record and turns are those of all its sessions
         if history is not None:
-            point = _Point(tuple(history), None if history else (), None)
-        elif after is None:
-            point = _Point(tuple(self._history), self._conversation, self._last)
-        else:
-            point = self._behind[after.number if isinstance(after, Turn) else after]
-        branch = Session(
-            self._model,
-            self._language,
-            self._judge,
-            point.history,
-            conversation=point.conversation,
-            record=self._record,
-            behind=self._behind,
-            endpoint=self._endpoint,
-        )
-        branch._last, branch._tools = point.last, self._tools
+            branch._point = Point(history, None if history else ())
+        elif after is not None:
+            branch._point = self._behind[after.number if isinstance(after, Turn) else after]
         return branch
 
     async def judge(self, answer: Turn | str | None = None) -> float:
@@ -295,7 +172,7 @@ class Session:
         Raises:
             JudgeError: if the reward fails, or judges groups only.
         """
-        given = answer if answer is not None or self._last is None else self._last.turn
+        given = answer if answer is not None else self._point.last
         if given is None:
             raise ValueError("there is no answer to judge: nothing was generated, or something was said since")
         return await self._judge(given.text if isinstance(given, Turn) else given)
@@ -310,11 +187,11 @@ class Session:
         number = turn.number if isinstance(turn, Turn) else turn
         if number not in self._behind:
             raise KeyError(f"the episode has no turn {number}; it has {sorted(self._behind)}")
-        self._record.turn_rewards.append((number, _finite(value, "a turn's reward")))
+        self.record.turn_rewards.append((number, _finite(value, "a turn's reward")))
 
     def note(self, **numbers: float) -> None:
         """Numbers of the episode, whose means over a train step stand in `metrics.jsonl` as `notes/NAME`."""
-        self._record.notes |= {name: _finite(value, f"the note {name}") for name, value in numbers.items()}
+        self.record.notes |= {name: _finite(value, f"the note {name}") for name, value in numbers.items()}
 
 
 def _finite(value: float, what: str) -> float:

@@ -11,7 +11,7 @@ prompt of P tokens at P - 1. The reward of an episode stands on each of its sequ
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,23 +170,17 @@ def version_spans(branch: Branch) -> list[VersionSpan]:
     return spans
 
 
-def _before(branch: Branch, values_of: Callable[[Branch], Iterable[Array]], dtype: npt.DTypeLike) -> Array:
+def _before(branch: Branch, values_of: Callable[[Segment], Array], dtype: npt.DTypeLike) -> Array:
     """Values of tokens, each at the position before it."""
-    return _concatenated(list(values_of(branch)), dtype)[1:]
+    return _concatenated(list(map(values_of, branch.segments)), dtype)[1:]
 
 
-def _logprobs(branch: Branch) -> Iterator[Array]:
-    for segment in branch.segments:
-        known = segment.answer.logprobs if segment.is_trained and segment.answer is not None else None
-        yield np.zeros(len(segment.ids)) if known is None else np.asarray(known, np.float32)
+def _logprobs(segment: Segment) -> Array:
+    known = segment.answer.logprobs if segment.is_trained and segment.answer is not None else None
+    return np.zeros(len(segment.ids)) if known is None else np.asarray(known, np.float32)
 
 
-def _versions(branch: Branch) -> Iterator[Array]:
-    for segment in branch.segments:
-        yield _versions_of(segment)
-
-
-def _versions_of(segment: Segment) -> Array:
+def _versions(segment: Segment) -> Array:
     if not segment.is_trained or segment.answer is None:
         return np.full(len(segment.ids), -1, np.int32)
     spans = segment.answer.spans
@@ -194,12 +188,10 @@ def _versions_of(segment: Segment) -> Array:
     return np.repeat(np.asarray(steps, np.int32), [span.end - span.start for span in spans])
 
 
-def _turn_rewards(branch: Branch) -> Iterator[Array]:
-    for segment in branch.segments:
-        rewards = np.zeros(len(segment.ids), np.float32)
-        if len(rewards):
-            rewards[-1] = segment.reward
-        yield rewards
+def _turn_rewards(segment: Segment) -> Array:
+    rewards = np.zeros(len(segment.ids), np.float32)
+    rewards[-1:] = segment.reward
+    return rewards
 
 
 def _numbers_of_parts(episode: JudgedEpisode, parts: Sequence[str]) -> Array:

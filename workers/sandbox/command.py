@@ -40,7 +40,8 @@ def bwrap(
         writable: bubblewrap's own words for each path that can be written.
         options: others of bubblewrap's, such as descriptors that it is to use.
     """
-    environment = {"PATH": _search_path(), "HOME": WORK, "LANG": "C.UTF-8", **environment}
+    search_path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    environment = {"PATH": search_path, "HOME": WORK, "LANG": "C.UTF-8", **environment}
     mounts = {path: ("--ro-bind", source, path) for path, source in read_only.items()} | dict(writable)
     return [
         *(program, *_NAMESPACES, *options, *_system(), "--proc", "/proc", "--dev", "/dev"),
@@ -104,10 +105,6 @@ def python_folders() -> tuple[Path, ...]:
                 "its own"
             )
     return tuple(outside)
-
-
-def _search_path() -> str:
-    return f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 
 
 def _system() -> Iterator[str]:

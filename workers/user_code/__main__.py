@@ -11,7 +11,6 @@ a trial; torch is imported only where the user's modules do, or an interface is 
 
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from corral.experiments.trial.directory import atomic_write
 from corral.workers.modules import loading_modules
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
-from corral.workers.user_code.blame import describe_error, users_frame
+from corral.workers.user_code.blame import describe_error, watched
 from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
 from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, try_reward
@@ -111,23 +110,15 @@ class _Look:
 
     @contextmanager
     def _deadline(self, what: str, timeout_s: float, import_path: str) -> Iterator[None]:
-        """A thread cannot end another: when the time is up the process ends, with the line where it stands."""
-        main = threading.main_thread().ident
+        """When the time is up the process ends, with the line where it stands."""
 
-        def give_up() -> None:
-            frame = sys._current_frames().get(main) if main is not None else None
-            place = users_frame(frame) if frame is not None else ""
-            self._note(import_path, f"{what} took more than {timeout_s:g} s" + (f", in {place}" if place else ""))
+        def give_up(place: str) -> None:
+            self._note(import_path, f"{what} took more than {timeout_s:g} s{place}")
             self._write()
             os._exit(0)
 
-        timer = threading.Timer(timeout_s, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
+        with watched(timeout_s, give_up):
             yield
-        finally:
-            timer.cancel()
 
     def _write(self) -> None:
         findings = Findings(

@@ -193,10 +193,11 @@ class Host:
     async def _play(self, number: int, message: Mapping[str, Any]) -> None:
         """One episode, from its task to what came of it; a run that is cancelled has nobody who waits for it."""
         task, path, key = Task(**message["task"]), message["endpoint"]["unix"], message["key"]
-        http = self._http.setdefault(path, open_http(path)) if path not in self._http else self._http[path]
+        if path not in self._http:
+            self._http[path] = open_http(path)
         run = AgentRun(self._setup.agent, timeout_s=self._setup.timeout_s)
         session = Session(
-            run.asks(HttpModel(http, key)),
+            run.asks(HttpModel(self._http[path], key)),
             self._language,
             run.asks(partial(self._judge, number)),
             task.prompt_ids,

@@ -87,8 +87,8 @@ class AgentRun:
         if is_late:
             raise self._hangs(task)
         outcome = task.result()
-        if isinstance(outcome, _Raised):
-            raise outcome.error
+        if isinstance(outcome, BaseException):
+            raise outcome
         return outcome
 
     def _left_s(self) -> float:
@@ -96,28 +96,22 @@ class AgentRun:
             return self.timeout_s
         return self._last_answer + self.timeout_s - asyncio.get_running_loop().time()
 
-    def _hangs(self, task: "asyncio.Task[T | _Raised]") -> AgentHangsError:
+    def _hangs(self, task: "asyncio.Task[T | BaseException]") -> AgentHangsError:
         outcome = task.result() if task.done() and not task.cancelled() else None
-        place = place_of(outcome.error) if isinstance(outcome, _Raised) else ""
+        place = place_of(outcome) if isinstance(outcome, BaseException) else ""
         return AgentHangsError(
             f"agent {self.name} waited {self.timeout_s:g} s (rollout.agent_timeout_s) for something that is neither "
             "an answer nor a reward" + (f", in {place}" if place else "")
         )
 
 
-class _Raised:
-    """What an agent raised. It is a value: SystemExit of a task would end the loop that runs all the others."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-async def _outcome(agent: Awaitable[T], name: str) -> T | _Raised:
+async def _outcome(agent: Awaitable[T], name: str) -> T | BaseException:
+    """What an agent raises is a value, too: SystemExit of a task would end the loop that runs all the others."""
     _NAME.set(name)
     try:
         return await agent
     except BaseException as error:
-        return _Raised(error)
+        return error
 
 
 @contextmanager

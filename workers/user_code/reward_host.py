@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.workers.rewards.contract import StopTrialError
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
-from corral.workers.user_code.blame import describe_error, users_frame, users_traceback
+from corral.workers.user_code.blame import describe_error, standing_in, users_traceback, watched
 from corral.workers.user_code.loading import configured, load_callable
 from corral.workers.user_code.trials import Judged, Takes, as_taken, checked_rewards, is_async, what_it_takes
 
@@ -183,7 +182,7 @@ async def _await_call(connection: socket.socket, reward: Callable[..., Any]) -> 
                 if done:
                     outcome = Outcome(checked_rewards(reward, awaited.result(), len(call.answers)))
                 else:
-                    outcome = _late(call, next(iter(awaited.get_stack(limit=1)), None))
+                    outcome = Outcome(cause=_late(call) + standing_in(next(iter(awaited.get_stack(limit=1)), None)))
                     awaited.cancel()
         except BaseException as error:
             outcome = _failed(error)
@@ -198,28 +197,22 @@ def _call(reward: Callable[..., Any], call: Call) -> Any:
 @contextmanager
 def _watched(connection: socket.socket, call: Call, *, extra_s: float = 0.0) -> Iterator[None]:
     """Says where the main thread stands if the time is up; the worker then has this process ended."""
-    lock, main_thread = threading.Lock(), threading.main_thread().ident
+    lock = threading.Lock()
 
-    def tell() -> None:
-        outcome = _late(call, sys._current_frames().get(main_thread or 0))
-        outcome.is_stuck = True
+    def tell(place: str) -> None:
         if lock.acquire(blocking=False):  # kept: the call has no other end
-            _reply(connection, outcome)
+            _reply(connection, Outcome(cause=_late(call) + place, is_stuck=True))
 
-    timer = threading.Timer(call.timeout_s + extra_s, tell)
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with watched(call.timeout_s + extra_s, tell):
+            yield
     finally:
-        timer.cancel()
         if not lock.acquire(blocking=False):
             threading.Event().wait()  # to be ended
 
 
-def _late(call: Call, frame: FrameType | None) -> Outcome:
-    place = users_frame(frame) if frame is not None else ""
-    return Outcome(cause=f"no result within {call.timeout_s:g} s" + (f", in {place}" if place else ""))
+def _late(call: Call) -> str:
+    return f"no result within {call.timeout_s:g} s"
 
 
 def _failed(error: BaseException) -> Outcome:

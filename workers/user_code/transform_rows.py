@@ -1,18 +1,18 @@
 """A process in which a user's function makes rows of rows: row -> row, or None to leave it out.
 
-    python -m corral.workers.user_code.transform_rows REQUEST
+    python -m corral.workers.user_code.transform_rows SOURCE OUTPUT
 
-REQUEST is JSON: function, files, first, last (rows, as a slice), output. It ends with 1 and the reason if the function
-fails, or returns what is no row.
+SOURCE is a `SourceConfig` as JSON, whose files, rows and function are read. It ends with 1 and the reason if the
+function fails, or returns what is no row.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from corral.experiments.config.data import SourceConfig
 from corral.experiments.datasets.formats import open_rows
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.loading import load_callable
@@ -41,14 +41,13 @@ def transform_rows(function: Any, files: tuple[Path, ...], wanted: slice, output
             stream.write(encode(made) + b"\n")
 
 
-def main(request: str) -> int:
+def main(source: str, output: str) -> int:
     """The exit status."""
-    asked = json.loads(request)
+    asked = SourceConfig.model_validate_json(source)
     sys.path.insert(0, "")
     try:
-        function = load_callable(asked["function"])
-        files = tuple(map(Path, asked["files"]))
-        transform_rows(function, files, slice(asked["first"], asked["last"]), Path(asked["output"]))
+        function = load_callable(str(asked.transform))
+        transform_rows(function, asked.files, asked.first_and_last, Path(output))
     except Exception as error:  # whatever a user's module raises when it is imported
         print(error if isinstance(error, ValueError) else describe_error(error))
         return 1
@@ -56,4 +55,4 @@ def main(request: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

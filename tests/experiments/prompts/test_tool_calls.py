@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.prompts.spelled_calls import spelled_form_in
-from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, FoundCall, json_form_in
+from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, ToolCall, json_form_in
 
 Write = Callable[[int, str, dict[str, Any]], str]
 """(place among the calls of an answer, name, arguments) -> text"""
@@ -85,13 +85,13 @@ def test_calls_are_found_in_the_form_of_one_that_is_known(
     write, begin, end = FORMS[name]
     said = "" if name == "bare" else said
     text = said + begin + "\n".join(write(at, *call) for at, call in enumerate(calls)) + end
-    assert form_of(name).find(text, tools=TOOLS) == (said.strip(), [FoundCall(*call) for call in calls])
+    assert form_of(name).find(text, tools=TOOLS) == (said.strip(), [ToolCall(*call) for call in calls])
 
 
 def test_an_argument_that_is_to_be_text_is_text_whatever_it_looks_like() -> None:
     for name in ("each", "quoted", "keys"):
         text = FORMS[name][0](0, "look", {"text": "12", "count": 12})
-        assert form_of(name).find(text, tools=TOOLS)[1] == [FoundCall("look", {"text": "12", "count": 12})]
+        assert form_of(name).find(text, tools=TOOLS)[1] == [ToolCall("look", {"text": "12", "count": 12})]
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in ("list", "bare", "brackets")])

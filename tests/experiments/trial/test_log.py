@@ -343,14 +343,6 @@ def test_a_damaged_slot_is_named_and_never_skipped(path: Path, content: bytes) -
         TrialLog(path).claim("job 2")
 
 
-def test_a_commit_of_an_older_version_is_refused_as_that(path: Path) -> None:
-    _commit(TrialLog(path).claim("job 1"), 1)
-    content = (path / "00000002").read_bytes().replace(b"_digest", b"_sha256")
-    (path / "00000002").write_bytes(content)
-    with pytest.raises(CorruptLogError, match="00000002 was written by an older version of corral"):
-        TrialLog(path).read()
-
-
 def test_a_slot_cut_at_any_byte_is_refused(path: Path) -> None:
     _commit(TrialLog(path).claim("job 1"), 1)
     whole = (path / "00000002").read_bytes()

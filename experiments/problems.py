@@ -1,0 +1,148 @@
+"""What is wrong with an experiment beyond single fields: Experiment -> ConfigProblems, each with the key to change.
+
+allocation ──► layouts of models, groups on nodes        models, trackers ──► what is there on this machine
+dataset ─────► rows, batches, held-out rows              find_own_problems ──► what only its kind can have
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+from corral.experiments.checks.data import MODEL_CONTEXT, check_dataset, check_length
+from corral.experiments.checks.groups import check_containers, check_groups, check_placement
+from corral.experiments.checks.training import check_layouts
+from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
+from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
+from corral.experiments.inputs.parameters import check_lora
+
+
+def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """All of it; reads the dataset and looks at the models' folders."""
+    yield from experiment.allocation_problems or _of_groups(experiment)
+    dataset = experiment.checked_dataset
+    yield from dataset.problems
+    yield from _of_models(experiment)
+    yield from experiment.find_own_problems()
+    yield from _of_trackers(experiment.tracking)
+    yield from _of_samplers(experiment)
+    if dataset.num_rows is not None:
+        yield from _of_batch(experiment, dataset.num_rows)
+    try:
+        evaluation = experiment.located_evaluation
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if evaluation is not None:
+        yield from _of_evaluation(experiment, evaluation)
+
+
+def _of_groups(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """Models that the allocation cannot divide, and workers that no node could hold."""
+    models, key_of = experiment.models, experiment.key_of
+    yield from check_layouts(experiment.parsed_allocation, experiment.meshes, models, key_of=key_of)
+    problems = [
+        *check_groups(experiment.groups, experiment.expected_counts),
+        *check_containers(experiment.groups, experiment.cluster),
+    ]
+    yield from problems or check_placement(experiment.scheduling_setup(), experiment.cluster)
+
+
+def _of_models(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """What is wrong with models on disk and their adapters, and models that do not read the first one's tokens."""
+    actors = model_sizes(experiment.first_model.path).get("vocab_size")
+    for role, model in experiment.models.items():
+        key = experiment.key_of(role)
+        yield from (replace(problem, path=(key, "path")) for problem in inspect_model(model.path))
+        yield from (replace(problem, path=(key, *problem.path)) for problem in check_lora(model))
+        own = model_sizes(model.path).get("vocab_size")
+        if role in experiment.beside_first and None not in (own, actors) and own != actors:
+            yield ConfigProblem(
+                f"{key} has a vocabulary of {own}, the actor one of {actors}",
+                "use the model that the actor starts from, or one with the same tokenizer",
+                path=(key, "path"),
+            )
+
+
+def _of_trackers(tracking: TrackingConfig) -> Iterator[ConfigProblem]:
+    """Trackers whose packages are not there."""
+    for name in tracking.to:
+        package = PACKAGE_BY_TRACKER.get(name)
+        if package is not None and find_spec(package) is None:
+            yield ConfigProblem(
+                f"the tracker {name} needs the package {package}, which is not installed here",
+                f"pip install 'corral-rl[{name}]', or remove it",
+                path=("tracking", "to"),
+                is_of_running=True,
+            )
+
+
+def _of_samplers(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """A sampler where nothing comes from rewards of rollout workers."""
+    if experiment.dataset.sampler is not None and not experiment.generates:
+        yield ConfigProblem(
+            "dataset.sampler goes by the rewards of rollout workers, and this experiment has none",
+            "remove it, or use experiment: async_ppo",
+            path=("dataset", "sampler"),
+        )
+    if experiment.evaluation is not None and experiment.evaluation.dataset.sampler is not None:
+        yield ConfigProblem(
+            "held-out rows are all looked at each time, and none is drawn",
+            "remove evaluation.dataset.sampler",
+            path=("evaluation", "dataset", "sampler"),
+        )
+
+
+def _of_batch(experiment: Experiment, num_rows: int) -> Iterator[ConfigProblem]:
+    """A batch that the data never fills, or that leaves ranks without work."""
+    epochs, train_batch_size = experiment.control.total_train_epochs, experiment.train_batch_size
+    path = ("train_batch_size",)
+    if train_batch_size > num_rows * epochs:
+        yield ConfigProblem(
+            f"train_batch_size {train_batch_size} is more than the dataset's {num_rows} rows x {epochs} epochs",
+            f"at most {num_rows * epochs} fits; or raise control.total_train_epochs",
+            path=path,
+        )
+    too_wide = {role: mesh.dims.dp for role, mesh in experiment.known_meshes.items() if mesh.dims.dp > train_batch_size}
+    if too_wide:
+        ranks = ", ".join(f"{dp} of {role}" for role, dp in too_wide.items())
+        yield ConfigProblem(
+            f"train_batch_size {train_batch_size} leaves data-parallel ranks without work: there are {ranks}",
+            f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
+            path=path,
+        )
+
+
+def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iterator[ConfigProblem]:
+    """Held-out rows that are broken or too long for the model, and answers that nobody can give."""
+    kind, listed = experiment.held_out_kind, experiment.listed_rows.get("evaluation.dataset")
+    limits = replace(experiment.length_limits(), max_prompt_tokens=evaluation.dataset.max_prompt_tokens)
+    for name, config in evaluation.datasets.items():
+        path: KeyPath = ("evaluation", "more", name) if name else ("evaluation", "dataset", "path")
+        rows = None if name else listed
+        found = check_dataset(config, ("evaluation", "dataset"), kind=kind, limits=limits, content=rows)
+        yield from (replace(problem, path=path) for problem in found.problems)
+        if found.warnings:
+            # An accuracy is one of all problems, or cannot be compared with that of somebody else.
+            yield ConfigProblem(
+                f"held-out rows have to be usable all of them: {found.warnings[0]}",
+                "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
+                path=path,
+            )
+    if not experiment.generates and (
+        evaluation.sampling.temperature > 0.0
+        or evaluation.sampling.stop
+        or evaluation.answers_per_problem > 1
+        or evaluation.vote
+    ):
+        yield ConfigProblem(
+            "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
+            "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
+            path=("evaluation",),
+        )
+    if kind in ("prompts", "answers"):
+        path = ("evaluation", "sampling", "max_new_tokens")
+        bounds = {MODEL_CONTEXT: context_length(experiment.first_model.path)}
+        yield from check_length(evaluation.dataset, evaluation.sampling, bounds, path)
