@@ -16,6 +16,7 @@ from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import has_jobs
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.clusters import cluster_of
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Layout
@@ -81,19 +82,16 @@ def make_supervisor(
     if own is None:
         raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
     layout = Layout.from_json(directory.layout_path.read_bytes())
+    trial = PlacedTrial(plan=plan, layout=layout, directory=directory)
     extra_jobs = ExtraJobs(
         cluster=cluster,
-        plan=plan,
-        layout=layout,
-        directory=directory,
+        trial=trial,
         attempt=attempt,
         own=own.allocations,
         record=recorder.event,
         exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
     )
-    runner = cluster.make_runner(
-        plan, layout, directory, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away
-    )
+    runner = cluster.make_runner(trial, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away)
     runner.wait_for_cluster(own.host)
     bind_address = plan.cluster.bind_address
     return make(
@@ -102,9 +100,7 @@ def make_supervisor(
         extra_jobs=extra_jobs,
         continuation=Continuation(
             cluster=cluster_of(plan.mode, timeout_s=_CONTINUATION_TIMEOUT_S),
-            plan=plan,
-            layout=layout,
-            directory=directory,
+            trial=trial,
             own=own,
             record=recorder.event,
         ),

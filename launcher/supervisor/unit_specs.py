@@ -64,7 +64,7 @@ class UnitNodes:
 
     def __init__(self, extra_jobs: ExtraJobs) -> None:
         self._extra_jobs = extra_jobs
-        layout = extra_jobs.layout
+        layout = extra_jobs.trial.layout
         self._allocation_by_unit: dict[str, Allocation] = {}
         self._units_by_allocation: dict[str, list[str]] = {}
         for index, allocation in enumerate(layout.allocations):

@@ -12,6 +12,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
@@ -57,9 +58,7 @@ def make_tasks(tmp_path: Path, *, bind_address: str) -> AttemptTasks:
     running = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2"))
     runner = SrunRunner(
         client=AwayClient(),
-        plan=plan,
-        layout=plan_layout(plan),
-        directory=directory,
+        trial=PlacedTrial(plan=plan, layout=plan_layout(plan), directory=directory),
         allocations=lambda: {0: running},
     )
     return AttemptTasks(

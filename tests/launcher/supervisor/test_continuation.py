@@ -13,7 +13,6 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.layout.layout import RunningAllocation
-from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.job_end import JobEnd
 from corral.launcher.supervisor import continuation
@@ -80,9 +79,7 @@ class Attempt:
         running = RunningAllocation(job_id=job_id, het_group=None, hosts=("n1", "n2"))
         return Continuation(
             cluster=SlurmCluster(timeout_s=5.0),
-            plan=self.trial.plan,
-            layout=plan_layout(self.trial.plan),
-            directory=self.directory,
+            trial=self.trial.placed,
             own=OwnJob(job_id=job_id, restart_count=restart_count, host="n1", allocations={0: running}),
             record=lambda event, **fields: journal.append(event, attempt=attempt, **fields),
         )
