@@ -33,7 +33,7 @@ def run(command: Callable[..., None], arguments: Sequence[str] | None = None) ->
     """A program that is one command; `arguments` are those of the process unless given."""
     # Plain help, and usage errors in the form of all others: what a frame wraps cannot be searched or copied.
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
+    app.command()(user_errors()(command))
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except TyperException as error:

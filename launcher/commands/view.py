@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run, user_errors
+from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run
 from corral.launcher.commands.completion import complete_trial
 
 _TRIALS_HELP = f"{TRIAL_HELP} Or a folder with trials in it. Without any: all trials of the file root."
@@ -26,23 +27,22 @@ def view(
     fileroot: Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
-    with user_errors():
-        from corral.experiments.trial.directory import atomic_write
-        from corral.launcher.page.choose import choose_trials
-        from corral.launcher.page.render import render_page
-        from corral.launcher.page.server import PageServer
-        from corral.launcher.page.view import TrialViews
-        from corral.launcher.trial.find import default_fileroot
+    from corral.experiments.trial.directory import atomic_write
+    from corral.launcher.page.choose import choose_trials
+    from corral.launcher.page.render import render_page
+    from corral.launcher.page.server import PageServer
+    from corral.launcher.page.view import TrialViews
+    from corral.launcher.trial.find import default_fileroot
 
-        facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())
-        title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"
-        views = TrialViews(facts, left_out=left_out)
-        if output is not None:
-            atomic_write(output, render_page(views.data(), title=title))
-            print(f"page       {output}")
-            return
-        with leaving("(nothing of the trials has changed)"):
-            asyncio.run(PageServer(views.data, title=title).serve(_tell, port=port))
+    facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())
+    title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"
+    views = TrialViews(facts, left_out=left_out)
+    if output is not None:
+        atomic_write(output, render_page(views.data(), title=title))
+        print(f"page       {output}")
+        return
+    with leaving("(nothing of the trials has changed)"):
+        asyncio.run(PageServer(views.data, title=title).serve(_tell, port=port))
 
 
 def _tell(address: str, port: int) -> None:
@@ -51,6 +51,5 @@ def _tell(address: str, port: int) -> None:
     print("Ctrl-C ends it. The address is a key: whoever has it, and reaches this host, sees the page.", flush=True)
 
 
-def main() -> None:
-    """rl-view"""
-    run(view)
+main = partial(run, view)
+"""rl-view"""
