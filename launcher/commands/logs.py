@@ -52,7 +52,7 @@ def logs(
     from corral.launcher.follow import follow_trial
     from corral.launcher.logs.bundle import write_bundle
     from corral.launcher.logs.failures import describe_failures
-    from corral.launcher.logs.files import LogFinder, attempt_number, print_tails
+    from corral.launcher.logs.files import LinePrinter, LogFinder, attempt_number
     from corral.launcher.logs.lines import end_of_lines
     from corral.launcher.trial.find import default_fileroot
 
@@ -75,10 +75,12 @@ def logs(
     count = lines if lines is not None else (None if since else _DEFAULT_LINES)
     # Where following goes on: a line that is being written is printed once it is whole.
     ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
-    print_tails(found, count, print, files=files, ends=ends, chosen=chosen, prefix=not no_prefix)
+    write = partial(print, flush=follow)
+    printer = LinePrinter(files=files, write=write, chosen=chosen, has_prefix=not no_prefix)
+    printer.tails(found, count, ends=ends)
     if follow:
         with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
-            follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
+            follow_trial(facts, finder, printer, read_before=ends)
 
 
 def _others(facts: "TrialFacts") -> dict[str, bytes]:

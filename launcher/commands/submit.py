@@ -286,12 +286,12 @@ def _follow(facts: "TrialFacts", name: str) -> None:
     """Prints the workers' lines from the first one of this attempt on, until the trial has ended."""
     from corral.experiments.trial.attempts import last_attempt
     from corral.launcher.follow import follow_trial, logs_before
-    from corral.launcher.logs.files import LogFinder
+    from corral.launcher.logs.files import LinePrinter, LogFinder
 
     attempt = last_attempt(facts.directory)
     read_before = logs_before(facts.directory, attempt.attempt if attempt else 0)
     with leaving(f"the trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it"):
-        follow_trial(facts, LogFinder(facts.directory, []), read_before=read_before)
+        follow_trial(facts, LogFinder(facts.directory, []), LinePrinter(), read_before=read_before)
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
