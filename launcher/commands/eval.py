@@ -60,7 +60,6 @@ def evaluate(
         make_evaluation_config,
         make_requests,
         read_plan,
-        scheduling_of,
     )
     from corral.launcher.evaluation.status import EvaluationReader, is_wanted
     from corral.launcher.trial.find import default_fileroot, find_trial
@@ -79,14 +78,7 @@ def evaluate(
     evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
     chosen = choose(find_weights(facts.directory), step)
     requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
-    resources = EvaluationResources(
-        plan.trial.trial,
-        scheduling_of(plan),
-        launch=plan.launch,
-        cluster=plan.cluster,
-        minutes=minutes,
-        partition=partition,
-    )
+    resources = EvaluationResources(plan, minutes=minutes, partition=partition)
     before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
     wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]
     if local:
