@@ -22,7 +22,7 @@ from corral.experiments.trial.removal import remove_file
 from corral.launcher.cluster.cluster import Cluster, PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.cluster.own_jobs import JobNote, OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.extra_jobs.book import ExtraJobBook, JobSighting, NodesEvent
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.layout.layout import RunningAllocation, RunningAllocations
@@ -66,7 +66,7 @@ class ExtraJobs:
 
     def __post_init__(self) -> None:
         plan = self.trial.plan
-        self._own_jobs = own_jobs_of_plan(plan, self.trial.directory)
+        self._own_jobs = OwnJobs(self.trial.directory, plan.trial)
         own = {index: one for index, one in enumerate(self.trial.layout.allocations) if one.is_extra_job}
         self._index_by_name = {allocation.name: index for index, allocation in own.items()}
         self._gang = {allocation.name for allocation in own.values() if allocation.role == "group"}

@@ -6,13 +6,13 @@ squeue, scontrol, sacct --job_queue--> Job              scontrol, slurmd's line 
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 from corral.launcher.cluster.cluster import AllocationRunner, PlacedTrial
+from corral.launcher.cluster.errors import answer_or
 from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import RunningAllocations
-from corral.launcher.slurm.client import SlurmError
 from corral.launcher.slurm.job_end import explain_end, look_ahead, why_leaving
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.sbatch import (
@@ -64,14 +64,15 @@ class SlurmCluster(SlurmQueue):
         self._client.end_steps(job_id, timeout_s=timeout_s)
 
     def prospect(self, own: OwnJob) -> JobProspect:
-        return look_ahead(self._fields_of(own), restart_count=own.restart_count)
+        return look_ahead(answer_or(None, self._client.job, own.job_id), restart_count=own.restart_count)
 
     def why_ending(self, own: OwnJob, directory: TrialDirectory) -> JobEnd:
         said = ""
         with contextlib.suppress(OSError):  # the user's own template may write elsewhere; then scontrol has to tell
             log = read_tail(directory.logs_path / f"slurm-{own.job_id}.log", _OUTPUT_TAIL_BYTES)
             said = log.decode(errors="replace")
-        return explain_end(self._fields_of(own), said, job_id=own.job_id, restart_count=own.restart_count)
+        job = answer_or(None, self._client.job, own.job_id)
+        return explain_end(job, said, job_id=own.job_id, restart_count=own.restart_count)
 
     def requeue(self, job_id: str) -> None:
         self._client.requeue(job_id)
@@ -80,11 +81,6 @@ class SlurmCluster(SlurmQueue):
         self, trial: PlacedTrial, *, allocations: Callable[[], RunningAllocations], why_away: Callable[[int], str]
     ) -> AllocationRunner:
         return SrunRunner(client=self._client, trial=trial, allocations=allocations, why_away=why_away)
-
-    def _fields_of(self, own: OwnJob) -> Mapping[str, str] | None:
-        with contextlib.suppress(SlurmError):
-            return self._client.job(own.job_id)
-        return None
 
 
 def _write_extra_job(directory: TrialDirectory) -> None:

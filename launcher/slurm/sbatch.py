@@ -13,10 +13,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.regular_file import read_regular
@@ -27,12 +26,14 @@ from corral.launcher.layout.layout import Allocation, Layout
 from corral.scheduling.scheduling import option_name
 from corral.scheduling.slurm_formats import check_plain_text
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 COMPONENT_SEPARATOR = ":"
 SUPERVISOR_SILENCE_S = 120
 _LOOK_INTERVAL_S = 5
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
-_INCLUDED = "step_environment.sh.j2"  # what a job has to do before its first step, whoever wrote its script
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
@@ -197,21 +198,17 @@ def _checked(options: list[str]) -> list[str]:
     return options
 
 
-def _shipped(name: str) -> str:
-    return (files("corral.sbatch_templates") / name).read_text()
-
-
 def render_shipped(name: str, **variables: Any) -> str:
     """One of corral's own scripts; whatever is not quoted by its template must be plain."""
-    return _render(_shipped(name), variables)
+    return _templates().get_template(name).render(variables)
 
 
-def _render(source: str, variables: dict[str, Any]) -> str:
+def _templates() -> "Environment":
     # Not at the top: only submissions render, and every command of the launcher imports this package.
-    from jinja2 import DictLoader, Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=DictLoader({_INCLUDED: _shipped(_INCLUDED)}),
+        loader=PackageLoader("corral.sbatch_templates", ""),  # what a script of the user's own may include, too
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML
@@ -226,7 +223,7 @@ def _render(source: str, variables: dict[str, Any]) -> str:
     )
     environment.filters["shell"] = shlex.quote
     environment.filters["comment_text"] = _comment_text
-    return environment.from_string(source).render(**variables)
+    return environment
 
 
 def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
@@ -243,7 +240,7 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"cannot be read ({error})", "name a readable UTF-8 file, or leave it out") from error
     try:
-        script = _render(source, variables)
+        script = _templates().from_string(source).render(variables)
     except TemplateError as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         known = ", ".join(variables)

@@ -24,7 +24,7 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.errors import SubmissionUnknownError
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
@@ -165,7 +165,7 @@ def _wait_until_it_supervises(directory: TrialDirectory, supervisor: subprocess.
 
 def _start_on_cluster(submission: Submission, layout: Layout, attempt: int) -> str:
     plan, directory = submission.plan, submission.directory
-    cluster, own = cluster_of(plan.mode), own_jobs_of_plan(plan, directory)
+    cluster, own = cluster_of(plan.mode), OwnJobs(directory, plan.trial)
     atomic_write(directory.layout_path, layout.to_json())
     cluster.write_scripts(PlacedTrial(plan=plan, layout=layout, directory=directory))
     job_id = submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_head_of(own))

@@ -222,10 +222,8 @@ class EndMachine:
             self._give_up(self.state, why_not)
         else:
             self._close("requeue")  # recorded before it is done, because it ends us
-            if self._queue is not None and (
-                why_not := self._queue.requeue()
-            ):  # neither way is open: a human has to go on
-                self._give_up(EndState.STOPPED, why_not)
+            if why_not := self._queue.requeue() if self._queue is not None else "":
+                self._give_up(EndState.STOPPED, why_not)  # neither way is open: a human has to go on
 
     @property
     def _is_requeued(self) -> bool:

@@ -10,7 +10,6 @@ takes, and also if the cluster starts our job again by itself. Whether it may go
 `why_not_another` in experiments/trial/attempts.py.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,12 +23,12 @@ from corral.launcher.cluster.cluster import Cluster, PlacedTrial
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_job import JobEnd, OwnJob
-from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
+from corral.launcher.files.patience import insist
 from corral.launcher.supervisor.recorder import note_failed_node
 
 _SWEEP_TIMEOUT_S = 15.0
-_SWEEP_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Continuation:
     _own_jobs: OwnJobs = field(init=False)
 
     def __post_init__(self) -> None:
-        self._own_jobs = own_jobs_of_plan(self.trial.plan, self.trial.directory)
+        self._own_jobs = OwnJobs(self.trial.directory, self.trial.plan.trial)
         self.successor = read_successor(self.trial.directory, after=self.own.job_id)
 
     def explain(self) -> JobEnd:
@@ -101,19 +100,21 @@ class Continuation:
 
     def sweep(self) -> None:
         """Cancels every job of this trial but our own: nothing of a trial that has ended stays in the queue."""
-        deadline = time.monotonic() + _SWEEP_TIMEOUT_S
-        while True:
-            try:
-                for job, _ in self._own_jobs.select(self.cluster.jobs()):
-                    is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
-                    if job.is_staying and not is_ours:
-                        self.cluster.cancel(job.job_id)
-                return
-            except ClusterError as error:
-                if time.monotonic() >= deadline:
-                    self.record("jobs_left", cause=str(error))
-                    return
-                time.sleep(_SWEEP_INTERVAL_S)
+        try:
+            insist(
+                self._cancel_others,
+                lambda error: isinstance(error, ClusterError),
+                waiting_for="the cluster, to cancel jobs of the trial",
+                patience_s=_SWEEP_TIMEOUT_S,
+            )
+        except ClusterError as error:
+            self.record("jobs_left", cause=str(error))
+
+    def _cancel_others(self) -> None:
+        for job, _ in self._own_jobs.select(self.cluster.jobs()):
+            is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
+            if job.is_staying and not is_ours:
+                self.cluster.cancel(job.job_id)
 
     def _remember(self, successor: str) -> None:
         """Notes which job goes on after ours has ended; "" if none is to."""

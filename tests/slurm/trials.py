@@ -6,7 +6,7 @@ from typing import Any
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.layout.layout import Layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.cluster import SlurmCluster
@@ -61,7 +61,7 @@ class SlurmTrial(StubTrial):
     def submitted(self, job_id: str, *, attempt: int = 0) -> None:
         """Records what sbatch has answered."""
         self.job_id = job_id
-        own_jobs_of_plan(self.plan, self.directory).note(job_id, attempt=attempt)
+        OwnJobs(self.directory, self.plan.trial).note(job_id, attempt=attempt)
         Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
 
     @property
