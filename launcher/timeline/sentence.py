@@ -138,10 +138,6 @@ def _no_server(figures: Figures) -> tuple[str, str] | None:
     return text, "see weights.transport, or allow older ones: rollout.max_head_offpolicyness (eta)"
 
 
-def _few_servers(figures: Figures) -> tuple[str, str] | None:
-    return "answers are made more slowly than they are trained on", "take more generation servers (allocation)"
-
-
 def _slow_rank(figures: Figures) -> tuple[str, str] | None:
     worked: defaultdict[str, list[Span]] = defaultdict(list)
     for span in figures.of(PHASES, "model_worker"):
@@ -191,6 +187,10 @@ def _overlap_s(one: Span, other: Span) -> float:
 def _always(text: str, remedy: str) -> Callable[[Figures], tuple[str, str] | None]:
     return lambda figures: (text, remedy)
 
+
+_few_servers = _always(
+    "answers are made more slowly than they are trained on", "take more generation servers (allocation)"
+)
 
 RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], tuple[str, str] | None]]]] = (
     # The master's phases, what it does in them, and what may be why. The last of the reasons always holds.
