@@ -234,5 +234,5 @@ def test_a_controller_that_is_away_at_the_end_is_waited_for_but_not_for_ever(
     monkeypatch.setattr(patience, "_PAUSE_S", 5.0)
     attempt.slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     attempt.continuation.sweep()
-    assert len(attempt.slurm.calls("squeue")) == 4 and pauses == [5.0] * 3
+    assert len(attempt.slurm.calls("squeue")) == 5 and pauses == [5.0] * 4
     assert "Unable to contact" in attempt.events("jobs_left")[0]["cause"]
