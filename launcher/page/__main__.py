@@ -1,11 +1,9 @@
-"""Writes the page of a trial: `python -m corral.launcher.page --trial DIR --state COMPLETE`.
+"""Writes the page of a trial: `python -m corral.launcher.page TRIAL_DIRECTORY COMPLETE`.
 
 The supervisor runs this as a process of its own at the end of a trial; a failure to write is noted and harms nothing.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
@@ -23,14 +21,9 @@ def write_page(directory: TrialDirectory, *, state: TrialState) -> None:
     atomic_write(directory.page_path, page, is_durable=False)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="corral.launcher.page", description="Write the page of a trial.")
-    parser.add_argument("--trial", type=Path, required=True, help="the trial directory")
-    parser.add_argument("--state", type=TrialState, required=True, help="how it ends")
-    options = parser.parse_args(arguments)
-    write_page(TrialDirectory(options.trial.resolve()), state=options.state)
-    return 0
+def _main(directory: str, state: str) -> None:
+    write_page(TrialDirectory(Path(directory).resolve()), state=TrialState(state))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _main(*sys.argv[1:])

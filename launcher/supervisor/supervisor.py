@@ -355,7 +355,7 @@ class Supervisor:
     def _write_page(self, state: EndState) -> None:
         if not self.directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.page", "--trial", str(self.directory.path), "--state", state]
+        command = [sys.executable, "-m", "corral.launcher.page", str(self.directory.path), state]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_PAGE_TIMEOUT_S, preexec_fn=die_with_parent()
