@@ -59,7 +59,7 @@ class ExtraJobs:
     _wishes: deque[Callable[[], None]] = field(default_factory=deque)
     """For the next turn."""
     _news: deque[tuple[str, dict[str, object]]] = field(default_factory=deque)
-    _events: deque[tuple[NodesEvent, RunningAllocation | None]] = field(default_factory=deque)
+    _events: deque[NodesEvent] = field(default_factory=deque)
     _looked_at: float = float("-inf")
     _touched_at: float = float("-inf")
     _is_unseen: bool = False
@@ -89,12 +89,12 @@ class ExtraJobs:
             self._turn = self._thread.submit(self._take_turn, now)
         self._record_news()
         told = [self._events.popleft() for _ in range(len(self._events))]
-        for event, nodes in told:
-            if event.news == "granted" and nodes is not None:
-                self._running[self._index_by_name[event.name]] = nodes
+        for event in told:
+            if event.nodes is not None:
+                self._running[self._index_by_name[event.name]] = event.nodes
             elif event.news == "lost":
                 del self._running[self._index_by_name[event.name]]
-        return [event for event, _ in told]
+        return told
 
     def check_nodes(self, name: str) -> None:
         """Find out whether the nodes of an allocation are still there."""
@@ -224,7 +224,7 @@ class ExtraJobs:
         return _ask(partial(self.cluster.why_leaving, job_id), f"job {job_id} could not be asked for")
 
     def tell(self, event: NodesEvent) -> None:
-        self._events.append((event, self._book.nodes_of(event.name)))
+        self._events.append(event)
 
     def news(self, event: str, **fields: object) -> None:
         self._news.append((event, fields))
