@@ -13,16 +13,12 @@ from corral.launcher.status.words import TrialState
 from corral.launcher.trial.find import load_facts
 
 
-def write_page(directory: TrialDirectory, *, state: TrialState) -> None:
-    """Writes the page of a trial that ends in this state, which is not on record yet."""
-    facts = load_facts(directory)
+def _main(path: str, state: str) -> None:
+    facts = load_facts(TrialDirectory(Path(path).resolve()))
     assert facts is not None, "the supervisor has read the plan"
-    page = render_page(TrialViews([facts]).data(ends_as=state), title=facts.name)
-    atomic_write(directory.page_path, page, is_durable=False)
-
-
-def _main(directory: str, state: str) -> None:
-    write_page(TrialDirectory(Path(directory).resolve()), state=TrialState(state))
+    # How it ends is not on record yet.
+    page = render_page(TrialViews([facts]).data(ends_as=TrialState(state)), title=facts.name)
+    atomic_write(facts.directory.page_path, page, is_durable=False)
 
 
 if __name__ == "__main__":
