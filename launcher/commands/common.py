@@ -26,7 +26,7 @@ Output = Literal["table", "json"]
 
 FILEROOT_HELP = "Folder of the trials; default $CORRAL_FILEROOT, else ~/corral."
 TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."
-Fileroot = Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)]
+Fileroot = Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)]
 
 
 def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> NoReturn:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Where the probe runs.")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where the probe runs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Submit no probe to the nodes.")] = False,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,

@@ -30,24 +30,16 @@ _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 def evaluate(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
     step: Annotated[
-        str, typer.Option("--step", metavar="STEPS", help="Train step (several with commas), latest, best, or all.")
+        str, typer.Option(metavar="STEPS", help="Train step (several with commas), latest, best, or all.")
     ] = "latest",
-    dataset: Annotated[
-        Path | None, typer.Option("--dataset", metavar="FILE", help="Other problems than the trial's own.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer.")
-    ] = None,
+    dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Other problems than the trial's own.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest answer.")] = None,
     local: Annotated[bool, typer.Option("--local", help="On this machine, one after the other.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only show what was asked for before.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also steps that have a result already.")] = False,
-    partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Default: where the trial trains.")
-    ] = None,
-    minutes: Annotated[
-        int, typer.Option("--minutes", min=1, metavar="N", help="Time limit of one start of a job.")
-    ] = 60,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the trial trains.")] = None,
+    minutes: Annotated[int, typer.Option(min=1, metavar="N", help="Time limit of one start of a job.")] = 60,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
 ) -> None:

@@ -33,17 +33,15 @@ def logs(
         int | None,
         typer.Option("-n", "--lines", min=0, metavar="N", help=f"Last lines of each worker; default {_DEFAULT_LINES}."),
     ] = None,
-    since: Annotated[str | None, typer.Option("--since", metavar="TIME", help=_SINCE_HELP)] = None,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help=_SINCE_HELP)] = None,
     grep: Annotated[
-        str | None, typer.Option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
+        str | None, typer.Option(metavar="PATTERN", help="Only lines that match this regular expression.")
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines as they are, without their worker.")] = False,
-    attempt: Annotated[
-        str | None, typer.Option("--attempt", metavar="N", help="A number, or all; default the last.")
-    ] = None,
+    attempt: Annotated[str | None, typer.Option(metavar="N", help="A number, or all; default the last.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
-    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FILE", help=_BUNDLE_HELP)] = None,
+    bundle: Annotated[Path | None, typer.Option(metavar="FILE", help=_BUNDLE_HELP)] = None,
     with_texts: Annotated[bool, typer.Option("--with-texts", help="In a bundle, prompts and answers, too.")] = False,
     fileroot: Fileroot = None,
 ) -> None:

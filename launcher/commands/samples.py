@@ -28,16 +28,16 @@ _SHOW_HELP = "One answer whole, by its name in the list, token by token."
 
 def samples(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    step: Annotated[str | None, typer.Option("--step", metavar="STEPS", help=_STEP_HELP)] = None,
-    where: Annotated[str | None, typer.Option("--where", metavar="CONDITION", help=_WHERE_HELP)] = None,
-    sort: Annotated[str, typer.Option("--sort", metavar="FIELD", help=_SORT_HELP)] = "",
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=_STEP_HELP)] = None,
+    where: Annotated[str | None, typer.Option(metavar="CONDITION", help=_WHERE_HELP)] = None,
+    sort: Annotated[str, typer.Option(metavar="FIELD", help=_SORT_HELP)] = "",
     most: Annotated[int, typer.Option("-n", min=1, metavar="N", help="So many at most.")] = 40,
-    show: Annotated[str | None, typer.Option("--show", metavar="ANSWER", help=_SHOW_HELP)] = None,
-    by: Annotated[Literal["answer", "prompt"], typer.Option("--by", help=_BY_HELP)] = "answer",
-    diff: Annotated[str | None, typer.Option("--diff", metavar="ROW", help=_DIFF_HELP)] = None,
+    show: Annotated[str | None, typer.Option(metavar="ANSWER", help=_SHOW_HELP)] = None,
+    by: Annotated[Literal["answer", "prompt"], typer.Option(help=_BY_HELP)] = "answer",
+    diff: Annotated[str | None, typer.Option(metavar="ROW", help=_DIFF_HELP)] = None,
     dropped: Annotated[bool, typer.Option("--dropped", help="Prompts that were dropped, and why.")] = False,
     colour: Annotated[
-        Literal["logprob", "gap", "advantage"], typer.Option("--colour", help="What tokens are coloured by.")
+        Literal["logprob", "gap", "advantage"], typer.Option(help="What tokens are coloured by.")
     ] = "logprob",
     output: Annotated[
         Literal["table", "jsonl"], typer.Option("-o", "--output", help="For people, or for programs.")

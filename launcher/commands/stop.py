@@ -24,15 +24,11 @@ _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 def stop(
     trials: Annotated[list[str], typer.Argument(metavar="TRIAL", help=_TRIALS_HELP, autocompletion=complete_trial)],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
-    grace: Annotated[
-        float | None, typer.Option("--grace", min=0, metavar="SECONDS", help="Seconds to checkpoint in.")
-    ] = None,
+    grace: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Seconds to checkpoint in.")] = None,
     requeue: Annotated[bool, typer.Option("--requeue", help="Checkpoint, then go on in a new job.")] = False,
     group: Annotated[
         str | None,
-        typer.Option(
-            "--group", metavar="GROUP", help="End only this group, and keep it down.", autocompletion=complete_group
-        ),
+        typer.Option(metavar="GROUP", help="End only this group, and keep it down.", autocompletion=complete_group),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="With --group: start it again.")] = False,
     fileroot: Fileroot = None,

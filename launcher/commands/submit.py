@@ -50,13 +50,12 @@ def submit(
         list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="key.path=value, over the file's.")
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option("--profile", metavar="PROFILE", help="Name or path of a profile beneath the experiment file."),
+        str | None, typer.Option(metavar="PROFILE", help="Name or path of a profile beneath the experiment file.")
     ] = None,
-    layout: Annotated[AskedLayout | None, typer.Option("--layout", help="As launch.layout.")] = None,
+    layout: Annotated[AskedLayout | None, typer.Option(help="As launch.layout.")] = None,
     sbatch_arg: Annotated[
         list[str] | None,
-        typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
+        typer.Option(metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
     dry_run: DryRun = None,
@@ -69,9 +68,7 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            "--resume", metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."
-        ),
+        typer.Option(metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."),
     ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,

@@ -19,7 +19,7 @@ _OUTPUT_HELP = (
 
 def trace(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    steps: Annotated[str, typer.Option("--steps", metavar="STEPS", help=f"{_STEPS_HELP} Default: the last 20.")] = "",
+    steps: Annotated[str, typer.Option(metavar="STEPS", help=f"{_STEPS_HELP} Default: the last 20.")] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT_HELP)] = None,
     fileroot: Fileroot = None,
 ) -> None:

@@ -16,7 +16,7 @@ _TO_HELP = "tensorboard, wandb, mlflow, prometheus, or the import path of a trac
 
 def track(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    to: Annotated[str, typer.Option("--to", metavar="TRACKER", help=_TO_HELP)] = "tensorboard",
+    to: Annotated[str, typer.Option(metavar="TRACKER", help=_TO_HELP)] = "tensorboard",
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Until the trial has been trained to its end.")
     ] = False,

@@ -17,14 +17,13 @@ _PORT_HELP = "Port to serve it at; 0 is one that is free."
 
 def view(
     trials: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TRIAL|FOLDER...", help=_TRIALS_HELP, autocompletion=complete_trial),
+        list[str] | None, typer.Argument(metavar="TRIAL|FOLDER...", help=_TRIALS_HELP, autocompletion=complete_trial)
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the page, as it is now, into a file.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="PORT", help=_PORT_HELP)] = 0,
-    fileroot: Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help=_PORT_HELP)] = 0,
+    fileroot: Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
     from corral.experiments.trial.directory import atomic_write
