@@ -130,8 +130,8 @@ class CountingNames(RedisNameService):
         COUNTS["values"] += 1
         return super()._fetch(name, patience_s=patience_s)
 
-    def _fetch_subtree(self, root: str) -> dict[str, str]:
-        values = super()._fetch_subtree(root)
+    def get_subtree(self, root: str) -> dict[str, str]:
+        values = super().get_subtree(root)
         COUNTS["values"] += len(values)
         return values
 

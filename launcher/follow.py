@@ -11,8 +11,8 @@ from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files.patient_files import PatientFiles
-from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError
-from corral.launcher.logs.lines import EVERY_LINE, LineFilter, text_of
+from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError
+from corral.launcher.logs.lines import text_of
 from corral.launcher.status.reader import polite_reader
 from corral.launcher.trial.find import TrialFacts
 
@@ -50,13 +50,10 @@ class _Reading:
 
 def follow(
     find: Callable[[], Sequence[LogFile]],
-    write: Callable[[str], None],
+    printer: LinePrinter,
     *,
     has_ended: Callable[[], bool],
-    files: PatientFiles,
-    read_before: Mapping[Path, int] | None = None,
-    chosen: LineFilter = EVERY_LINE,
-    prefix: bool = True,
+    read_before: Mapping[Path, int],
     poll_interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
     """Prints the files, and those that appear, until the trial has ended and all is printed.
@@ -69,33 +66,27 @@ def follow(
     while True:
         is_over = has_ended()  # asked first: what was written before the end is still printed
         for file in find():
-            offset = (read_before or {}).get(file.path, 0)
+            offset = read_before.get(file.path, 0)
             readings.setdefault(file.path, _Reading(label=file.label, path=file.path, offset=offset))
         width = max((len(reading.label) for reading in readings.values()), default=0)
         for reading in readings.values():
-            for raw in reading.new_lines(files, is_over=is_over):
-                if chosen.matches(line := text_of(raw)):
-                    write(f"{reading.label.ljust(width)} | {line}" if prefix else line)
+            for raw in reading.new_lines(printer.files, is_over=is_over):
+                if printer.chosen.matches(line := text_of(raw)):
+                    printer.show(line, label=reading.label, width=width)
         if is_over:
             return
         time.sleep(poll_interval_s)
 
 
 def follow_trial(
-    facts: TrialFacts,
-    finder: LogFinder,
-    *,
-    read_before: Mapping[Path, int] | None = None,
-    chosen: LineFilter = EVERY_LINE,
-    prefix: bool = True,
+    facts: TrialFacts, finder: LogFinder, printer: LinePrinter, *, read_before: Mapping[Path, int]
 ) -> None:
     """Prints what the workers of a trial print until it has ended. Ctrl-C raises KeyboardInterrupt, no more.
 
     Raises:
         TimeoutError: if the file system of the trial does not answer any more.
     """
-    files, reader = PatientFiles(), polite_reader()
-    looked_at, is_over = float("-inf"), False
+    reader, looked_at, is_over = polite_reader(), float("-inf"), False
 
     def has_ended() -> bool:
         nonlocal looked_at, is_over
@@ -105,19 +96,11 @@ def follow_trial(
 
     def find() -> Sequence[LogFile]:
         try:
-            return files.run(finder.find, facts.directory.path)
+            return printer.files.run(finder.find, facts.directory.path)
         except NoLogsError:  # of a new attempt there are none yet
             return []
 
-    follow(
-        find,
-        lambda line: print(line, flush=True),
-        has_ended=has_ended,
-        files=files,
-        read_before=read_before,
-        chosen=chosen,
-        prefix=prefix,
-    )
+    follow(find, printer, has_ended=has_ended, read_before=read_before)
 
 
 def logs_before(directory: TrialDirectory, attempt: int) -> dict[Path, int]:

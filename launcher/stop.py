@@ -21,13 +21,12 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import DoneError
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.errors import ClusterError
+from corral.launcher.cluster.errors import answer_or
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.cluster.own_jobs import HEAD
+from corral.launcher.cluster.own_jobs import HEAD, OwnJobs
 from corral.launcher.files.patience import wait_until
 from corral.launcher.files.patient_files import PatientFiles
-from corral.launcher.status.evidence import own_jobs_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
@@ -197,10 +196,7 @@ def _may_run(row: WorkerRow) -> bool:
 
 def find_job(argument: str, cluster: JobQueue) -> Job | None:
     """The job with this id; None if the cluster does not know it, or does not answer."""
-    try:
-        jobs = cluster.jobs() if argument.isdigit() else []
-    except ClusterError:
-        return None
+    jobs = answer_or([], cluster.jobs) if argument.isdigit() else []
     return next((job for job in jobs if job.job_id == argument), None)
 
 
@@ -214,8 +210,8 @@ def trial_of_job(job: Job, fileroot: Path, *, files: PatientFiles) -> TrialFacts
 
 def _trial_that_noted(job: Job, fileroot: Path) -> TrialFacts | None:
     noted = (path.parents[2] for path in fileroot.glob(f"*/*/control/jobs/{job.job_id}.json"))
-    facts = (read_facts(TrialDirectory(path)) for path in noted)
-    return next((one for one in facts if one is not None and own_jobs_of(one).identify(job) is not None), None)
+    found = (facts for path in noted if (facts := read_facts(TrialDirectory(path))) is not None)
+    return next((facts for facts in found if OwnJobs(facts.directory, facts).identify(job) is not None), None)
 
 
 def is_orphan(job: Job, *, now: bool, files: PatientFiles) -> bool:
@@ -251,11 +247,8 @@ def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: PatientFiles) -> N
     """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
     if not has_jobs(facts.mode):
         return
-    try:
-        jobs = cluster.jobs()
-    except ClusterError:
-        return  # what a controller that is down would start ends by itself: the trial log says Stop
-    for job, note in files.run(lambda: own_jobs_of(facts).select(jobs), facts.directory.path):
+    jobs = answer_or([], cluster.jobs)  # what one that is down would start ends by itself: the trial log says Stop
+    for job, note in files.run(lambda: OwnJobs(facts.directory, facts).select(jobs), facts.directory.path):
         is_extra_job = note.allocation != HEAD  # a head that still runs is about to end
         if job.phase is JobPhase.WAITING or (is_extra_job and job.is_active):
             cluster.cancel(job.job_id)

@@ -1,7 +1,8 @@
-"""What people are shown in a terminal: durations in words, and others' text without what a terminal obeys. Pure."""
+"""What people are shown in a terminal: durations in words, some of many, others' text without what it obeys. Pure."""
 
 import re
 import time
+from collections.abc import Sequence
 
 
 def format_duration(seconds: float | None) -> str:
@@ -21,6 +22,12 @@ def format_duration(seconds: float | None) -> str:
 def format_moment(seconds: float) -> str:
     """Local time of a Unix time: 2026-11-21 08:14:02."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def first_few(names: Sequence[str], *, most: int, separator: str = ",", rest: str = "more") -> str:
+    """The first few of some names, and how many others there are."""
+    others = len(names) - most
+    return separator.join(names[:most]) + (f" and {others} {rest}" if others > 0 else "")
 
 
 # Colours and the like are taken out; whatever else is not printable is shown as what it is.

@@ -23,7 +23,7 @@ from corral.name_resolve.errors import (
     NameTimeoutError,
 )
 from corral.name_resolve.lease import Keepalive, Lease, LeaseStore, Put
-from corral.name_resolve.names import check_name, check_root, check_ttl
+from corral.name_resolve.names import check_name, check_ttl
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5  # of wait(): soon for one that is almost there, rare for a gang of hundreds
 _NOBODY = "nobody"  # owns what was added
@@ -51,9 +51,9 @@ class NameService(LeaseStore):
             raise NameNotFoundError(f"{name!r} is not registered in {self._described}")
         return value
 
+    @abstractmethod
     def get_subtree(self, root: str) -> dict[str, str]:
         """Values by name, sorted by name, of `root` itself and all names below `root/`; "" is all names."""
-        return self._fetch_subtree(check_root(root))
 
     def delete(self, name: str) -> None:
         """Delete a name, whoever owns it, if it is there.
@@ -98,6 +98,7 @@ class NameService(LeaseStore):
         reason = f"; at the end {outage}" if outage else ""
         raise NameTimeoutError(f"{whom} within {timeout_s:g} s in {self._described}{reason}") from outage
 
+    @abstractmethod
     def changes(self, seen: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
         """Wait until something has changed directly below a root, or the time is over.
 
@@ -112,7 +113,6 @@ class NameService(LeaseStore):
         Returns:
             The marks of those roots that have changed.
         """
-        return self._changes({check_root(root): mark for root, mark in seen.items()}, timeout_s)
 
     def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
@@ -132,9 +132,8 @@ class NameService(LeaseStore):
         return self._keepalive.acquire(put)
 
     def close(self) -> None:
-        """Release the leases, drop the connections. Idempotent."""
+        """Release the leases; a backend gives back what it holds, too. Idempotent."""
         self._keepalive.close()
-        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,19 +141,8 @@ class NameService(LeaseStore):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # What a backend provides besides LeaseStore. Names are checked by now. `patience_s` bounds the retries while the
+    # What a backend provides besides LeaseStore. The name is checked by now. `patience_s` bounds the retries while the
     # backend is unreachable (None: the limit that the backend has itself).
 
     @abstractmethod
     def _fetch(self, name: str, *, patience_s: float | None = None) -> str | None: ...
-
-    @abstractmethod
-    def _fetch_subtree(self, root: str) -> dict[str, str]:
-        """Values by name, sorted by name."""
-
-    @abstractmethod
-    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]: ...
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Give back what the backend holds."""

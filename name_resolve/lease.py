@@ -83,11 +83,22 @@ class Lease:
             NameExistsError: if the lease is lost.
             NameServiceError: if it was released.
         """
-        self._keepalive.update(self, value)
+        with self._keepalive.turn:
+            if self._released:
+                raise NameServiceError(f"cannot update {self.name!r}: this lease was released")
+            self._put = replace(self._put, value=value)
+            if not self.lost:
+                self._keepalive.exchange([self])
+            if self.lost:
+                raise NameExistsError(f"cannot update {self.name!r}: owner {self._lost_to!r} has taken it")
 
-    def release(self) -> None:
+    def release(self, *, patience_s: float = _RELEASE_PATIENCE_S) -> None:
         """Stop refreshing and delete the record if it is still ours; unreachable, it is left to its TTL. Idempotent."""
-        self._keepalive.release(self)
+        with self._keepalive.turn:
+            is_held = not (self._released or self.lost)
+            self._released = True  # even if its record cannot be deleted
+            if is_held:
+                self._keepalive.drop(self, patience_s=patience_s)
 
     def __enter__(self) -> "Lease":
         return self
@@ -99,13 +110,13 @@ class Lease:
 class Keepalive:
     """Beats for the leases of one name service.
 
-    `_turn` is held over each exchange with the store, so that a beat with an old value can never land after an update,
+    `turn` is held over each exchange with the store, so that a beat with an old value can never land after an update,
     nor a beat after a release.
     """
 
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
-        self._turn = threading.Condition()
+        self.turn = threading.Condition()
         self._leases: dict[str, Lease] = {}  # those that are held, by name
         self._due_at_s = math.inf
         self._closed = False
@@ -114,7 +125,7 @@ class Keepalive:
 
     def acquire(self, put: Put) -> Lease:
         """Put the first record; raises NameExistsError if another lease of ours has the name."""
-        with self._turn:
+        with self.turn:
             if self._closed:
                 raise NameServiceError(f"cannot lease {put.name!r}: the name service is closed")
             if put.name in self._leases:
@@ -125,61 +136,45 @@ class Keepalive:
             self._due_at_s = min(self._due_at_s, time.monotonic() + _beat_interval_s(lease))
             if self._thread.ident is None:
                 self._thread.start()
-            self._turn.notify()
+            self.turn.notify()
         return lease
 
-    def update(self, lease: Lease, value: str) -> None:
-        """Remember the value, then try once to publish it; the beats do the rest."""
-        with self._turn:
-            if lease._released:
-                raise NameServiceError(f"cannot update {lease.name!r}: this lease was released")
-            lease._put = replace(lease._put, value=value)
-            if not lease.lost:
-                self._exchange([lease])
-            if lease.lost:
-                raise NameExistsError(f"cannot update {lease.name!r}: owner {lease._lost_to!r} has taken it")
-
-    def release(self, lease: Lease, *, patience_s: float = _RELEASE_PATIENCE_S) -> None:
-        with self._turn:
-            if lease._released:
-                return
-            lease._released = True
-            if lease.lost:
-                return
-            del self._leases[lease.name]
-            try:
-                self._store._remove(lease.name, owner=lease._put.owner, patience_s=patience_s)
-            except NameServiceUnavailableError as error:
-                logger.warning("%s is left to expire after %s s: %s", lease.name, lease._put.ttl_s, error)
+    def drop(self, lease: Lease, *, patience_s: float) -> None:
+        """Beats for it no more, and deletes its record."""
+        del self._leases[lease.name]
+        try:
+            self._store._remove(lease.name, owner=lease._put.owner, patience_s=patience_s)
+        except NameServiceUnavailableError as error:
+            logger.warning("%s is left to expire after %s s: %s", lease.name, lease._put.ttl_s, error)
 
     def close(self) -> None:
         """Stop beating, then release what is still held, without waiting for a service that is away. Idempotent."""
-        with self._turn:
+        with self.turn:
             self._closed = True
-            self._turn.notify()
+            self.turn.notify()
         if self._thread.ident is not None:
             self._thread.join()
         for lease in list(self._leases.values()):
-            self.release(lease, patience_s=0.0)
+            lease.release(patience_s=0.0)
 
     def _run(self) -> None:
-        with self._turn:
+        with self.turn:
             while not self._closed:
                 if (left_s := self._due_at_s - time.monotonic()) > 0.0:
-                    self._turn.wait(left_s)
+                    self.turn.wait(left_s)
                 else:
                     self._beat()
 
     def _beat(self) -> None:
         leases = list(self._leases.values())
         try:
-            self._exchange(leases)
+            self.exchange(leases)
         except Exception as error:  # whatever went wrong, a worker whose keepalive died would look dead while it works
             self._note_failure(leases, error)
         longest_s = _RETRY_INTERVAL_S if self._is_failing else _MAX_BEAT_INTERVAL_S
         self._due_at_s = time.monotonic() + min([longest_s, *map(_beat_interval_s, self._leases.values())])
 
-    def _exchange(self, leases: Sequence[Lease]) -> None:
+    def exchange(self, leases: Sequence[Lease]) -> None:
         """One put for each lease, in one batch; outcomes go into the leases."""
         try:
             holders = self._store._put([lease._put for lease in leases], patience_s=0.0)

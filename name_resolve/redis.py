@@ -37,7 +37,7 @@ from redis.retry import Retry
 from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError
 from corral.name_resolve.lease import Put
-from corral.name_resolve.names import check_prefix
+from corral.name_resolve.names import check_prefix, check_root
 
 _SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
 _LONGEST_WAIT_S = 10.0  # for a change, before the connection is proved to live
@@ -174,8 +174,8 @@ class RedisNameService(NameService):
         stored = self._retry(lambda: self._client.execute_command("GET", self._key(name)), patience_s)
         return None if stored is None else self._value(name, stored)
 
-    def _fetch_subtree(self, root: str) -> dict[str, str]:
-        return self._retry(lambda: self._read_subtree(root))
+    def get_subtree(self, root: str) -> dict[str, str]:
+        return self._retry(partial(self._read_subtree, check_root(root)))
 
     def _read_subtree(self, root: str) -> dict[str, str]:
         names = self._indexed_names(root)
@@ -188,8 +188,8 @@ class RedisNameService(NameService):
                 self._evaluate([(_PRUNE, (self._index, *map(self._key, expired)), expired)])
         return values
 
-    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-        roots = {self._mark_key(root): root for root in seen}
+    def changes(self, seen: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
+        roots = {self._mark_key(check_root(root)): root for root in seen}
         block_ms = max(1, round(1000 * min(timeout_s, _LONGEST_WAIT_S)))  # 0 would be for ever
         command = ("XREAD", "BLOCK", block_ms, "STREAMS", *roots, *(mark or "0" for mark in seen.values()))
         found = self._retry(lambda: self._waiting.execute_command(*command))
@@ -199,7 +199,8 @@ class RedisNameService(NameService):
         seconds, microseconds = self._retry(lambda: self._client.execute_command("TIME"))
         return int(seconds) + int(microseconds) / 1e6
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        super().close()
         self._is_disconnected = True
         self._client.close()
         self._waiting.close()

@@ -20,6 +20,7 @@ from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
 from corral.name_resolve.base import NameService
 from corral.name_resolve.lease import Put
+from corral.name_resolve.names import check_root
 from corral.name_resolve.redis import RedisNameService
 from tests.workers.trusted import trust
 
@@ -80,23 +81,21 @@ class MemoryNameService(NameService):
         stored = self._store.living().get(name)
         return None if stored is None else stored.value
 
-    def _fetch_subtree(self, root: str) -> dict[str, str]:
+    def get_subtree(self, root: str) -> dict[str, str]:
         return {
             name: put.value
             for name, put in self._store.living().items()
-            if not root or name == root or name.startswith(f"{root}/")
+            if not check_root(root) or name == root or name.startswith(f"{root}/")
         }
 
-    def _changes(self, seen: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+    def changes(self, seen: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
+        assert all(check_root(root) == root for root in seen)
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._store.newer(seen), timeout=timeout_s)
             return self._store.newer(seen)
 
     def clock(self) -> float:
         return time.monotonic()
-
-    def _close(self) -> None:
-        """The store stays: other services use it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,16 +71,7 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 unreachable_since=now if self.unreachable_since is None else self.unreachable_since,
                 error=str(error).partition("\n")[0],
             )
-        return msgspec.structs.replace(
-            self,
-            jobs=jobs,
-            asked_at=now,
-            tried_at=now,
-            failures=0,
-            unreachable_since=None,
-            error="",
-            question=cluster.question,
-        )
+        return QueueAnswer(jobs=jobs, asked_at=now, tried_at=now, question=cluster.question)
 
     def is_due(self, now: float, newer_than: float) -> bool:
         """Whether the cluster is to be asked. Pure."""
@@ -123,9 +114,8 @@ class CachedQueue:
                 memory = self._read()  # whoever had the lock before us has asked, perhaps
                 if may_ask and memory.is_due(self._clock(), newer_than):
                     memory = memory.after_asking(self._cluster, self._clock)
-                    atomic_write(
-                        self._path, msgspec.json.encode(memory), is_durable=False
-                    )  # it need not survive a crash
+                    said = msgspec.json.encode(memory)
+                    atomic_write(self._path, said, is_durable=False)  # it need not survive a crash
         except OSError:
             memory = memory.after_asking(self._cluster, self._clock)
         return memory

@@ -10,6 +10,7 @@ is said under Rooms in docs/architecture.md.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,17 +23,26 @@ from corral.launcher.layout.layout import Layout, RunningAllocations, Step
 from corral.launcher.runners.runner import TaskRunner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTrial:
+    """A trial whose workers all have their places on a cluster."""
+
+    plan: RunPlan
+    layout: Layout
+    directory: TrialDirectory
+
+
 class Cluster(JobQueue, Protocol):
     """A cluster as submissions and supervisors need it."""
 
-    def script(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> bytes:
+    def script(self, trial: PlacedTrial) -> bytes:
         """What the cluster runs on the head's first node: it becomes the supervisor.
 
         Raises:
             ConfigError: if the cluster cannot take it.
         """
 
-    def write_scripts(self, plan: RunPlan, layout: Layout, directory: TrialDirectory) -> None:
+    def write_scripts(self, trial: PlacedTrial) -> None:
         """Puts the scripts of the trial's jobs into its folder."""
 
     def submission_command(self, directory: TrialDirectory) -> str:
@@ -46,20 +56,11 @@ class Cluster(JobQueue, Protocol):
             ClusterError: if it has not.
         """
 
-    def submit_successor(
-        self, layout: Layout, directory: TrialDirectory, *, after: str, exclude_nodes: Sequence[str]
-    ) -> str:
+    def submit_successor(self, trial: PlacedTrial, *, after: str, exclude_nodes: Sequence[str]) -> str:
         """The same job again, which waits for the end of job `after`. Raises as `submit_trial`."""
 
     def submit_extra_job(
-        self,
-        plan: RunPlan,
-        layout: Layout,
-        allocation: int,
-        directory: TrialDirectory,
-        *,
-        attempt: int,
-        exclude_nodes: Sequence[str],
+        self, trial: PlacedTrial, allocation: int, *, attempt: int, exclude_nodes: Sequence[str]
     ) -> str:
         """A job that only keeps the nodes of one allocation for the attempt. Raises as `submit_trial`.
 
@@ -86,13 +87,7 @@ class Cluster(JobQueue, Protocol):
         """Puts a job that runs back into the queue, which ends it now."""
 
     def make_runner(
-        self,
-        plan: RunPlan,
-        layout: Layout,
-        directory: TrialDirectory,
-        *,
-        allocations: Callable[[], RunningAllocations],
-        why_away: Callable[[int], str],
+        self, trial: PlacedTrial, *, allocations: Callable[[], RunningAllocations], why_away: Callable[[int], str]
     ) -> "AllocationRunner":
         """Starts workers in allocations.
 

@@ -6,7 +6,14 @@ ClusterError
         SubmissionUnknownError        nobody can say whether it has
 """
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from corral.experiments.exit_codes import CommandExit, UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 class ClusterError(UserError):
@@ -27,3 +34,11 @@ class UncertainSubmissionError(ClusterUnreachableError):
 
 class SubmissionUnknownError(ClusterUnreachableError):
     """Nobody can say whether there is a job now."""
+
+
+def answer_or(otherwise: D, ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | D:
+    """What the cluster answers, where an answer is not needed; `otherwise` if it gives none."""
+    try:
+        return ask(*args, **kwargs)
+    except ClusterError:
+        return otherwise

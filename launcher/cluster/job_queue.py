@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from corral.experiments.trial.mode import Mode
-from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import OwnJob
 
@@ -51,11 +50,3 @@ class JobQueue(Protocol):
 
     def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
         """Those of some nodes that have failed; none if the cluster does not say."""
-
-
-def job_if_known(cluster: JobQueue, job_id: str) -> Job | None:
-    """The job, where the cluster knows it and answers."""
-    try:
-        return cluster.job(job_id)
-    except ClusterError:
-        return None

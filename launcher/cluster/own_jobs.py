@@ -21,7 +21,8 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write, val
 from corral.launcher.cluster.jobs import Job
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
-    from corral.experiments.plan import RunPlan
+    from corral.experiments.plan import TrialIdentity
+    from corral.launcher.trial.find import TrialFacts
 
 HEAD = "head"
 _MAX_JOB_NAME = 64
@@ -68,13 +69,12 @@ class OwnJobs:
     """Tells the jobs of one trial from all others.
 
     Args:
+        whose: jobs they are.
         claimed_by: the job that has claimed its last attempt, which is its head whether it was noted or not.
     """
 
     directory: TrialDirectory
-    experiment: str
-    trial: str
-    uuid: str
+    whose: "TrialIdentity | TrialFacts"
     claimed_by: str = ""
     _notes: dict[str, JobNote | None] = field(default_factory=dict)
 
@@ -84,7 +84,8 @@ class OwnJobs:
         Raises:
             OSError: if it cannot be written; the comment still tells, where the site leaves it alone.
         """
-        note = JobNote(name=job_name(self.experiment, self.trial, allocation), allocation=allocation, attempt=attempt)
+        name = job_name(self.whose.experiment, self.whose.trial, allocation)
+        note = JobNote(name=name, allocation=allocation, attempt=attempt)
         folder = self.directory.control_path / "jobs"
         folder.mkdir(mode=0o700, exist_ok=True)
         atomic_write(folder / f"{job_id}.json", msgspec.json.encode(note))
@@ -94,7 +95,7 @@ class OwnJobs:
         """What a job is to this trial; None if it is somebody else's."""
         tag = job.tag
         if tag:
-            if tag.get("trial_uuid") != self.uuid:
+            if tag.get("trial_uuid") != self.whose.uuid:
                 return None
             allocation, attempt = tag.get("allocation") or HEAD, tag.get("attempt")
             return JobNote(
@@ -108,13 +109,13 @@ class OwnJobs:
     def select(self, jobs: Iterable[Job] | JobIndex) -> list[tuple[Job, JobNote]]:
         """The trial's own among all, with what they are to it."""
         if isinstance(jobs, JobIndex):
-            jobs = [*jobs.by_uuid.get(self.uuid, ()), *jobs.begins_with(self._stem)]
+            jobs = [*jobs.by_uuid.get(self.whose.uuid, ()), *jobs.begins_with(self._stem)]
         return [(job, note) for job in jobs if (note := self.identify(job)) is not None]
 
     @property
     def _stem(self) -> str:
         """What the names of all its jobs begin with."""
-        return f"{self.experiment}.{self.trial}"[:_STEM]
+        return f"{self.whose.experiment}.{self.whose.trial}"[:_STEM]
 
     def _note_of(self, job_id: str) -> JobNote | None:
         if job_id not in self._notes:
@@ -123,14 +124,10 @@ class OwnJobs:
                 self._notes[job_id] = msgspec.json.decode(path.read_bytes(), type=JobNote)
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
                 # Not kept: it may be written in the next moment.
-                head = JobNote(name=job_name(self.experiment, self.trial), allocation=HEAD, attempt=-1)
+                name = job_name(self.whose.experiment, self.whose.trial)
+                head = JobNote(name=name, allocation=HEAD, attempt=-1)
                 return head if job_id == self.claimed_by else None
         return self._notes[job_id]
-
-
-def own_jobs_of_plan(plan: "RunPlan", directory: TrialDirectory) -> OwnJobs:
-    """Tells a trial's jobs from all others."""
-    return OwnJobs(directory, plan.trial.experiment, plan.trial.trial, plan.trial.uuid)
 
 
 def job_name(experiment: str, trial: str, allocation: str = HEAD) -> str:

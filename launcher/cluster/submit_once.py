@@ -33,15 +33,13 @@ def submit_once(queue: JobQueue, submit: Callable[[], str], *, is_it: Callable[[
     try:
         return submit()
     except UncertainSubmissionError as error:
-        job_id = _look(queue, is_it, error, looks)
-        if not job_id:
-            raise
-        return job_id
-    except BaseException as error:
-        if not isinstance(
-            error, Exception
-        ):  # not wanted any more: the command has got the same Ctrl-C, or was too fast
-            _take_back(queue, is_it)
+        if job_id := _look(queue, is_it, error, looks):
+            return job_id
+        raise
+    except Exception:
+        raise
+    except BaseException:  # not wanted any more: the command has got the same Ctrl-C, or was too fast
+        _take_back(queue, is_it)
         raise
 
 

@@ -26,14 +26,14 @@ Output = Literal["table", "json"]
 
 FILEROOT_HELP = "Folder of the trials; default $CORRAL_FILEROOT, else ~/corral."
 TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."
-Fileroot = Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)]
+Fileroot = Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)]
 
 
 def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> NoReturn:
     """A program that is one command; `arguments` are those of the process unless given."""
     # Plain help, and usage errors in the form of all others: what a frame wraps cannot be searched or copied.
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
+    app.command()(user_errors()(command))
     try:
         code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except TyperException as error:

@@ -2,45 +2,44 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import Fileroot, Output, run, user_errors
+from corral.launcher.commands.common import Fileroot, Output, run
 
 if TYPE_CHECKING:
     from corral.launcher.doctor.judge import Finding
 
 
 def doctor(
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Where the probe runs.")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where the probe runs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Submit no probe to the nodes.")] = False,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
-    with user_errors():
-        from corral.launcher.doctor.judge import render, worst
-        from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
-        from corral.launcher.slurm.client import missing_commands
-        from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.doctor.judge import render, worst
+    from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
+    from corral.launcher.slurm.client import missing_commands
+    from corral.launcher.trial.find import default_fileroot
 
-        root = (fileroot or default_fileroot()).absolute()
-        findings: list[Finding] = list(look_here(root))
-        missing = missing_commands()
-        findings.append(judge_commands(missing))
-        is_reachable = True
-        if not missing:
-            is_reachable, seen = look_at_cluster(root, partition=partition, is_quick=quick)
-            findings += seen
-        print(json.dumps([asdict(one) for one in findings], indent=1) if output == "json" else render(findings))
-        if not is_reachable:
-            raise typer.Exit(CommandExit.UNREACHABLE)
-        if worst(findings) == "fail":
-            raise typer.Exit(CommandExit.ERROR)
+    root = (fileroot or default_fileroot()).absolute()
+    findings: list[Finding] = list(look_here(root))
+    missing = missing_commands()
+    findings.append(judge_commands(missing))
+    is_reachable = True
+    if not missing:
+        is_reachable, seen = look_at_cluster(root, partition=partition, is_quick=quick)
+        findings += seen
+    print(json.dumps([asdict(one) for one in findings], indent=1) if output == "json" else render(findings))
+    if not is_reachable:
+        raise typer.Exit(CommandExit.UNREACHABLE)
+    if worst(findings) == "fail":
+        raise typer.Exit(CommandExit.ERROR)
 
 
-def main() -> None:
-    """rl-doctor"""
-    run(doctor)
+main = partial(run, doctor)
+"""rl-doctor"""

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,6 @@ from corral.launcher.commands.common import (
     leaving,
     run,
     terminal_width,
-    user_errors,
     wants_colour,
 )
 from corral.launcher.commands.completion import complete_trial
@@ -30,78 +30,61 @@ _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 def evaluate(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
     step: Annotated[
-        str, typer.Option("--step", metavar="STEPS", help="Train step (several with commas), latest, best, or all.")
+        str, typer.Option(metavar="STEPS", help="Train step (several with commas), latest, best, or all.")
     ] = "latest",
-    dataset: Annotated[
-        Path | None, typer.Option("--dataset", metavar="FILE", help="Other problems than the trial's own.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer.")
-    ] = None,
+    dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Other problems than the trial's own.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest answer.")] = None,
     local: Annotated[bool, typer.Option("--local", help="On this machine, one after the other.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only show what was asked for before.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also steps that have a result already.")] = False,
-    partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Default: where the trial trains.")
-    ] = None,
-    minutes: Annotated[
-        int, typer.Option("--minutes", min=1, metavar="N", help="Time limit of one start of a job.")
-    ] = 60,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the trial trains.")] = None,
+    minutes: Annotated[int, typer.Option(min=1, metavar="N", help="Time limit of one start of a job.")] = 60,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
-    with user_errors():
-        from corral.launcher.evaluation.jobs import EvaluationResources, run_here, submit_to_slurm
-        from corral.launcher.evaluation.plan import (
-            choose,
-            evaluation_folder,
-            find_weights,
-            make_evaluation_config,
-            make_requests,
-            read_plan,
-            scheduling_of,
-        )
-        from corral.launcher.evaluation.status import EvaluationReader, is_wanted
-        from corral.launcher.trial.find import default_fileroot, find_trial
+    from corral.launcher.evaluation.jobs import EvaluationResources, run_here, submit_to_slurm
+    from corral.launcher.evaluation.plan import (
+        choose,
+        evaluation_folder,
+        find_weights,
+        make_evaluation_config,
+        make_requests,
+        read_plan,
+    )
+    from corral.launcher.evaluation.status import EvaluationReader, is_wanted
+    from corral.launcher.trial.find import default_fileroot, find_trial
 
-        facts = find_trial(trial, fileroot or default_fileroot())
-        folder = evaluation_folder(facts.directory, dataset)
-        if show:
-            reader = EvaluationReader(folder)
-            known = reader.known_steps()
-            if not known and output == "table":
-                print(f"no evaluations of {facts.name} yet; rl-eval {facts.name} makes one of its last version")
-                return
-            _print(reader.read(known), output)
+    facts = find_trial(trial, fileroot or default_fileroot())
+    folder = evaluation_folder(facts.directory, dataset)
+    if show:
+        reader = EvaluationReader(folder)
+        known = reader.known_steps()
+        if not known and output == "table":
+            print(f"no evaluations of {facts.name} yet; rl-eval {facts.name} makes one of its last version")
             return
-        plan = read_plan(facts.directory)
-        evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
-        chosen = choose(find_weights(facts.directory), step)
-        requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
-        resources = EvaluationResources(
-            plan.trial.trial,
-            scheduling_of(plan),
-            launch=plan.launch,
-            cluster=plan.cluster,
-            minutes=minutes,
-            partition=partition,
-        )
-        before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
-        wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]
-        if local:
-            here = {request.step: run_here(facts.directory, request, resources) for request in wanted}
-            statuses = list((before | here).values())
-        else:
-            if wanted:
-                submit_to_slurm(facts.directory, wanted, resources)
-            statuses = _read(EvaluationReader(folder), [one.step for one in requests], wait=wait, name=facts.name)
-        _print(statuses, output)
-        if any(status.is_final and status.state != "DONE" for status in statuses):
-            raise typer.Exit(CommandExit.FAILED)
-        if not all(status.is_final for status in statuses):
-            print(f"next       rl-eval {facts.name} --show    results will be in {folder}", file=sys.stderr)
+        _print(reader.read(known), output)
+        return
+    plan = read_plan(facts.directory)
+    evaluation = make_evaluation_config(plan, dataset, max_new_tokens=max_new_tokens)
+    chosen = choose(find_weights(facts.directory), step)
+    requests = make_requests(facts.directory, plan, chosen, evaluation, folder)
+    resources = EvaluationResources(plan, minutes=minutes, partition=partition)
+    before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
+    wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]
+    if local:
+        here = {request.step: run_here(facts.directory, request, resources) for request in wanted}
+        statuses = list((before | here).values())
+    else:
+        if wanted:
+            submit_to_slurm(facts.directory, wanted, resources)
+        statuses = _read(EvaluationReader(folder), [one.step for one in requests], wait=wait, name=facts.name)
+    _print(statuses, output)
+    if any(status.is_final and status.state != "DONE" for status in statuses):
+        raise typer.Exit(CommandExit.FAILED)
+    if not all(status.is_final for status in statuses):
+        print(f"next       rl-eval {facts.name} --show    results will be in {folder}", file=sys.stderr)
 
 
 def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name: str) -> "list[EvaluationStatus]":
@@ -141,6 +124,5 @@ def _as_json(status: "EvaluationStatus") -> dict[str, object]:
     return {**shown, "result": result}
 
 
-def main() -> None:
-    """rl-eval"""
-    run(evaluate)
+main = partial(run, evaluate)
+"""rl-eval"""

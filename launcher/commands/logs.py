@@ -3,13 +3,14 @@
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, leaving, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, leaving, run
 from corral.launcher.commands.completion import complete_trial, complete_worker
 
 if TYPE_CHECKING:
@@ -32,53 +33,52 @@ def logs(
         int | None,
         typer.Option("-n", "--lines", min=0, metavar="N", help=f"Last lines of each worker; default {_DEFAULT_LINES}."),
     ] = None,
-    since: Annotated[str | None, typer.Option("--since", metavar="TIME", help=_SINCE_HELP)] = None,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help=_SINCE_HELP)] = None,
     grep: Annotated[
-        str | None, typer.Option("--grep", metavar="PATTERN", help="Only lines that match this regular expression.")
+        str | None, typer.Option(metavar="PATTERN", help="Only lines that match this regular expression.")
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines as they are, without their worker.")] = False,
-    attempt: Annotated[
-        str | None, typer.Option("--attempt", metavar="N", help="A number, or all; default the last.")
-    ] = None,
+    attempt: Annotated[str | None, typer.Option(metavar="N", help="A number, or all; default the last.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
-    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FILE", help=_BUNDLE_HELP)] = None,
+    bundle: Annotated[Path | None, typer.Option(metavar="FILE", help=_BUNDLE_HELP)] = None,
     with_texts: Annotated[bool, typer.Option("--with-texts", help="In a bundle, prompts and answers, too.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Show what a trial's workers print."""
-    with user_errors():
-        from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.follow import follow_trial
-        from corral.launcher.logs.bundle import write_bundle
-        from corral.launcher.logs.failures import describe_failures
-        from corral.launcher.logs.files import LogFinder, attempt_number, print_tails
-        from corral.launcher.logs.lines import end_of_lines
-        from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.follow import follow_trial
+    from corral.launcher.logs.bundle import write_bundle
+    from corral.launcher.logs.failures import describe_failures
+    from corral.launcher.logs.files import LinePrinter, LogFinder, attempt_number
+    from corral.launcher.logs.lines import end_of_lines
+    from corral.launcher.trial.find import default_fileroot
 
-        chosen, files = _line_filter(since, grep), PatientFiles()
-        facts = find_in_time(files, trial, fileroot or default_fileroot())
-        directory = facts.directory
-        if bundle is not None:
-            num_files = write_bundle(directory, bundle, others=_others(facts), with_texts=with_texts)
-            print(f"{num_files} files in {bundle}, {'with' if with_texts else 'without'} prompts and answers")
-            return
-        if errors:
-            number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
-            print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
-            return
-        finder = LogFinder(directory, workers or [], attempt=attempt)
-        found = files.run(finder.find, directory.path)
-        if path:
-            print("\n".join(str(log.path) for log in found))
-            return
-        count = lines if lines is not None else (None if since else _DEFAULT_LINES)
-        # Where following goes on: a line that is being written is printed once it is whole.
-        ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
-        print_tails(found, count, print, files=files, ends=ends, chosen=chosen, prefix=not no_prefix)
-        if follow:
-            with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
-                follow_trial(facts, finder, read_before=ends, chosen=chosen, prefix=not no_prefix)
+    chosen, files = _line_filter(since, grep), PatientFiles()
+    facts = find_in_time(files, trial, fileroot or default_fileroot())
+    directory = facts.directory
+    if bundle is not None:
+        num_files = write_bundle(directory, bundle, others=_others(facts), with_texts=with_texts)
+        print(f"{num_files} files in {bundle}, {'with' if with_texts else 'without'} prompts and answers")
+        return
+    if errors:
+        number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
+        print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
+        return
+    finder = LogFinder(directory, workers or [], attempt=attempt)
+    found = files.run(finder.find, directory.path)
+    if path:
+        print("\n".join(str(log.path) for log in found))
+        return
+    count = lines if lines is not None else (None if since else _DEFAULT_LINES)
+    # Where following goes on: a line that is being written is printed once it is whole.
+    ends = {log.path: end_of_lines(log.path, files=files) for log in found} if follow else {}
+    write = partial(print, flush=follow)
+    printer = LinePrinter(files=files, write=write, chosen=chosen, has_prefix=not no_prefix)
+    printer.tails(found, count, ends=ends)
+    if follow:
+        with leaving(f"(the trial keeps running; rl-stop {facts.name} ends it)"):
+            follow_trial(facts, finder, printer, read_before=ends)
 
 
 def _others(facts: "TrialFacts") -> dict[str, bytes]:
@@ -118,6 +118,5 @@ def _line_filter(since: str | None, grep: str | None) -> "LineFilter":
     return LineFilter(since=moment, pattern=pattern)
 
 
-def main() -> None:
-    """rl-logs"""
-    run(logs)
+main = partial(run, logs)
+"""rl-logs"""

@@ -3,11 +3,12 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, terminal_width, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, terminal_width
 from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ _SHOW_HELP = "One answer whole, by its name in the list, token by token."
 
 def samples(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    step: Annotated[str | None, typer.Option("--step", metavar="STEPS", help=_STEP_HELP)] = None,
-    where: Annotated[str | None, typer.Option("--where", metavar="CONDITION", help=_WHERE_HELP)] = None,
-    sort: Annotated[str, typer.Option("--sort", metavar="FIELD", help=_SORT_HELP)] = "",
+    step: Annotated[str | None, typer.Option(metavar="STEPS", help=_STEP_HELP)] = None,
+    where: Annotated[str | None, typer.Option(metavar="CONDITION", help=_WHERE_HELP)] = None,
+    sort: Annotated[str, typer.Option(metavar="FIELD", help=_SORT_HELP)] = "",
     most: Annotated[int, typer.Option("-n", min=1, metavar="N", help="So many at most.")] = 40,
-    show: Annotated[str | None, typer.Option("--show", metavar="ANSWER", help=_SHOW_HELP)] = None,
-    by: Annotated[Literal["answer", "prompt"], typer.Option("--by", help=_BY_HELP)] = "answer",
-    diff: Annotated[str | None, typer.Option("--diff", metavar="ROW", help=_DIFF_HELP)] = None,
+    show: Annotated[str | None, typer.Option(metavar="ANSWER", help=_SHOW_HELP)] = None,
+    by: Annotated[Literal["answer", "prompt"], typer.Option(help=_BY_HELP)] = "answer",
+    diff: Annotated[str | None, typer.Option(metavar="ROW", help=_DIFF_HELP)] = None,
     dropped: Annotated[bool, typer.Option("--dropped", help="Prompts that were dropped, and why.")] = False,
     colour: Annotated[
-        Literal["logprob", "gap", "advantage"], typer.Option("--colour", help="What tokens are coloured by.")
+        Literal["logprob", "gap", "advantage"], typer.Option(help="What tokens are coloured by.")
     ] = "logprob",
     output: Annotated[
         Literal["table", "jsonl"], typer.Option("-o", "--output", help="For people, or for programs.")
@@ -44,47 +45,44 @@ def samples(
     fileroot: Fileroot = None,
 ) -> None:
     """Show answers that a trial was trained on."""
-    with user_errors():
-        from rich.console import Console
+    from rich.console import Console
 
-        from corral.experiments.errors import ConfigError
-        from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.samples.find import KeptAnswers, by_prompt
-        from corral.launcher.samples.show import as_diff, as_table, dropped_table, prompts_table
-        from corral.launcher.trial.dropped import dropped_prompts
-        from corral.launcher.trial.find import default_fileroot
+    from corral.experiments.errors import ConfigError
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.samples.find import KeptAnswers, by_prompt
+    from corral.launcher.samples.show import as_diff, as_table, dropped_table, prompts_table
+    from corral.launcher.trial.dropped import dropped_prompts
+    from corral.launcher.trial.find import default_fileroot
 
-        files, console = PatientFiles(), Console(width=terminal_width() or 200)
-        directory = find_in_time(files, trial, fileroot or default_fileroot()).directory
-        if dropped:
-            reasons, _ = files.run(lambda: dropped_prompts(directory), directory.ledger_path)
-            newest = dict(list(reasons.items())[-most:])
-            lines = [{"uid": uid, "reason": reason} for uid, reason in newest.items()]
-            _print_lines(lines) if output == "jsonl" else console.print(dropped_table(newest))
-            return
-        kept = files.run(lambda: KeptAnswers(directory.samples_path), directory.samples_path)
-        is_of_all = show is not None or diff is not None or by == "prompt"
-        steps = kept.steps(step or ("all" if is_of_all else "latest"))
-        if by == "prompt":
-            prompts = by_prompt(kept.read(steps, where=where, is_whole=False))[:most]
-            _print_lines(prompts) if output == "jsonl" else console.print(prompts_table(prompts))
-            return
-        is_whole = show is not None or output == "jsonl"
-        rows = kept.read(steps, where=where, sort=sort, most=most, named=show, row=diff, is_whole=is_whole)
-        if is_of_all and not rows:
-            raise ConfigError.of(
-                f"no answer {show or diff!r} is kept", hint="rl-samples TRIAL lists them; --step all, all"
-            )
-        if output == "jsonl":
-            _print_lines(rows)
-        elif diff is not None:
-            console.print(as_diff(rows))
-        elif show is not None:
-            _print_whole(console, directory, rows, colour)
-        else:
-            console.print(as_table(rows))
-            of = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            print(f"{len(rows)} answers of {of}; rl-samples {trial} --show ANSWER shows one whole", file=sys.stderr)
+    files, console = PatientFiles(), Console(width=terminal_width() or 200)
+    directory = find_in_time(files, trial, fileroot or default_fileroot()).directory
+    if dropped:
+        reasons, _ = files.run(lambda: dropped_prompts(directory), directory.ledger_path)
+        newest = dict(list(reasons.items())[-most:])
+        lines = [{"uid": uid, "reason": reason} for uid, reason in newest.items()]
+        _print_lines(lines) if output == "jsonl" else console.print(dropped_table(newest))
+        return
+    kept = files.run(lambda: KeptAnswers(directory.samples_path), directory.samples_path)
+    is_of_all = show is not None or diff is not None or by == "prompt"
+    steps = kept.steps(step or ("all" if is_of_all else "latest"))
+    if by == "prompt":
+        prompts = by_prompt(kept.read(steps, where=where, is_whole=False))[:most]
+        _print_lines(prompts) if output == "jsonl" else console.print(prompts_table(prompts))
+        return
+    is_whole = show is not None or output == "jsonl"
+    rows = kept.read(steps, where=where, sort=sort, most=most, named=show, row=diff, is_whole=is_whole)
+    if is_of_all and not rows:
+        raise ConfigError.of(f"no answer {show or diff!r} is kept", hint="rl-samples TRIAL lists them; --step all, all")
+    if output == "jsonl":
+        _print_lines(rows)
+    elif diff is not None:
+        console.print(as_diff(rows))
+    elif show is not None:
+        _print_whole(console, directory, rows, colour)
+    else:
+        console.print(as_table(rows))
+        of = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        print(f"{len(rows)} answers of {of}; rl-samples {trial} --show ANSWER shows one whole", file=sys.stderr)
 
 
 def _print_lines(lines: Sequence[Mapping[str, Any]]) -> None:
@@ -107,6 +105,5 @@ def _print_whole(
         console.print(as_whole(row, tokenizer, colour))
 
 
-def main() -> None:
-    """rl-samples"""
-    run(samples)
+main = partial(run, samples)
+"""rl-samples"""

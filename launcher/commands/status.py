@@ -15,7 +15,6 @@ from corral.launcher.commands.common import (
     find_in_time,
     run,
     terminal_width,
-    user_errors,
     wait_for_trial,
     wants_colour,
 )
@@ -44,34 +43,33 @@ def status(
     fileroot: Fileroot = None,
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
-    with user_errors():
-        from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.trial.find import default_fileroot
 
-        root = fileroot or default_fileroot()
-        facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
-        if wait:
-            if trial is None or facts is None:
-                raise typer.BadParameter("--wait needs the name of one trial")
-            wait_for_trial(facts, trial)
-            return
-        if check:
-            if facts is None:
-                raise typer.BadParameter("--check needs the name of one trial")
-            _check(facts)
-            return
-        from corral.launcher.status.page import StatusPage
+    root = fileroot or default_fileroot()
+    facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
+    if wait:
+        if trial is None or facts is None:
+            raise typer.BadParameter("--wait needs the name of one trial")
+        wait_for_trial(facts, trial)
+        return
+    if check:
+        if facts is None:
+            raise typer.BadParameter("--check needs the name of one trial")
+        _check(facts)
+        return
+    from corral.launcher.status.page import StatusPage
 
-        page = StatusPage(
-            root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
-        )
-        look = page.all_trials if facts is None else partial(page.one_trial, facts)
-        if facts is not None and explain and output in ("table", "wide"):
-            look = partial(_with_times, look, facts.directory.timeline_path)
-        if watch:
-            _redraw(look)
-        else:
-            print(look())
+    page = StatusPage(
+        root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
+    )
+    look = page.all_trials if facts is None else partial(page.one_trial, facts)
+    if facts is not None and explain and output in ("table", "wide"):
+        look = partial(_with_times, look, facts.directory.timeline_path)
+    if watch:
+        _redraw(look)
+    else:
+        print(look())
 
 
 def _with_times(look: Callable[[], str], timeline: Path) -> str:
@@ -110,6 +108,5 @@ def _redraw(look: Callable[[], str]) -> None:
         return
 
 
-def main() -> None:
-    """rl-status"""
-    run(status)
+main = partial(run, status)
+"""rl-status"""

@@ -3,12 +3,13 @@
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run
 from corral.launcher.commands.completion import complete_group, complete_trial
 
 if TYPE_CHECKING:
@@ -23,32 +24,27 @@ _TRIALS_HELP = f"{TRIAL_HELP} Or the id of its SLURM job."
 def stop(
     trials: Annotated[list[str], typer.Argument(metavar="TRIAL", help=_TRIALS_HELP, autocompletion=complete_trial)],
     now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
-    grace: Annotated[
-        float | None, typer.Option("--grace", min=0, metavar="SECONDS", help="Seconds to checkpoint in.")
-    ] = None,
+    grace: Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="Seconds to checkpoint in.")] = None,
     requeue: Annotated[bool, typer.Option("--requeue", help="Checkpoint, then go on in a new job.")] = False,
     group: Annotated[
         str | None,
-        typer.Option(
-            "--group", metavar="GROUP", help="End only this group, and keep it down.", autocompletion=complete_group
-        ),
+        typer.Option(metavar="GROUP", help="End only this group, and keep it down.", autocompletion=complete_group),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="With --group: start it again.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Let trials checkpoint, then stop them; rl-submit --resume continues them."""
-    with user_errors():
-        if now and (requeue or group):
-            raise typer.BadParameter("--now ends a trial at once; it goes with neither --requeue nor --group")
-        if requeue and group:
-            raise typer.BadParameter("--requeue is for a whole trial; it does not go with --group")
-        if undo and not group:
-            raise typer.BadParameter("--undo takes back --group; name the group")
-        found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
-        if group is not None:
-            _keep_down(found, group, undo=undo)
-        else:
-            _stop_all(found, now=now, grace=grace, requeue=requeue)
+    if now and (requeue or group):
+        raise typer.BadParameter("--now ends a trial at once; it goes with neither --requeue nor --group")
+    if requeue and group:
+        raise typer.BadParameter("--requeue is for a whole trial; it does not go with --group")
+    if undo and not group:
+        raise typer.BadParameter("--undo takes back --group; name the group")
+    found = [facts for trial in trials if (facts := _find(trial, fileroot, now=now)) is not None]
+    if group is not None:
+        _keep_down(found, group, undo=undo)
+    else:
+        _stop_all(found, now=now, grace=grace, requeue=requeue)
 
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
@@ -143,6 +139,5 @@ def told_of(facts: "TrialFacts", ending: "Ending", *, now: bool, requeue: bool) 
             print(f"{facts.name} waits: {render_chain(status.waits[0])}", flush=True)
 
 
-def main() -> None:
-    """rl-stop"""
-    run(stop)
+main = partial(run, stop)
+"""rl-stop"""

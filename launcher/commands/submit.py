@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import Fileroot, fail, leaving, run, terminal_width, user_errors, wait_for_trial
+from corral.launcher.commands.common import Fileroot, fail, leaving, run, terminal_width, wait_for_trial
 from corral.scheduling.scheduling import AskedLayout
 
 if TYPE_CHECKING:
@@ -50,13 +50,12 @@ def submit(
         list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="key.path=value, over the file's.")
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option("--profile", metavar="PROFILE", help="Name or path of a profile beneath the experiment file."),
+        str | None, typer.Option(metavar="PROFILE", help="Name or path of a profile beneath the experiment file.")
     ] = None,
-    layout: Annotated[AskedLayout | None, typer.Option("--layout", help="As launch.layout.")] = None,
+    layout: Annotated[AskedLayout | None, typer.Option(help="As launch.layout.")] = None,
     sbatch_arg: Annotated[
         list[str] | None,
-        typer.Option("--sbatch-arg", metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
+        typer.Option(metavar="OPTION", help="Further option of sbatch, as --licenses=a:1; repeatable."),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without SLURM.")] = False,
     dry_run: DryRun = None,
@@ -69,48 +68,45 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            "--resume", metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."
-        ),
+        typer.Option(metavar="TRIAL", help="Continue this trial from its last commit; -s allocation=... moves it."),
     ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
-    with user_errors():
-        _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
-        cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
-        if resume is not None:
-            unfit: dict[str, object] = {str(experiment): experiment, "-n": trial, "--profile": profile}
-            unfit |= {"--layout": layout, "--sbatch-arg": sbatch_arg, "--local": local}
-            prepare = partial(_prepared_resume, resume, fileroot, override or [], unfit=unfit)
-        elif experiment is None:
-            raise typer.BadParameter("name an experiment file, or a trial to --resume")
-        else:
-            from corral.launcher.clusters import queue_here
-            from corral.launcher.submit.prepare import prepare as prepare_trial
+    _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
+    cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
+    if resume is not None:
+        unfit: dict[str, object] = {str(experiment): experiment, "-n": trial, "--profile": profile}
+        unfit |= {"--layout": layout, "--sbatch-arg": sbatch_arg, "--local": local}
+        prepare = partial(_prepared_resume, resume, fileroot, override or [], unfit=unfit)
+    elif experiment is None:
+        raise typer.BadParameter("name an experiment file, or a trial to --resume")
+    else:
+        from corral.launcher.clusters import queue_here
+        from corral.launcher.submit.prepare import prepare as prepare_trial
 
-            _check_working_folder()
-            prepare = partial(
-                prepare_trial,
-                experiment,
-                _changes(override, fileroot=fileroot, layout=layout),
-                trial_name=trial,
-                mode="local" if local else queue_here().mode,
-                shape=cluster_shape,
-                has_place=dry_run not in ("graph", "prompts"),
-                profile=profile,
-                sbatch_arguments=sbatch_arg or [],
-            )
-        submission = prepare(has_checks=not no_checks)
-        if dry_run not in (None, "plan"):
-            {"script": _print_script, "graph": _print_graph, "prompts": _print_prompts}[dry_run](submission)
-            return
-        _print_plan(submission, sys.stdout)
-        if dry_run is None:
-            if resume is None:
-                submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
-            _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
+        _check_working_folder()
+        prepare = partial(
+            prepare_trial,
+            experiment,
+            _changes(override, fileroot=fileroot, layout=layout),
+            trial_name=trial,
+            mode="local" if local else queue_here().mode,
+            shape=cluster_shape,
+            has_place=dry_run not in ("graph", "prompts"),
+            profile=profile,
+            sbatch_arguments=sbatch_arg or [],
+        )
+    submission = prepare(has_checks=not no_checks)
+    if dry_run not in (None, "plan"):
+        {"script": _print_script, "graph": _print_graph, "prompts": _print_prompts}[dry_run](submission)
+        return
+    _print_plan(submission, sys.stdout)
+    if dry_run is None:
+        if resume is None:
+            submission = create_under_a_free_name(submission, partial(prepare, has_checks=not no_checks))
+        _start(submission, is_resumed=resume is not None, wait=wait, follow=follow, verbose=verbose)
 
 
 def _check_together(*, wait: bool, follow: bool, no_checks: bool, local: bool) -> None:
@@ -287,12 +283,12 @@ def _follow(facts: "TrialFacts", name: str) -> None:
     """Prints the workers' lines from the first one of this attempt on, until the trial has ended."""
     from corral.experiments.trial.attempts import last_attempt
     from corral.launcher.follow import follow_trial, logs_before
-    from corral.launcher.logs.files import LogFinder
+    from corral.launcher.logs.files import LinePrinter, LogFinder
 
     attempt = last_attempt(facts.directory)
     read_before = logs_before(facts.directory, attempt.attempt if attempt else 0)
     with leaving(f"the trial keeps running; rl-stop {name} ends it, rl-logs {name} -f shows it"):
-        follow_trial(facts, LogFinder(facts.directory, []), read_before=read_before)
+        follow_trial(facts, LogFinder(facts.directory, []), LinePrinter(), read_before=read_before)
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:

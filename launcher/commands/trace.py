@@ -2,12 +2,13 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run
 from corral.launcher.commands.completion import complete_trial
 
 _STEPS_HELP = "A train step, a span such as 40:44, latest, or all."
@@ -18,40 +19,38 @@ _OUTPUT_HELP = (
 
 def trace(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    steps: Annotated[str, typer.Option("--steps", metavar="STEPS", help=f"{_STEPS_HELP} Default: the last 20.")] = "",
+    steps: Annotated[str, typer.Option(metavar="STEPS", help=f"{_STEPS_HELP} Default: the last 20.")] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT_HELP)] = None,
     fileroot: Fileroot = None,
 ) -> None:
     """Say where the time of train steps went, and what would change that; or write their timeline."""
-    with user_errors():
-        from corral.experiments.errors import ConfigError
-        from corral.experiments.trial.directory import atomic_write
-        from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.timeline.reader import spans_of, steps_of
-        from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
-        from corral.launcher.timeline.trace import trace_of
-        from corral.launcher.trial.find import default_fileroot
-        from corral.launcher.trial.steps import chosen_steps
+    from corral.experiments.errors import ConfigError
+    from corral.experiments.trial.directory import atomic_write
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.timeline.reader import spans_of, steps_of
+    from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
+    from corral.launcher.timeline.trace import trace_of
+    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.trial.steps import chosen_steps
 
-        files = PatientFiles()
-        folder = find_in_time(files, trial, fileroot or default_fileroot()).directory.timeline_path
-        if not (there := files.run(lambda: steps_of(folder), folder)):
-            hint = "timeline.max_size says how much is kept; the first is there after the first train step"
-            raise ConfigError.of("this trial has kept no timeline", hint=hint)
-        chosen = chosen_steps(
-            steps or f"{max(0, max(there) - LATEST_STEPS + 1)}:", there, option="--steps", limit="timeline.max_size"
-        )
-        spans = files.run(lambda: spans_of(folder, chosen), folder)
-        if output is None:
-            print("\n".join(said_of(spans)))
-            return
-        atomic_write(output, json.dumps(trace_of(spans)).encode())
-        print(
-            f"{output}: {len(spans)} spans of steps {chosen[0]} to {chosen[-1]}; open it in ui.perfetto.dev",
-            file=sys.stderr,
-        )
+    files = PatientFiles()
+    folder = find_in_time(files, trial, fileroot or default_fileroot()).directory.timeline_path
+    if not (there := files.run(lambda: steps_of(folder), folder)):
+        hint = "timeline.max_size says how much is kept; the first is there after the first train step"
+        raise ConfigError.of("this trial has kept no timeline", hint=hint)
+    chosen = chosen_steps(
+        steps or f"{max(0, max(there) - LATEST_STEPS + 1)}:", there, option="--steps", limit="timeline.max_size"
+    )
+    spans = files.run(lambda: spans_of(folder, chosen), folder)
+    if output is None:
+        print("\n".join(said_of(spans)))
+        return
+    atomic_write(output, json.dumps(trace_of(spans)).encode())
+    print(
+        f"{output}: {len(spans)} spans of steps {chosen[0]} to {chosen[-1]}; open it in ui.perfetto.dev",
+        file=sys.stderr,
+    )
 
 
-def main() -> None:
-    """rl-trace"""
-    run(trace)
+main = partial(run, trace)
+"""rl-trace"""

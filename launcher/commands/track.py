@@ -3,11 +3,12 @@
 import os
 import sys
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, leaving, run, user_errors
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, leaving, run
 from corral.launcher.commands.completion import complete_trial
 
 _TO_HELP = "tensorboard, wandb, mlflow, prometheus, or the import path of a tracker of your own."
@@ -15,34 +16,32 @@ _TO_HELP = "tensorboard, wandb, mlflow, prometheus, or the import path of a trac
 
 def track(
     trial: Annotated[str, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)],
-    to: Annotated[str, typer.Option("--to", metavar="TRACKER", help=_TO_HELP)] = "tensorboard",
+    to: Annotated[str, typer.Option(metavar="TRACKER", help=_TO_HELP)] = "tensorboard",
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Until the trial has been trained to its end.")
     ] = False,
     fileroot: Fileroot = None,
 ) -> None:
     """Hand a trial's numbers to a tracker, each train step and evaluation once."""
-    with user_errors():
-        from corral.launcher.files.patient_files import PatientFiles
-        from corral.launcher.tracking.hand_on import hand_on
-        from corral.launcher.tracking.tracker import TrackedTrial
-        from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.tracking.hand_on import hand_on
+    from corral.launcher.tracking.tracker import TrackedTrial
+    from corral.launcher.trial.find import default_fileroot
 
-        sys.path.insert(0, os.getcwd())
-        files = PatientFiles()
-        facts = find_in_time(files, trial, fileroot or default_fileroot())
-        tracked = files.run(lambda: TrackedTrial.of(facts.directory), facts.directory.plan_path)
+    sys.path.insert(0, os.getcwd())
+    files = PatientFiles()
+    facts = find_in_time(files, trial, fileroot or default_fileroot())
+    tracked = files.run(lambda: TrackedTrial.of(facts.directory), facts.directory.plan_path)
 
-        def wait(timeout_s: float) -> bool:
-            if follow:
-                time.sleep(timeout_s)
-            return follow
+    def wait(timeout_s: float) -> bool:
+        if follow:
+            time.sleep(timeout_s)
+        return follow
 
-        with leaving(f"(the trial goes on; rl-track {facts.name} begins anew)"):
-            num_lines = hand_on(tracked, to, wait=wait, files=files)
-            print(f"{num_lines} lines of {facts.name} to {to}")
+    with leaving(f"(the trial goes on; rl-track {facts.name} begins anew)"):
+        num_lines = hand_on(tracked, to, wait=wait, files=files)
+        print(f"{num_lines} lines of {facts.name} to {to}")
 
 
-def main() -> None:
-    """rl-track"""
-    run(track)
+main = partial(run, track)
+"""rl-track"""

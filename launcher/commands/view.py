@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run, user_errors
+from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run
 from corral.launcher.commands.completion import complete_trial
 
 _TRIALS_HELP = f"{TRIAL_HELP} Or a folder with trials in it. Without any: all trials of the file root."
@@ -16,33 +17,31 @@ _PORT_HELP = "Port to serve it at; 0 is one that is free."
 
 def view(
     trials: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TRIAL|FOLDER...", help=_TRIALS_HELP, autocompletion=complete_trial),
+        list[str] | None, typer.Argument(metavar="TRIAL|FOLDER...", help=_TRIALS_HELP, autocompletion=complete_trial)
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the page, as it is now, into a file.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="PORT", help=_PORT_HELP)] = 0,
-    fileroot: Annotated[Path | None, typer.Option("--fileroot", metavar="DIR", help=FILEROOT_HELP)] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help=_PORT_HELP)] = 0,
+    fileroot: Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
-    with user_errors():
-        from corral.experiments.trial.directory import atomic_write
-        from corral.launcher.page.choose import choose_trials
-        from corral.launcher.page.render import render_page
-        from corral.launcher.page.server import PageServer
-        from corral.launcher.page.view import TrialViews
-        from corral.launcher.trial.find import default_fileroot
+    from corral.experiments.trial.directory import atomic_write
+    from corral.launcher.page.choose import choose_trials
+    from corral.launcher.page.render import render_page
+    from corral.launcher.page.server import PageServer
+    from corral.launcher.page.view import TrialViews
+    from corral.launcher.trial.find import default_fileroot
 
-        facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())
-        title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"
-        views = TrialViews(facts, left_out=left_out)
-        if output is not None:
-            atomic_write(output, render_page(views.data(), title=title))
-            print(f"page       {output}")
-            return
-        with leaving("(nothing of the trials has changed)"):
-            asyncio.run(PageServer(views.data, title=title).serve(_tell, port=port))
+    facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())
+    title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"
+    views = TrialViews(facts, left_out=left_out)
+    if output is not None:
+        atomic_write(output, render_page(views.data(), title=title))
+        print(f"page       {output}")
+        return
+    with leaving("(nothing of the trials has changed)"):
+        asyncio.run(PageServer(views.data, title=title).serve(_tell, port=port))
 
 
 def _tell(address: str, port: int) -> None:
@@ -51,6 +50,5 @@ def _tell(address: str, port: int) -> None:
     print("Ctrl-C ends it. The address is a key: whoever has it, and reaches this host, sees the page.", flush=True)
 
 
-def main() -> None:
-    """rl-view"""
-    run(view)
+main = partial(run, view)
+"""rl-view"""

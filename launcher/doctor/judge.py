@@ -23,8 +23,10 @@ from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.accounts import seconds_of as seconds_of_limit
 from corral.launcher.slurm.parse import Node, keeps_accounts
 from corral.launcher.slurm.verdict import judge_job
+from corral.launcher.terminal import first_few
 
 Level = Literal["ok", "warn", "fail"]
+_LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,7 @@ def fail(check: str, said: str, advice: str) -> Finding:
 
 def worst(findings: Sequence[Finding]) -> Level:
     """The gravest level among them."""
-    levels = {finding.level for finding in findings}
-    return "fail" if "fail" in levels else "warn" if "warn" in levels else "ok"
+    return max((finding.level for finding in findings), key=_LEVELS.index)
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -71,7 +72,7 @@ def render(findings: Sequence[Finding]) -> str:
         lines.append(f"{finding.level:<4}  {finding.check.ljust(width)}  {finding.said}")
         if finding.advice:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
-    counts = {level: sum(1 for finding in findings if finding.level == level) for level in ("ok", "warn", "fail")}
+    counts = {level: sum(1 for finding in findings if finding.level == level) for level in _LEVELS}
     return "\n".join([*lines, "", "  ".join(f"{count} {level}" for level, count in counts.items())])
 
 
@@ -199,7 +200,7 @@ def _shapes(nodes: Sequence[Node]) -> str:
         gpus = " + ".join(f"{count} x {kind or 'gpu'}" for kind, count in node.gpus_by_type.items()) or "no GPU"
         counts[f"{node.cpus} CPUs {node.mem_mb / 1024:.0f} GB {gpus}"] += 1
     shown = [f"{count} x ({shape})" for shape, count in counts.most_common()]
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more shapes" if len(shown) > 3 else "")
+    return first_few(shown, most=3, separator=", ", rest="more shapes")
 
 
 def seconds_of(text: str) -> int | None:

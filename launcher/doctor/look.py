@@ -9,7 +9,7 @@ import os
 import secrets as random_tokens
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,8 +48,10 @@ def look_here(fileroot: Path) -> Iterator[Finding]:
     """Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs and the file root."""
     yield ok("python", f"Python {sys.version.split()[0]}, corral {version(DISTRIBUTION)}, {sys.executable}")
     yield _redis()
-    yield _sglang()
-    yield _verifiers()
+    python = sglang_python(SglangConfig())
+    yield _optional("sglang", "SGLang", python, sglang_version, without="allocations with hf only")
+    python = environment_python(EnvironmentConfig(id="any"))
+    yield _optional("environments", "verifiers", python, verifiers_version, without="no rollout.environment")
     yield judge_sandbox("sandbox", why_no_sandbox())
     yield from _profiles()
     gpus = visible_gpus()
@@ -80,22 +82,12 @@ def _redis() -> Finding:
     return ok("redis", f"Redis {redis_version(executable) or '?'}, {executable}")
 
 
-def _sglang() -> Finding:
-    """Only allocations with `sglang` want it, so that it is missing is no fault."""
-    python = sglang_python(SglangConfig())
+def _optional(check: str, name: str, python: Path, version_in: Callable[[Path], str], *, without: str) -> Finding:
+    """Of a package in a Python of its own, which only some trials want: that it is missing is no fault."""
     try:
-        return ok("sglang", f"SGLang {sglang_version(python)}, {python}")
+        return ok(check, f"{name} {version_in(python)}, {python}")
     except ValueError:
-        return ok("sglang", f"none at {python}: allocations with hf only (`make sglang` installs it)")
-
-
-def _verifiers() -> Finding:
-    """Only `rollout.environment` wants it, so that it is missing is no fault."""
-    python = environment_python(EnvironmentConfig(id="any"))
-    try:
-        return ok("environments", f"verifiers {verifiers_version(python)}, {python}")
-    except ValueError:
-        return ok("environments", f"none at {python}: no rollout.environment (`make environments` installs it)")
+        return ok(check, f"none at {python}: {without} (`make {check}` installs it)")
 
 
 def _profiles() -> Iterator[Finding]:

@@ -9,7 +9,6 @@
 Waits are short and end with "no answer": what does not work is a finding, not a failure of the probe.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -113,17 +112,10 @@ def is_there(path: Path) -> bool:
     return path.name in os.listdir(path.parent)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Answers for one node."""
-    parser = argparse.ArgumentParser(description="One node of rl-doctor's probe.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("rank", type=int)
-    parser.add_argument("num_nodes", type=int)
-    arguments = parser.parse_args(argv)
-    said = answer(arguments.folder, rank=arguments.rank, num_nodes=arguments.num_nodes)
-    atomic_write(arguments.folder / f"answer-{arguments.rank}.json", json.dumps(said).encode())
-    return 0
+def _main(folder: str, rank: str, num_nodes: str) -> None:
+    said = answer(Path(folder), rank=int(rank), num_nodes=int(num_nodes))
+    atomic_write(Path(folder) / f"answer-{rank}.json", json.dumps(said).encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _main(*sys.argv[1:])

@@ -23,12 +23,12 @@ import msgspec
 import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError
 
-from corral.experiments.config.cluster import ClusterConfig, LaunchConfig
 from corral.experiments.errors import ConfigError
+from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.evaluation import EvaluationRequest, read_result
 from corral.experiments.trial.tether import die_with_parent
-from corral.launcher.evaluation.plan import write_request
+from corral.launcher.evaluation.plan import scheduling_of, write_request
 from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
 from corral.launcher.runners.containers import contain
 from corral.launcher.runners.local import visible_gpus
@@ -66,30 +66,26 @@ class EvaluationCommand:
 class EvaluationResources:
     """What one evaluation job asks SLURM for, where the trial runs."""
 
-    trial: str
-    scheduling: Scheduling
-    """See `scheduling_of`; its container included."""
+    plan: RunPlan
     _: KW_ONLY
-    launch: LaunchConfig
-    cluster: ClusterConfig
-    """How this site gives out GPUs and memory, and runs containers."""
     minutes: int
     partition: str | None = None
     """Another one than the trial's."""
 
     @property
-    def gpus(self) -> int:
-        return self.scheduling.gpu
+    def scheduling(self) -> Scheduling:
+        """See `scheduling_of`; its container included."""
+        return scheduling_of(self.plan)
 
     @property
     def slurm(self) -> dict[str, Any]:
         """Further parameters of submitit's SlurmExecutor: partition, account, ..."""
-        launch, scheduling = self.launch, self.scheduling
+        launch, scheduling = self.plan.launch, self.scheduling
         needs = {name: getattr(scheduling, name) or getattr(launch, name) for name in AllocationNeeds.model_fields}
         needs["partition"] = self.partition or needs["partition"]
         slurm: dict[str, Any] = {name: value for name, value in needs.items() if value and name in _PARAMETERS}
-        if self.gpus:
-            option, amount = self.cluster.gpu_option(self.gpus, scheduling.gpu_type)
+        if scheduling.gpu:
+            option, amount = self.plan.cluster.gpu_option(scheduling.gpu, scheduling.gpu_type)
             slurm[option.replace("-", "_")] = amount or True
         extra = [*launch.extra_sbatch_arguments, *scheduling.extra_sbatch_arguments]
         pairs = {name: value for name, _, value in (argument.lstrip("-").partition("=") for argument in extra)}
@@ -117,10 +113,10 @@ def submit_to_slurm(
     executor = submitit.AutoExecutor(
         folder=_private(jobs_folder(folder)), cluster="slurm", slurm_max_num_timeout=_MAX_CONTINUATIONS
     )
-    cpus = resources.scheduling.cpu
-    memory, amount = resources.cluster.memory_option(mem_mb=resources.scheduling.mem, cpus=cpus)
+    plan, cpus = resources.plan, resources.scheduling.cpu
+    memory, amount = plan.cluster.memory_option(mem_mb=resources.scheduling.mem, cpus=cpus)
     executor.update_parameters(
-        name=f"eval.{resources.trial}",
+        name=f"eval.{plan.trial.trial}",
         timeout_min=resources.minutes,
         cpus_per_task=cpus,
         tasks_per_node=1,
@@ -149,7 +145,7 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     """
     folder = request.result.parent
     record_path(folder, request.step).unlink(missing_ok=True)
-    gpus = visible_gpus()[: resources.gpus]  # whoever says "here" takes what there is
+    gpus = visible_gpus()[: resources.scheduling.gpu]  # whoever says "here" takes what there is
     log_path = _private(jobs_folder(folder)) / f"step-{request.step:08d}.log"
     process = start_process(
         _command(write_request(directory, request), gpus=len(gpus)),
@@ -181,13 +177,12 @@ def evaluation_command(request: Path, resources: EvaluationResources, directory:
     Raises:
         ConfigError: if the site's container runtime cannot be started from inside a job.
     """
-    if resources.scheduling.container_image is not None and resources.cluster.container_runtime == "pyxis":
+    scheduling, cluster = resources.scheduling, resources.plan.cluster
+    if scheduling.container_image is not None and cluster.container_runtime == "pyxis":
         hint = "evaluate on a node by hand with --local, inside a container of your own"
         raise ConfigError.of("pyxis would put submitit itself into the container, where it is not installed", hint=hint)
-    command = _command(request, gpus=resources.gpus)
-    return contain(
-        command, {}, scheduling=resources.scheduling, cluster=resources.cluster, directory=directory.path
-    ).command
+    command = _command(request, gpus=scheduling.gpu)
+    return contain(command, {}, scheduling=scheduling, cluster=cluster, directory=directory.path).command
 
 
 def _private(folder: Path) -> Path:

@@ -98,7 +98,7 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
     Raises:
         ConfigError: if the trial has no held-out problems and no file is named, or its rows are no problems.
     """
-    trainer = _model_worker(plan)
+    trainer = plan.all_of(ModelWorkerSpec)[0]
     own = trainer.evaluation
     if trainer.dataset is not None and trainer.dataset.row_kind == "preferences":
         hint = "its loss and accuracy on held-out preferences are in metrics.jsonl, as eval/loss and eval/accuracy"
@@ -191,7 +191,7 @@ def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[Generat
     """As the trial's own servers and rollout workers do; where it has none, the embedded engine, and one answer."""
     if servers := plan.all_of(GenerationServerSpec):
         return servers[0].model_copy(update={"records_experts": False}), plan.all_of(RolloutWorkerSpec)[0].rollout
-    spec = _model_worker(plan)
+    spec = plan.all_of(ModelWorkerSpec)[0]
     role, reward = spec.roles[0], spec.reward
     engine = EngineConfig(
         dtype="bfloat16" if role.model.dtype == "bfloat16" else "float32",
@@ -212,10 +212,6 @@ def scheduling_of(plan: RunPlan) -> Scheduling:
         return group.scheduling
     rank = plan.scheduling["model_worker"].scheduling
     return rank.model_copy(update={"gpu": min(rank.gpu, 1)})
-
-
-def _model_worker(plan: RunPlan) -> ModelWorkerSpec:
-    return plan.all_of(ModelWorkerSpec)[0]
 
 
 def _step_of_final_export(directory: TrialDirectory) -> int | None:

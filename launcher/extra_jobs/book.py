@@ -56,6 +56,8 @@ class NodesEvent:
     """granted: its workers may start; lost: they have lost their nodes; stay: whatever ended there ended by itself;
     never come: the trial needs these nodes, and cannot get them while it holds what it has."""
     cause: str = ""
+    nodes: RunningAllocation | None = field(default=None, compare=False)
+    """That are granted."""
 
 
 class ExtraJobHands(Protocol):
@@ -130,13 +132,6 @@ class ExtraJobBook:
 
     def __post_init__(self) -> None:
         self._extra_jobs = {spec.name: _ExtraJob(spec) for spec in self.specs}
-
-    def nodes_of(self, name: str) -> RunningAllocation | None:
-        """The nodes that its workers were granted."""
-        extra_job = self._extra_jobs[name]
-        if extra_job.granted is None:
-            return None
-        return RunningAllocation(job_id=extra_job.job_id, het_group=None, hosts=extra_job.hosts)
 
     def why_away(self, name: str) -> str:
         """Why its nodes are not there, for people."""
@@ -335,7 +330,8 @@ class ExtraJobBook:
             if before is not None:
                 self.hands.tell(NodesEvent(extra_job.spec.name, "lost", extra_job.reason or "its job was started anew"))
             if extra_job.granted is not None:
-                self.hands.tell(NodesEvent(extra_job.spec.name, "granted"))
+                nodes = RunningAllocation(job_id=extra_job.job_id, het_group=None, hosts=extra_job.hosts)
+                self.hands.tell(NodesEvent(extra_job.spec.name, "granted", nodes=nodes))
 
     def _cancel_if_there(self, job: Job) -> None:
         if job.phase is not JobPhase.ENDED and job.job_id not in self._cancelled:

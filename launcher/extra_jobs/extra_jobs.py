@@ -17,16 +17,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from corral.experiments.plan import RunPlan
-from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.removal import remove_file
-from corral.launcher.cluster.cluster import Cluster, supervisor_alive_path
+from corral.launcher.cluster.cluster import Cluster, PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.cluster.own_jobs import JobNote, OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.extra_jobs.book import ExtraJobBook, JobSighting, NodesEvent
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations
+from corral.launcher.layout.layout import RunningAllocation, RunningAllocations
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,9 +40,7 @@ class ExtraJobs:
     """The jobs of one attempt's groups and elastic workers."""
 
     cluster: Cluster
-    plan: RunPlan
-    layout: Layout
-    directory: TrialDirectory
+    trial: PlacedTrial
     attempt: int
     own: RunningAllocations
     """What the supervisor's own job has."""
@@ -62,20 +59,21 @@ class ExtraJobs:
     _wishes: deque[Callable[[], None]] = field(default_factory=deque)
     """For the next turn."""
     _news: deque[tuple[str, dict[str, object]]] = field(default_factory=deque)
-    _events: deque[tuple[NodesEvent, RunningAllocation | None]] = field(default_factory=deque)
+    _events: deque[NodesEvent] = field(default_factory=deque)
     _looked_at: float = float("-inf")
     _touched_at: float = float("-inf")
     _is_unseen: bool = False
 
     def __post_init__(self) -> None:
-        self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
-        own = {index: one for index, one in enumerate(self.layout.allocations) if one.is_extra_job}
+        plan = self.trial.plan
+        self._own_jobs = OwnJobs(self.trial.directory, plan.trial)
+        own = {index: one for index, one in enumerate(self.trial.layout.allocations) if one.is_extra_job}
         self._index_by_name = {allocation.name: index for index, allocation in own.items()}
         self._gang = {allocation.name for allocation in own.values() if allocation.role == "group"}
         gang = GangGuard(
             sorted(self._gang),
-            timeout_s=self.plan.launch.gang_timeout_s,
-            chance=random.Random(f"{self.plan.seed} {self.plan.trial.uuid}"),  # noqa: S311 - spreads load, protects nothing
+            timeout_s=plan.launch.gang_timeout_s,
+            chance=random.Random(f"{plan.seed} {plan.trial.uuid}"),  # noqa: S311 - spreads load, protects nothing
         )
         self._book = ExtraJobBook(specs=[*own.values()], attempt=self.attempt, gang=gang, hands=self)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="extra-jobs")
@@ -91,12 +89,12 @@ class ExtraJobs:
             self._turn = self._thread.submit(self._take_turn, now)
         self._record_news()
         told = [self._events.popleft() for _ in range(len(self._events))]
-        for event, nodes in told:
-            if event.news == "granted" and nodes is not None:
-                self._running[self._index_by_name[event.name]] = nodes
+        for event in told:
+            if event.nodes is not None:
+                self._running[self._index_by_name[event.name]] = event.nodes
             elif event.news == "lost":
                 del self._running[self._index_by_name[event.name]]
-        return [event for event, _ in told]
+        return told
 
     def check_nodes(self, name: str) -> None:
         """Find out whether the nodes of an allocation are still there."""
@@ -112,7 +110,7 @@ class ExtraJobs:
 
     def why_away(self, allocation: int) -> str:
         """Why an allocation is not there, for an error's text."""
-        name = self.layout.allocations[allocation].name
+        name = self.trial.layout.allocations[allocation].name
         return self._book.why_away(name) if name in self._index_by_name else "it is no job of its own"
 
     def close(self) -> None:
@@ -125,7 +123,7 @@ class ExtraJobs:
         self._record_news()
         if left:
             self.record("extra_jobs_left", jobs=sorted(self._book.jobs()), cause=left)
-        remove_file(supervisor_alive_path(self.directory))
+        remove_file(supervisor_alive_path(self.trial.directory))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _record_news(self) -> None:
@@ -136,11 +134,11 @@ class ExtraJobs:
     def _touch(self, now: float) -> None:
         if now - self._touched_at < _ALIVE_INTERVAL_S:
             return
-        self._touched_at = now
+        self._touched_at, path = now, supervisor_alive_path(self.trial.directory)
         try:
-            atomic_write(supervisor_alive_path(self.directory), f"{time.time()}\n".encode())
+            atomic_write(path, f"{time.time()}\n".encode())
         except OSError as error:
-            logger.warning("cannot touch %s: %s", supervisor_alive_path(self.directory), error)
+            logger.warning("cannot touch %s: %s", path, error)
 
     # In the thread, which alone touches the book.
 
@@ -204,12 +202,7 @@ class ExtraJobs:
     def ask_for(self, name: str) -> str:
         try:
             job_id = self.cluster.submit_extra_job(
-                self.plan,
-                self.layout,
-                self._index_by_name[name],
-                self.directory,
-                attempt=self.attempt,
-                exclude_nodes=self.exclude_nodes,
+                self.trial, self._index_by_name[name], attempt=self.attempt, exclude_nodes=self.exclude_nodes
             )
         except (OSError, ValueError) as error:
             raise ClusterUnreachableError(str(error)) from error  # it could not be asked
@@ -231,7 +224,7 @@ class ExtraJobs:
         return _ask(partial(self.cluster.why_leaving, job_id), f"job {job_id} could not be asked for")
 
     def tell(self, event: NodesEvent) -> None:
-        self._events.append((event, self._book.nodes_of(event.name)))
+        self._events.append(event)
 
     def news(self, event: str, **fields: object) -> None:
         self._news.append((event, fields))

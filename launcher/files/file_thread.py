@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,8 +44,13 @@ def is_momentary(error: OSError) -> bool:
 class FileThread:
     """Does one piece of work after the other, in a thread that does not keep the process alive."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, patience_s: float = FILE_TIMEOUT_S, advice: str = "") -> None:
+        """
+        Args:
+            patience_s: how long the file system may take for one piece of work that somebody waits for.
+            advice: for who reads that it did not answer.
+        """
+        self._name, self._patience_s, self._advice = name, patience_s, advice
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
@@ -68,19 +74,22 @@ class FileThread:
         """Whether it was done in time; a thread that hangs is not waited for again."""
         return future.done() or (not self.hangs and bool(wait([future], timeout_s).done))
 
-    def run(self, work: Callable[[], T], what: str, *, timeout_s: float = FILE_TIMEOUT_S) -> T:
+    def run(self, work: Callable[[], T], path: Path) -> T:
         """Has it done now. What comes too late is done all the same, when the file system answers.
 
         Args:
-            what: it does, for an error's text.
-            timeout_s: how long the file system may take.
+            work: one bounded piece; it asks nobody but the file system.
+            path: what it is about, for an error's text.
 
         Raises:
-            TimeoutError: if it took longer.
+            TimeoutError: if the file system does not answer.
         """
         future = self.submit(work)
-        if not self.wait_for(future, timeout_s):
-            raise TimeoutError(f"the file system did not answer within {timeout_s:.0f} s: {what}")
+        if not self.wait_for(future, self._patience_s):
+            raise TimeoutError(
+                f"{path} does not answer: nothing came back within {self._patience_s:g} s; is its file system there?"
+                + self._advice
+            )
         return future.result()
 
     def _perform(self) -> None:

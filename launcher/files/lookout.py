@@ -120,7 +120,3 @@ class Lookout(Generic[K]):
                 self._stuck[looker.at[0]] = looker
         silent = Unanswered(f"no answer within {patience_s:.0f} s")
         return {key: answers.get(key, silent) for key in calls}
-
-    def look_once(self, key: K, call: Callable[[], T], *, patience_s: float | None = None) -> T | Unanswered:
-        """What one call answers."""
-        return self.look({key: call}, patience_s=patience_s)[key]

@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from corral.experiments.trial.log_state import UncertainAppendError
 from corral.launcher.files.file_thread import is_momentary
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE_S = 900.0  # a server that moves to another machine takes minutes
@@ -35,12 +37,12 @@ class FilePatience:
     is_unwanted: Callable[[], bool] = lambda: False
     """Whether nobody wants it done any more, so that the next error is the last."""
 
-    def insist(self, work: Callable[[], T], what: str) -> T:
-        """What work returns.
+    def insist(self, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What work with these arguments returns.
 
         Args:
-            work: reads or writes; it may be repeated from its beginning wherever it fails.
             what: it does, for people.
+            work: reads or writes; it may be repeated from its beginning wherever it fails.
 
         Raises:
             OSError: if the files refused for long, or for good.
@@ -51,7 +53,7 @@ class FilePatience:
             is_for_good = isinstance(error, OSError) and not is_momentary(error)
             return isinstance(error, OSError | UncertainAppendError) and not is_for_good and not self.is_unwanted()
 
-        return insist(work, may_pass, waiting_for=f"the files of the trial, to {what}")
+        return insist(partial(work, *args, **kwargs), may_pass, waiting_for=f"the files of the trial, to {what}")
 
 
 def insist(

@@ -1,11 +1,12 @@
 """Which log files a trial has, and the last lines of each.
 
-logs/attempt-N/{kind}-{index}.log, logs/slurm-JOB.log --LogFinder--> files --print_tails--> "rollout_worker/0 | line"
+logs/attempt-N/{kind}-{index}.log, logs/slurm-JOB.log --LogFinder--> files --LinePrinter--> "rollout_worker/0 | line"
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from corral.experiments.exit_codes import CommandExit, UserError
@@ -96,26 +97,31 @@ class LogFinder:
                 self._jobs[event["attempt"]] = str(event["job_id"])
 
 
-def print_tails(
-    logs: Sequence[LogFile],
-    count: int | None,
-    write: Callable[[str], None],
-    *,
-    files: PatientFiles,
-    ends: Mapping[Path, int] | None = None,
-    chosen: LineFilter = EVERY_LINE,
-    prefix: bool = True,
-) -> None:
-    """The last lines of each log that are meant, each line with its worker.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinePrinter:
+    """Prints the lines of logs that are meant."""
 
-    Args:
-        ends: how far each log is read; to its end unless given.
-    """
-    width = max(len(log.label) for log in logs)
-    for log in logs:
-        end = (ends or {}).get(log.path)
-        for line in select_lines(log.path, files=files, count=count, chosen=chosen, end=end):
-            write(f"{log.label.ljust(width)} | {line}" if prefix else line)
+    files: PatientFiles = field(default_factory=PatientFiles)
+    write: Callable[[str], None] = partial(print, flush=True)
+    chosen: LineFilter = EVERY_LINE
+    has_prefix: bool = True
+    """Whether each line is shown with its worker."""
+
+    def tails(self, logs: Sequence[LogFile], count: int | None, *, ends: Mapping[Path, int]) -> None:
+        """The last lines of each log; None is all of them.
+
+        Args:
+            ends: how far a log is read; to its end unless given.
+        """
+        width = max(len(log.label) for log in logs)
+        for log in logs:
+            end = ends.get(log.path)
+            for line in select_lines(log.path, files=self.files, count=count, chosen=self.chosen, end=end):
+                self.show(line, label=log.label, width=width)
+
+    def show(self, line: str, *, label: str, width: int) -> None:
+        """One line, whatever is in it."""
+        self.write(f"{label.ljust(width)} | {line}" if self.has_prefix else line)
 
 
 def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import PART
-from corral.launcher.samples.find import KeptAnswers, name_of
+from corral.launcher.samples.find import KeptAnswers, gaps_of, name_of
 
 OF_A_STEP = 8
 _MOST_CHARACTERS = 20_000
@@ -50,7 +50,7 @@ def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
         "texts": words.of(row["ids"][:end]),
         "made": list(map(int, row["made"][:end])),
         "logprob": _rounded(row["logprobs"][:end]),
-        "gap": _rounded(_gaps(row)[:end]),
+        "gap": _rounded((gaps_of(row) or [])[:end]),
         "advantage": _rounded(row["advantages"][:end]),
     }
     texts = {name: (row.get(name) or "")[:_MOST_CHARACTERS] for name in ("prompt", "said", "remarks")}
@@ -70,11 +70,6 @@ def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
 def _size(row: Mapping[str, Any]) -> int:
     num_tokens = len(row["tokens"]["texts"]) if row["tokens"] else 0
     return len(row["prompt"]) + len(row["said"]) + len(row["remarks"]) + _TOKEN_BYTES * num_tokens
-
-
-def _gaps(row: Mapping[str, Any]) -> list[float]:
-    trainer = row["trainer_logprobs"]
-    return [] if trainer is None else [a - b for a, b in zip(trainer, row["logprobs"], strict=True)]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

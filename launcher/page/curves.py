@@ -55,15 +55,12 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     for line in lines:
         step = line["step"]
         for name, value in line.items():
-            if type(value) is float or type(value) is int:  # a bool, which is an int, has no point
+            # A bool, which is an int, has no point, nor has what is not finite.
+            if (type(value) is float or type(value) is int) and math.isfinite(value):
                 steps, values = columns.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)
-    points = {name: (np.array(steps), np.array(values, np.float64)) for name, (steps, values) in columns.items()}
-    finite = {
-        name: (steps[np.isfinite(values)], values[np.isfinite(values)]) for name, (steps, values) in points.items()
-    }
-    return {name: one for name, one in finite.items() if len(one[0])}
+    return {name: (np.array(steps), np.array(values, np.float64)) for name, (steps, values) in columns.items()}
 
 
 def _axes(times: Points, tokens: Points, *, most: int) -> dict[str, list[float]]:

@@ -127,7 +127,7 @@ class TrialView:
             "numbers": status.numbers,
             "note": status.note,
             "status": render_trial(status, wide=True),
-            "settings": _flat(self._plan.config) if self._plan else {},
+            "settings": dict(_settings(self._plan.config)) if self._plan else {},
             "graph": _graph(self._plan.master) if self._plan else None,
             **self._part(directory.metrics_path, self._numbers),
             **self._part(directory.journal_path, _events),
@@ -204,12 +204,8 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _flat(value: Any) -> dict[str, str]:
-    """Settings by their keys, `ppo.kl.coef`; those that are not set are left out."""
-    return dict(_settings(value, ""))
-
-
-def _settings(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Settings with their keys, `ppo.kl.coef`; those that are not set are left out."""
     if isinstance(value, dict) and value:
         for name, part in value.items():
             yield from _settings(part, f"{key}.{name}" if key else str(name))

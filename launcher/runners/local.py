@@ -5,12 +5,17 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.runners.guard import END_ALL, guarded
 from corral.launcher.runners.runner import start_process
 from corral.launcher.trial.exits import ExitKind
 from corral.launcher.trial.processes import kill_session
+from corral.scheduling.worker_information import worker_id
+
+if TYPE_CHECKING:
+    from corral.experiments.plan import RunPlan
 
 
 class LocalTask:
@@ -91,6 +96,12 @@ def visible_gpus() -> list[str]:
         return [str(index) for index in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
     except FileNotFoundError:
         return []
+
+
+def wanted_gpus(plan: "RunPlan") -> dict[str, int]:
+    """How many GPUs each worker of a trial asks for."""
+    ids = ((worker.kind, worker.index) for worker in plan.workers)
+    return {worker_id(kind, index): plan.scheduling[kind].scheduling_of(index).gpu for kind, index in ids}
 
 
 def share_gpus(gpus_wanted: Mapping[str, int], gpus: Sequence[str]) -> dict[str, list[str]]:

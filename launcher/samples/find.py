@@ -127,6 +127,12 @@ def name_of(row: Row) -> str:
     return f"{row['uid']}#{row['sequence']}"
 
 
+def gaps_of(row: Row) -> list[float] | None:
+    """By how much trainer and generator differ on each token; None where the trainer did not say."""
+    trainer, generator = row["trainer_logprobs"], row["logprobs"]
+    return None if trainer is None else [a - b for a, b in zip(trainer, generator, strict=True)]
+
+
 @lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps
 def _scalars(path: Path) -> list[tuple[int, dict[str, Any]]]:
     rows = _table(path, _scalars_in(path)).to_pylist()

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.experiments.trial.samples import PART
-from corral.launcher.samples.find import name_of
+from corral.launcher.samples.find import gaps_of, name_of
 from corral.launcher.terminal import printable
 
 Colour = Literal["logprob", "gap", "advantage"]
@@ -123,9 +123,8 @@ def as_whole(row: Mapping[str, Any], tokenizer: Any, colour: Colour) -> Renderab
 def _values(row: Mapping[str, Any], colour: Colour) -> Sequence[float]:
     if colour == "advantage":
         return list(row["advantages"])
-    if colour == "logprob" or row["trainer_logprobs"] is None:
-        return list(row["logprobs"])
-    return [a - b for a, b in zip(row["trainer_logprobs"], row["logprobs"], strict=True)]
+    gaps = gaps_of(row) if colour == "gap" else None
+    return list(row["logprobs"]) if gaps is None else gaps
 
 
 def _style(value: float, colour: Colour) -> str:

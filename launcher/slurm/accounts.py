@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.cluster.errors import answer_or
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import keeps_accounts
 from corral.launcher.slurm.verdict import Holder
 from corral.scheduling.slurm_formats import format_time_limit, parse_memory_mb, parse_time_limit
@@ -145,16 +146,14 @@ _ACCOUNT_FIELDS = ("Account", "ParentName", Scope.ALL.value, *_GROUP_COUNTS)
 
 def read_accounts(client: SlurmClient, user: str) -> Accounts:
     """Asks accounting, where there is one; what it does not answer is unknown."""
-    try:
-        config = client.settings()
-    except SlurmError:
-        return Accounts()
+    config = answer_or({}, client.settings)
     if not keeps_accounts(config):
         return Accounts(is_kept=False if "AccountingStorageType" in config else None)
     cluster = f"cluster={config.get('ClusterName', '')}"
-    of_user = _rows(client, ["user", user, "withassoc", cluster], _ASSOCIATION_FIELDS)
-    of_accounts = _rows(client, ["assoc", "user=", cluster], _ACCOUNT_FIELDS)
-    of_qos = _rows(client, ["qos"], _QOS_FIELDS)
+    rows = client.accounting_rows
+    of_user = answer_or([], rows, ["user", user, "withassoc", cluster], _ASSOCIATION_FIELDS)
+    of_accounts = answer_or([], rows, ["assoc", "user=", cluster], _ACCOUNT_FIELDS)
+    of_qos = answer_or([], rows, ["qos"], _QOS_FIELDS)
     return Accounts(
         is_kept=True,
         has_limits=bool({"limits", "safe"} & set(config.get("AccountingStorageEnforce", "").lower().split(","))),
@@ -163,13 +162,6 @@ def read_accounts(client: SlurmClient, user: str) -> Accounts:
         limits_by_qos={row["Name"]: _limits(row, Holder.QOS) for row in of_qos if row["Name"]},
         limits_by_account={row["Account"]: _limits(row, Holder.ACCOUNT) for row in of_accounts},
     )
-
-
-def _rows(client: SlurmClient, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
-    try:
-        return client.accounting_rows(what, fields)
-    except SlurmError:
-        return []
 
 
 def _limits(row: Mapping[str, str], holder: Holder) -> Limits:

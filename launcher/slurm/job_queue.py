@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from corral.experiments.trial.mode import Mode
+from corral.launcher.cluster.errors import answer_or
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
@@ -122,10 +123,7 @@ class SlurmQueue:
         return own_job(environment)
 
     def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
-        try:
-            states = {node.name: node.state for node in self._client.nodes()}
-        except SlurmError:
-            return []
+        states = {node.name: node.state for node in answer_or([], self._client.nodes)}
         return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
 
     def _values(self, job: Job) -> Mapping[str, str]:

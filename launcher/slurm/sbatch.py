@@ -1,6 +1,6 @@
 """A layout as batch scripts: options become #SBATCH lines, and the script needs nothing else.
 
-    RunPlan, Layout --sbatch_options--> [--job-name=..., ":", ...] --trial.sbatch.j2--> {trial}/trial.sbatch --> sbatch
+    PlacedTrial --sbatch_options--> [--job-name=..., ":", ...] --trial.sbatch.j2--> {trial}/trial.sbatch --> sbatch
                     --extra_job_options--> [--job-name=..., ...] --extra_job.sbatch.j2--> extra_job.sbatch --> sbatch
 
 No value is ever read by a shell: an option stands on a line of its own, where sbatch reads what is between the quotes,
@@ -13,27 +13,27 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.experiments.errors import ConfigError
-from corral.experiments.plan import RunPlan
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cluster import supervisor_alive_path
+from corral.launcher.cluster.cluster import PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.scheduling.scheduling import option_name
 from corral.scheduling.slurm_formats import check_plain_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 COMPONENT_SEPARATOR = ":"
 SUPERVISOR_SILENCE_S = 120
 _LOOK_INTERVAL_S = 5
 _NOT_SHOWN = ("--job-name=", "--comment=", "--output=", "--open-mode=", "--export=", "--signal=", "--requeue")
 _BASH_TIMEOUT_S = 10.0
-_INCLUDED = "step_environment.sh.j2"  # what a job has to do before its first step, whoever wrote its script
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_.,:=@+/%\[\]-]+")
 
 
@@ -49,24 +49,24 @@ def refusal_command(options: Sequence[str]) -> str:
     return shlex.join(["sbatch", "--test-only", *shown[:end], "--wrap=true", *shown[end:]])
 
 
-def render_script(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> str:
+def render_script(trial: PlacedTrial) -> str:
     """The batch script of a trial, from the shipped template or the user's own.
 
     Raises:
         ValueError: if the path of the trial or an option holds control characters.
         ConfigError: if SLURM cannot take the path, or the user's own template does not make a script.
     """
-    path = str(directory.path)
+    path, template = str(trial.directory.path), trial.plan.launch.sbatch_template
     check_plain_text(path, what="trial directory")
     variables = {
-        "sbatch_lines": sbatch_lines(sbatch_options(plan, layout, directory)),
+        "sbatch_lines": sbatch_lines(sbatch_options(trial)),
         "supervisor": shlex.join([sys.executable, "-m", "corral.launcher.supervisor", "--trial", path]),
         "directory": path,
         "python": sys.executable,
     }
-    if plan.launch.sbatch_template is None:
+    if template is None:
         return render_shipped("trial.sbatch.j2", **variables)
-    return _render_own_template(plan.launch.sbatch_template, variables)
+    return _render_own_template(template, variables)
 
 
 def render_extra_job(directory: TrialDirectory) -> str:
@@ -91,12 +91,12 @@ def extra_job_path(directory: TrialDirectory) -> Path:
     return directory.path / "extra_job.sbatch"
 
 
-def sbatch_options(plan: RunPlan, layout: Layout, directory: TrialDirectory) -> list[str]:
+def sbatch_options(trial: PlacedTrial) -> list[str]:
     """Options of the job that a trial starts with: its head, and after each ":" a component of it."""
-    options = _allocation_options(plan, layout, 0, directory)
-    options += [*_batch_options(plan, directory), f"--signal=B:USR2@{plan.launch.signal_before_end_s}"]
-    for index in layout.components[1:]:
-        options += [COMPONENT_SEPARATOR, *_allocation_options(plan, layout, index, directory)]
+    options = _allocation_options(trial, 0)
+    options += [*_batch_options(trial), f"--signal=B:USR2@{trial.plan.launch.signal_before_end_s}"]
+    for index in trial.layout.components[1:]:
+        options += [COMPONENT_SEPARATOR, *_allocation_options(trial, index)]
     return _checked(options)
 
 
@@ -114,17 +114,11 @@ def successor_options(layout: Layout, *, after: str, exclude_nodes: Sequence[str
 
 
 def extra_job_options(
-    plan: RunPlan,
-    layout: Layout,
-    allocation_index: int,
-    directory: TrialDirectory,
-    *,
-    attempt: int | None = None,
-    exclude_nodes: Sequence[str] = (),
+    trial: PlacedTrial, allocation: int, *, attempt: int | None = None, exclude_nodes: Sequence[str] = ()
 ) -> list[str]:
     """Options of the extra job of a group or of an elastic worker; its comment names the attempt that asked for it."""
-    options = _allocation_options(plan, layout, allocation_index, directory, exclude_nodes, attempt=attempt)
-    return _checked([*options, *_batch_options(plan, directory)])
+    options = _allocation_options(trial, allocation, attempt=attempt, exclude_nodes=exclude_nodes)
+    return _checked([*options, *_batch_options(trial)])
 
 
 def sbatch_lines(options: Sequence[str]) -> str:
@@ -147,20 +141,14 @@ def _quoted(value: str) -> str:
 
 
 def _allocation_options(
-    plan: RunPlan,
-    layout: Layout,
-    index: int,
-    directory: TrialDirectory,
-    exclude_nodes: Sequence[str] = (),
-    *,
-    attempt: int | None = None,
+    trial: PlacedTrial, index: int, *, attempt: int | None = None, exclude_nodes: Sequence[str] = ()
 ) -> list[str]:
     """What every allocation asks for, whatever its role."""
-    allocation = layout.allocations[index]
+    plan, allocation = trial.plan, trial.layout.allocations[index]
     tag = {
         "corral": 1,
         "trial_uuid": plan.trial.uuid,
-        "directory": str(directory.path),
+        "directory": str(trial.directory.path),
         "allocation": allocation.name,
         **({} if attempt is None else {"attempt": attempt}),
     }
@@ -189,8 +177,8 @@ def _excluded(allocation: Allocation, nodes: Sequence[str]) -> str:
     return ",".join(dict.fromkeys([*own, *nodes]))
 
 
-def _batch_options(plan: RunPlan, directory: TrialDirectory) -> list[str]:
-    path = str(directory.logs_path)
+def _batch_options(trial: PlacedTrial) -> list[str]:
+    directory, path = trial.directory, str(trial.directory.logs_path)
     if "\\" in path:
         raise ConfigError.of(
             f"SLURM cannot write a log below {directory.path}: it drops a backslash from the path of --output",
@@ -200,7 +188,7 @@ def _batch_options(plan: RunPlan, directory: TrialDirectory) -> list[str]:
         )
     # sbatch expands %-patterns in the file name: a % of the directory has to be doubled.
     output = f"--output={path.replace('%', '%%')}/slurm-%j.log"
-    no_kill = ["--no-kill"] if plan.launch.no_kill else []
+    no_kill = ["--no-kill"] if trial.plan.launch.no_kill else []
     return [output, "--open-mode=append", "--requeue", "--export=ALL", *no_kill]
 
 
@@ -210,21 +198,17 @@ def _checked(options: list[str]) -> list[str]:
     return options
 
 
-def _shipped(name: str) -> str:
-    return (files("corral.sbatch_templates") / name).read_text()
-
-
 def render_shipped(name: str, **variables: Any) -> str:
     """One of corral's own scripts; whatever is not quoted by its template must be plain."""
-    return _render(_shipped(name), variables)
+    return _templates().get_template(name).render(variables)
 
 
-def _render(source: str, variables: dict[str, Any]) -> str:
+def _templates() -> "Environment":
     # Not at the top: only submissions render, and every command of the launcher imports this package.
-    from jinja2 import DictLoader, Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=DictLoader({_INCLUDED: _shipped(_INCLUDED)}),
+        loader=PackageLoader("corral.sbatch_templates", ""),  # what a script of the user's own may include, too
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML
@@ -239,7 +223,7 @@ def _render(source: str, variables: dict[str, Any]) -> str:
     )
     environment.filters["shell"] = shlex.quote
     environment.filters["comment_text"] = _comment_text
-    return environment.from_string(source).render(**variables)
+    return environment
 
 
 def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
@@ -256,7 +240,7 @@ def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(f"cannot be read ({error})", "name a readable UTF-8 file, or leave it out") from error
     try:
-        script = _render(source, variables)
+        script = _templates().from_string(source).render(variables)
     except TemplateError as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         known = ", ".join(variables)

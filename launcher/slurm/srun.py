@@ -21,11 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from corral.experiments.plan import RunPlan
-from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.tether import die_with_parent
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.layout.layout import Layout, RunningAllocation, RunningAllocations, Step
+from corral.launcher.layout.layout import RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, start_process
@@ -134,9 +133,7 @@ class SrunRunner:
     """Starts workers as steps of the trial's allocations; what it is given is as of `Cluster.make_runner`."""
 
     client: SlurmClient
-    plan: RunPlan
-    layout: Layout
-    directory: TrialDirectory
+    trial: PlacedTrial
     allocations: Callable[[], RunningAllocations]
     why_away: Callable[[int], str] = lambda allocation: "its job does not run"
     _signals: StepSignals = field(init=False)
@@ -152,7 +149,7 @@ class SrunRunner:
         if worker in self._tasks:
             self._check_component(worker, place.running)
         contained = self._contain(worker, command, environment)
-        counts_gpus = self.plan.cluster.gpu_request != "none"
+        counts_gpus = self.trial.plan.cluster.gpu_request != "none"
         process = start_process(
             srun_command(worker, contained, place, counts_gpus=counts_gpus),
             environment={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
@@ -177,8 +174,8 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step = self._moved.get(worker) or self.layout.steps[worker]
-        allocation = self.layout.allocations[step.allocation]
+        step = self._moved.get(worker) or self.trial.layout.steps[worker]
+        allocation = self.trial.layout.allocations[step.allocation]
         running = self.allocations().get(step.allocation)
         if running is None:
             why = self.why_away(step.allocation)
@@ -190,7 +187,7 @@ class SrunRunner:
             )
         sliced = [
             other.cpus
-            for other in {**self.layout.steps, **self._moved}.values()
+            for other in {**self.trial.layout.steps, **self._moved}.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
         return StepPlace(
@@ -204,9 +201,8 @@ class SrunRunner:
         self._moved[worker] = step
 
     def bind_address(self, worker: str) -> str:
-        if self.plan.cluster.bind_address != "auto":
-            return self.plan.cluster.bind_address
-        return self.address_of(self.place_of(worker).host)
+        asked = self.trial.plan.cluster.bind_address
+        return asked if asked != "auto" else self.address_of(self.place_of(worker).host)
 
     def address_of(self, host: str) -> str:
         if host not in self._address_by_host:
@@ -242,12 +238,12 @@ class SrunRunner:
             )
 
     def _contain(self, worker: str, command: Sequence[str], environment: Mapping[str, str]) -> ContainedCommand:
-        kind, index = parse_worker_id(worker)
+        (kind, index), plan = parse_worker_id(worker), self.trial.plan
         own = {name: os.environ[name] for name in (TRIAL_UUID_VARIABLE,) if name in os.environ}
         return contain(
             guarded(command),
             {**environment, **own},
-            scheduling=self.plan.scheduling[kind].scheduling_of(index),
-            cluster=self.plan.cluster,
-            directory=self.directory.path,
+            scheduling=plan.scheduling[kind].scheduling_of(index),
+            cluster=plan.cluster,
+            directory=self.trial.directory.path,
         )

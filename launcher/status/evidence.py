@@ -141,11 +141,6 @@ def find_jobs(jobs: JobIndex, own: OwnJobs, *, job_id: str, is_over: bool) -> Tr
     return TrialJobs(head=head, extra_jobs=extra_jobs, zombies=tuple(zombies))
 
 
-def own_jobs_of(facts: TrialFacts, *, claimed_by: str = "") -> OwnJobs:
-    """Tells a trial's jobs from all others."""
-    return OwnJobs(facts.directory, facts.experiment, facts.trial, facts.uuid, claimed_by)
-
-
 def find_strays(jobs: Iterable[Job], known: Collection[str]) -> list[tuple[Job, Path]]:
     """Living head jobs of trials that are none of the known, by their uuids, with the directories that they name."""
     return [

@@ -167,11 +167,8 @@ def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState
     state, cause = TrialState.of(ended["state"]), str(ended.get("cause") or "")
     if state is TrialState.FAILED and evidence.failure is not None and is_out_of_memory(evidence.failure):
         worker = str(evidence.failure["worker"])
-        kind = worker.partition("/")[0]
-        return (
-            TrialState.OOM,
-            f"{worker} needed more memory than its group asks for; raise groups.{kind}.scheduling.mem",
-        )
+        setting = f"groups.{worker.partition('/')[0]}.scheduling.mem"
+        return TrialState.OOM, f"{worker} needed more memory than its group asks for; raise {setting}"
     return state, cause
 
 
@@ -216,13 +213,11 @@ def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[
     if evidence.is_stopped and (state is not TrialState.CANCELLED or is_asked):
         return TrialState.STOPPED, ""
     job = evidence.job
-    if state is TrialState.FAILED:
-        if evidence.failure is not None:
-            failed = evidence.failure
-            where = f" on {failed['node']}" if failed.get("node") else ""
-            if is_out_of_memory(failed):
-                return _judge_end(evidence, {"state": TrialState.FAILED})
-            note = _join(f"{failed['worker']} exit {failed['returncode']}{where}", note)
+    if state is TrialState.FAILED and (failed := evidence.failure) is not None:
+        if is_out_of_memory(failed):
+            return _judge_end(evidence, {"state": TrialState.FAILED})
+        where = f" on {failed['node']}" if failed.get("node") else ""
+        note = _join(f"{failed['worker']} exit {failed['returncode']}{where}", note)
     if state is TrialState.NODE_FAILED:
         failed_nodes = ",".join(node for end in evidence.history for node in end.nodes)
         note = f"{failed_nodes or (job.nodes if job else '') or 'a node'}: {note}"

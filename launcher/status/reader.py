@@ -28,13 +28,14 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
-from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.job_queue import JobQueue, job_if_known
-from corral.launcher.cluster.jobs import Job, JobPhase
+from corral.launcher.cluster.errors import answer_or
+from corral.launcher.cluster.job_queue import JobQueue
+from corral.launcher.cluster.jobs import JobPhase
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.clusters import queue_here
 from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs, own_jobs_of
+from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
 from corral.launcher.trial.exits import is_consequence, read_exits
@@ -107,7 +108,7 @@ class StatusReader:
         is_recent = opened.attempt is not None and now - _last_sign(directory, opened.attempt) < _RECENT_S
         job = jobs.head
         if is_in_jobs and job is None and own_job_id and is_recent and opened.queue.unreachable_since is None:
-            job = job_if_known(self._cluster, own_job_id)
+            job = answer_or(None, self._cluster.job, own_job_id)
         # The attempt has started, and its job, or the one that follows, waits.
         has_run = job is not None and (job.job_id != own_job_id or opened.has_run)
         if job is not None:
@@ -116,6 +117,7 @@ class StatusReader:
         # Redis is worth asking if the job runs, or if nobody can say whether it does.
         may_have_job = is_in_jobs and (is_recent if job is None else job.phase is JobPhase.RUNNING)
         seen = _with_records(opened) if is_supervised or may_have_job else opened
+        is_forgotten = is_in_jobs and job is None and is_recent and own_job_id
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(opened)
         return replace(
@@ -129,19 +131,13 @@ class StatusReader:
             job=job,
             job_id=job.job_id if job else own_job_id,
             has_run=has_run,
-            accounted=self._ask_accounting(own_job_id) if is_in_jobs and job is None and is_recent else None,
+            accounted=answer_or(None, self._cluster.accounted, own_job_id) if is_forgotten else None,
             extra_jobs=_read_extra_jobs(directory, jobs) if is_in_jobs else (),
             groups_kept_down=directory.read_groups_kept_down(),
             zombies=_zombies(jobs, seen),
             failure=_read_failure(opened) if job is not None and job.state == "FAILED" else None,
             damage=(opened.attempt.damage if opened.attempt else "", log_damage, why_no_room(directory.path)),
         )
-
-    def _ask_accounting(self, job_id: str) -> Job | None:
-        try:
-            return self._cluster.accounted(job_id) if job_id else None
-        except ClusterError:
-            return None
 
 
 def polite_reader() -> StatusReader:
@@ -195,7 +191,7 @@ def _may_have_jobs(opened: Evidence) -> bool:
 
 
 def _jobs_of(opened: Evidence, *, is_over: bool) -> TrialJobs:
-    own = own_jobs_of(opened.facts, claimed_by=opened.job_id)
+    own = OwnJobs(opened.facts.directory, opened.facts, claimed_by=opened.job_id)
     return find_jobs(opened.queue.index, own, job_id=opened.job_id, is_over=is_over)
 
 

@@ -14,7 +14,7 @@ from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
 from corral.launcher.status.words import FINAL_STATES, TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
-from corral.launcher.terminal import format_duration, printable
+from corral.launcher.terminal import first_few, format_duration, printable
 from corral.launcher.trial.history import Finding, PastAttempt
 from corral.launcher.trial.metrics import GAP, is_number
 
@@ -110,7 +110,7 @@ def render_groups(rows: Sequence[GroupRow], *, width: int | None = None) -> str:
             row.group,
             f"{row.ready}/{row.total}" if row.ready is not None else "-",
             str(row.restarts),
-            _nodes(row.nodes),
+            first_few(row.nodes, most=_MAX_NODES) or "-",
             format_duration(row.last_seen_s),
             row.note,
         )
@@ -241,12 +241,6 @@ def _compared(metrics: Mapping[str, Any]) -> Iterator[str]:
     if is_number(coverage):
         apart = f": they differ by {share:.2g} of what they may" if coverage and is_number(share) else ""
         yield f"compared   {coverage:.0%} of the last step's tokens, of weights of any age{apart}"
-
-
-def _nodes(nodes: Sequence[str]) -> str:
-    if len(nodes) <= _MAX_NODES:
-        return ",".join(nodes) or "-"
-    return f"{','.join(nodes[:_MAX_NODES])} and {len(nodes) - _MAX_NODES} more"
 
 
 def _steps(status: TrialStatus) -> str:

@@ -30,7 +30,7 @@ def list_trials(fileroot: Path, lookout: Lookout[Path], *, with_old: bool) -> di
     Raises:
         TimeoutError: if the file system of the fileroot does not answer.
     """
-    experiments = lookout.look_once(fileroot, partial(_folders, fileroot))
+    experiments = lookout.look({fileroot: partial(_folders, fileroot)})[fileroot]
     if isinstance(experiments, Unanswered):
         raise TimeoutError(experiments.about(fileroot))
     found: dict[Path, tuple[float, Found]] = {}

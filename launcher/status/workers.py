@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import TROUBLED, WorkerState
-from corral.launcher.terminal import format_duration
+from corral.launcher.terminal import first_few, format_duration
 from corral.launcher.trial.history import WorkerLife
 from corral.scheduling.policy_version import PolicyVersion
 
 _MASTER_START_S = 60.0
 _SILENT_S = 6.5  # a beat moves every two seconds, so three of them are missing
 _SILENT_TTLS = 3.0  # while it sets up: an import may hold the interpreter for long
-_MANY_NODES = 4
+_MANY = 4
 _MILLISECONDS_BELOW_S = 0.1  # below which seconds with two digits say too little
 
 
@@ -252,5 +252,4 @@ def _extra_job_notes(evidence: Evidence, kind: str) -> list[str]:
 
 
 def _indices(rows: Sequence[WorkerRow]) -> str:
-    shown = ",".join(row.index for row in rows[:_MANY_NODES])
-    return shown if len(rows) <= _MANY_NODES else f"{shown} and {len(rows) - _MANY_NODES} more"
+    return first_few([row.index for row in rows], most=_MANY)

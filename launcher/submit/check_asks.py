@@ -15,7 +15,7 @@ from corral.experiments.errors import ConfigProblem, UnsatisfiableError, did_you
 from corral.experiments.plan import RunPlan
 from corral.launcher.slurm.client import nodes_command
 from corral.launcher.submit.asks import Ask, raise_problems
-from corral.launcher.submit.cluster import ClusterFacts, counted, first_few, hosts
+from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, some_of
 from corral.launcher.trial.find import node_local_folder
 
 _FEATURE = re.compile(r"[A-Za-z_][A-Za-z0-9_.:=-]*")
@@ -104,7 +104,7 @@ def _unknown_names(ask: Ask, facts: ClusterFacts) -> Iterator[ConfigProblem]:
         known = dict.fromkeys(names or ())
         # One problem for an expression, with one look for a near name: it may stand for thousands of hosts.
         if names is not None and (unknown := [one for one in asked if one not in known]):
-            message = f"{rule} {first_few(map(repr, unknown))} (there are: {first_few(known) or 'none'})"
+            message = f"{rule} {some_of(map(repr, unknown))} (there are: {some_of(known) or 'none'})"
             hint = did_you_mean(unknown[0], [*known], "choose one of these, or remove it" if known else "remove it")
             yield ask.problem(field, message, hint=hint, evidence=evidence)
 

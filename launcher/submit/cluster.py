@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from corral.experiments.plan import RunPlan
+from corral.launcher.cluster.errors import answer_or
 from corral.launcher.slurm.accounts import Accounts, read_accounts, seconds_of
-from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import Node
+from corral.launcher.terminal import first_few
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.slurm_formats import expand_host_list, parse_time_limit
 
@@ -67,7 +69,7 @@ class ClusterFacts:
         """The most that jobs may have of it on one node of a partition, and a sentence that names these nodes."""
         members = self.members(partition)
         most = max(resource.size(node, gpu_type) for node in members)
-        names = first_few(node.name for node in members if resource.size(node, gpu_type) == most)
+        names = some_of(node.name for node in members if resource.size(node, gpu_type) == most)
         rule = f"; {resource.node_limit}" if limit_of(self.settings(partition), resource.node_limit) == most else ""
         return most, f"the biggest node of partition {partition!r} has {most} ({names}{rule})"
 
@@ -137,12 +139,12 @@ def read_cluster(
     hidden = [name for name in wanted if name and name not in partitions]
     is_narrow = not wants_all_nodes and all(name in partitions for name in wanted)
     nodes = client.nodes(",".join(wanted) if is_narrow else None)
-    closed = _or_none(lambda: client.partitions(with_hidden=True)) if hidden else None
+    closed = answer_or(None, client.partitions, with_hidden=True) if hidden else None
     return ClusterFacts(
         nodes=nodes,
         partitions=partitions,
         closed={name: closed[name].get("AllowGroups", "") for name in hidden if closed and name in closed},
-        reservations=_or_none(client.reservations),
+        reservations=answer_or(None, client.reservations),
         accounts=read_accounts(client, accounts_of) if accounts_of is not None else Accounts(),
     )
 
@@ -163,13 +165,6 @@ def seconds_of_moment(text: str) -> float | None:
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
-        return None
-
-
-def _or_none(ask: Callable[[], dict[str, dict[str, str]]]) -> dict[str, dict[str, str]] | None:
-    try:
-        return ask()
-    except SlurmError:
         return None
 
 
@@ -229,10 +224,9 @@ def hosts(options: Mapping[str, str], name: str) -> list[str]:
     return expand_host_list(options.get(name, ""))
 
 
-def first_few(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
     """The first few names, each once, and how many others there are."""
-    first, others = (unique := list(dict.fromkeys(names)))[:4], len(unique) - 4
-    return ", ".join(first) + (f" and {others} others" if others > 0 else "")
+    return first_few(list(dict.fromkeys(names)), most=4, separator=", ", rest="others")
 
 
 def plain_features(constraint: str) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
@@ -155,11 +156,12 @@ class _Checks:
             known: complaints of which the user has been warned already.
         """
         plan, directory = self.plan, self.directory
+        trial = PlacedTrial(plan=plan, layout=layout, directory=directory)
         with tempfile.TemporaryDirectory(prefix="corral-check-", ignore_cleanup_errors=True) as folder:
             script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
-            script.write_bytes(os.fsencode(render_script(plan, layout, directory)))
+            script.write_bytes(os.fsencode(render_script(trial)))
             start_with = [layout.allocations[index] for index in layout.components]
-            answers = [self._test(script, [], sbatch_options(plan, layout, directory), start_with, known)]
+            answers = [self._test(script, [], sbatch_options(trial), start_with, known)]
             extra_script.write_bytes(os.fsencode(render_extra_job(directory)))
             # Those of a group's elastic workers are alike but for their names.
             extra_jobs = {
@@ -168,7 +170,7 @@ class _Checks:
                 if index not in layout.components
             }
             for index in sorted(extra_jobs.values()):
-                options = extra_job_options(plan, layout, index, directory)
+                options = extra_job_options(trial, index)
                 answers.append(self._test(extra_script, options, options, [layout.allocations[index]], known))
         doubts = [one.said for one in answers if isinstance(one, SlurmError) and one.complaint not in known]
         at_present = [f"sbatch takes this job, but could not start it at present: {said}" for said in doubts]

@@ -25,10 +25,10 @@ from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.trial.mode import Mode, has_jobs
 from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
-from corral.launcher.runners.local import share_gpus, visible_gpus
+from corral.launcher.runners.local import share_gpus, visible_gpus, wanted_gpus
 from corral.launcher.submit.environments import changed_environment, listed_rows
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
@@ -210,7 +210,7 @@ def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:
             jobs = cluster_of(plan.mode).jobs()
         except ClusterError as error:
             raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
-        for job, _ in own_jobs_of_plan(plan, directory).select(jobs):
+        for job, _ in OwnJobs(directory, plan.trial).select(jobs):
             if job.is_active:
                 raise SubmissionError(f"trial {name} is still job {job.job_id} ({job.word}); rl-stop {name} first")
 
@@ -243,15 +243,12 @@ def _check_here(
     plan: RunPlan, directory: TrialDirectory, *, source: ConfigSource = NO_SOURCE, has_checks: bool = True
 ) -> Preflight:
     """What a trial needs of this machine: its GPUs. There is nothing that could be left unchecked."""
-    gpus_wanted: dict[str, int] = {
-        kind: sum(group.scheduling_of(index).gpu for index in range(group.total_count))
-        for kind, group in plan.scheduling.items()
-    }
+    wanted = wanted_gpus(plan)
     try:
-        share_gpus(gpus_wanted, visible_gpus())
+        share_gpus(wanted, visible_gpus())
     except ValueError as error:
         raise ConfigError.of(str(error)) from error
-    gpus = f"GPUs ok ({sum(gpus_wanted.values())} of {len(visible_gpus())})"
+    gpus = f"GPUs ok ({sum(wanted.values())} of {len(visible_gpus())})"
     contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
     ignored = f"container_image has no effect with --local ({', '.join(contained)}): workers run in this environment"
     return Preflight(layout=None, checks=(gpus, "output folder writable"), warnings=(ignored,) if contained else ())

@@ -22,8 +22,9 @@ from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.errors import SubmissionUnknownError
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
@@ -164,9 +165,9 @@ def _wait_until_it_supervises(directory: TrialDirectory, supervisor: subprocess.
 
 def _start_on_cluster(submission: Submission, layout: Layout, attempt: int) -> str:
     plan, directory = submission.plan, submission.directory
-    cluster, own = cluster_of(plan.mode), own_jobs_of_plan(plan, directory)
+    cluster, own = cluster_of(plan.mode), OwnJobs(directory, plan.trial)
     atomic_write(directory.layout_path, layout.to_json())
-    cluster.write_scripts(plan, layout, directory)
+    cluster.write_scripts(PlacedTrial(plan=plan, layout=layout, directory=directory))
     job_id = submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_head_of(own))
     with contextlib.suppress(OSError):  # the job has been taken; its comment names it, and so will its claim
         own.note(job_id, attempt=attempt)
@@ -186,8 +187,8 @@ def script_of(submission: Submission) -> bytes | None:
     """What this submission would hand to the cluster; None for a local trial."""
     if submission.layout is None:
         return None
-    cluster = cluster_of(submission.plan.mode)
-    return cluster.script(submission.plan, submission.layout, submission.directory)
+    trial = PlacedTrial(plan=submission.plan, layout=submission.layout, directory=submission.directory)
+    return cluster_of(submission.plan.mode).script(trial)
 
 
 def _config_text(written: Mapping[str, Any]) -> bytes:

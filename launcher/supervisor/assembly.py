@@ -16,10 +16,12 @@ from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import has_jobs
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.clusters import cluster_of
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Layout
-from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.keeper import fail
 from corral.launcher.supervisor.node_loss import NodeLoss
@@ -63,48 +65,44 @@ def make_supervisor(
     """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
     attempt = recorder.attempt
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
-    make = partial(
-        Supervisor,
+    tasks = partial(
+        AttemptTasks,
         directory=directory,
         plan=plan,
         attempt=read_attempt(directory, attempt),
         recorder=recorder,
         worker_command=worker_command,
-        signals=signals,
     )
     redis_at = partial(redis_of_trial, directory, plan.trial.uuid, attempt=attempt)
     if not has_jobs(plan.mode):
-        local = _local_runner(plan)
-        return make(runner=local, redis=redis_at(host=local.bind_address("")))
+        gpus = share_gpus(wanted_gpus(plan), visible_gpus())
+        local = LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=gpus)
+        return Supervisor(tasks=tasks(runner=local, redis=redis_at(host=local.bind_address(""))), signals=signals)
     cluster = cluster_of(plan.mode)
     own = cluster.own_job(os.environ)
     if own is None:
         raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
     layout = Layout.from_json(directory.layout_path.read_bytes())
+    trial = PlacedTrial(plan=plan, layout=layout, directory=directory)
     extra_jobs = ExtraJobs(
         cluster=cluster,
-        plan=plan,
-        layout=layout,
-        directory=directory,
+        trial=trial,
         attempt=attempt,
         own=own.allocations,
         record=recorder.event,
         exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
     )
-    runner = cluster.make_runner(
-        plan, layout, directory, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away
-    )
+    runner = cluster.make_runner(trial, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away)
     runner.wait_for_cluster(own.host)
     bind_address = plan.cluster.bind_address
-    return make(
-        runner=runner,
-        redis=redis_at(host=runner.address_of(own.host) if bind_address == "auto" else bind_address),
+    redis = redis_at(host=runner.address_of(own.host) if bind_address == "auto" else bind_address)
+    return Supervisor(
+        tasks=tasks(runner=runner, redis=redis),
+        signals=signals,
         extra_jobs=extra_jobs,
         continuation=Continuation(
             cluster=cluster_of(plan.mode, timeout_s=_CONTINUATION_TIMEOUT_S),
-            plan=plan,
-            layout=layout,
-            directory=directory,
+            trial=trial,
             own=own,
             record=recorder.event,
         ),
@@ -113,14 +111,6 @@ def make_supervisor(
         if plan.launch.no_kill
         else None,
     )
-
-
-def _local_runner(plan: RunPlan) -> LocalRunner:
-    gpus_wanted = {
-        f"{worker.kind}/{worker.index}": plan.scheduling[worker.kind].scheduling_of(worker.index).gpu
-        for worker in plan.workers
-    }
-    return LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=share_gpus(gpus_wanted, visible_gpus()))
 
 
 def _fail(directory: TrialDirectory, recorder: Recorder, error: Exception) -> SupervisorExit:

@@ -177,7 +177,7 @@ class EndMachine:
             self._record_attempt("")
             self._record_trial(self._advised(self.cause))
         else:
-            self._record_attempt("requeue" if self._is_requeued or not self._successor else "successor")
+            self._record_attempt("requeue" if self._is_requeued or not self.successor else "successor")
         if end.is_requeued and self.phase is EndPhase.HANDING_OVER:
             # Asked for before it was said: of two jobs that go on, the cluster's is enough. In the grace period of a
             # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
@@ -222,10 +222,8 @@ class EndMachine:
             self._give_up(self.state, why_not)
         else:
             self._close("requeue")  # recorded before it is done, because it ends us
-            if self._queue is not None and (
-                why_not := self._queue.requeue()
-            ):  # neither way is open: a human has to go on
-                self._give_up(EndState.STOPPED, why_not)
+            if why_not := self._queue.requeue() if self._queue is not None else "":
+                self._give_up(EndState.STOPPED, why_not)  # neither way is open: a human has to go on
 
     @property
     def _is_requeued(self) -> bool:
@@ -235,14 +233,15 @@ class EndMachine:
         return self._job_end.is_requeued or self._job_end.state is EndState.UNKNOWN
 
     @property
-    def _successor(self) -> str:
+    def successor(self) -> str:
+        """The job that waits to go on; "" if there is none."""
         return self._queue.successor if self._queue is not None else ""
 
     def _arrange(self) -> str:
-        return "" if self._queue is None or self._successor else self._queue.arrange()
+        return "" if self._queue is None or self.successor else self._queue.arrange()
 
     def _revoke(self) -> None:
-        if self._queue is not None and self._successor:
+        if self._queue is not None and self.successor:
             self._queue.revoke()
 
     def _advised(self, cause: str) -> str:
@@ -364,14 +363,10 @@ class EndShell:
         )
         return self._own_request
 
-    @property
-    def _successor(self) -> str:
-        return self.continuation.successor if self.continuation is not None else ""
-
     def seal(self) -> None:
         try:
             state = self.log.read()
-            if state.is_handed_over or (self._successor and not state.is_stopped):
+            if state.is_handed_over or (self.machine.successor and not state.is_stopped):
                 self.log.request_stop("supervisor", reason="no further attempt follows by itself")
         except StoppedError:
             return
@@ -385,5 +380,5 @@ class EndShell:
             write_end(self.directory, end)
         except OSError as error:
             self.record("end_not_written", cause=str(error))
-        follows = {"then": then, "successor": self._successor} if event == "attempt_ended" else {}
+        follows = {"then": then, "successor": self.machine.successor} if event == "attempt_ended" else {}
         self.record(event, state=state, cause=cause, **follows)

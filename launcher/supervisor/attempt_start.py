@@ -9,7 +9,6 @@ predecessor.
 """
 
 import os
-from functools import partial
 
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import (
@@ -27,7 +26,8 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import StoppedError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.job_queue import JobQueue, job_if_known
+from corral.launcher.cluster.errors import answer_or
+from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.clusters import queue_of
 from corral.launcher.files.patience import FilePatience
@@ -66,35 +66,33 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
         OSError: if the files of the trial fail for longer.
     """
     patience = patience or FilePatience()
-    mode = patience.insist(partial(the_facts, directory), "read the plan").mode
+    mode = patience.insist("read the plan", the_facts, directory).mode
     cluster = queue_of(mode, timeout_s=_ASK_TIMEOUT_S) if has_jobs(mode) else None
     start = _start_of(cluster)
-    predecessor = patience.insist(lambda: _predecessor_of(directory, start), "read the last attempt")
+    predecessor = patience.insist("read the last attempt", _predecessor_of, directory, start)
     end = None
     if predecessor is not None:
-        look_back = partial(_end_of_predecessor, directory, *predecessor, start, cluster)
-        end = patience.insist(look_back, "record how the attempt before ended")
-    begin = partial(
-        begin_attempt,
-        directory,
-        job_id=start.job_id,
-        restart_count=start.restart_count,
-        mode=mode,
-        nodes=start.hosts,
-    )
+        what = "record how the attempt before ended"
+        end = patience.insist(what, _end_of_predecessor, directory, *predecessor, start, cluster)
     try:
-        record = patience.insist(begin, "claim an attempt")
+        record = patience.insist(
+            "claim an attempt",
+            begin_attempt,
+            directory,
+            job_id=start.job_id,
+            restart_count=start.restart_count,
+            mode=mode,
+            nodes=start.hosts,
+        )
     except AttemptRefusedError as error:
         if end is not None:
-            refusal = partial(_record_refusal, directory, end, start, error)
-            patience.insist(refusal, "record that no attempt follows")
+            patience.insist("record that no attempt follows", _record_refusal, directory, end, start, error)
         return None
     if end is not None:
-        patience.insist(partial(_renew, directory), "make new secrets")
-        journal = Journal(directory.journal_path)
-        submitted = partial(journal.append, "submitted", attempt=record.attempt, job_id=start.job_id)
-        patience.insist(submitted, "record the attempt")
-    patience.insist(partial(directory.start_attempt_logs, record.attempt), "make the folder of its logs")
+        patience.insist("make new secrets", _renew, directory)
+        tell = Journal(directory.journal_path).append
+        patience.insist("record the attempt", tell, "submitted", attempt=record.attempt, job_id=start.job_id)
+    patience.insist("make the folder of its logs", directory.start_attempt_logs, record.attempt)
     return record
 
 
@@ -130,7 +128,7 @@ def _end_of_predecessor(
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")
     recorded = read_end(directory, attempt)
-    job = job_if_known(cluster, claim.job_id) if cluster and claim.job_id not in ("", start.job_id) else None
+    job = answer_or(None, cluster.job, claim.job_id) if cluster and claim.job_id not in ("", start.job_id) else None
     if job is not None and job.state == EndState.CANCELLED:
         _append_stop(directory, by="scancel", reason=f"job {claim.job_id} was cancelled")
         return AttemptEndRecord(attempt=attempt, state="CANCELLED", cause="", then="requeue")

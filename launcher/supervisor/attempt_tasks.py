@@ -18,6 +18,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
+from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
 from corral.launcher.runners.local import LocalRunner
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner
@@ -40,10 +41,10 @@ class AttemptTasks:
     attempt: AttemptRecord
     runner: TaskRunner
     redis: RedisServer
-    files: FileThread
-    """The thread that a start asks whether the file system answers."""
     recorder: Recorder
     worker_command: WorkerCommand
+    files: FileThread = field(default_factory=partial(FileThread, "starts"))
+    """The thread that a start asks whether the file system answers."""
     lost_allocation: str = ""
     """Why a part of the trial's own job is gone; "" while all of it is there."""
     _beside: TaskRunner = field(default_factory=lambda: LocalRunner(bind_address="", gpus_by_worker={}))
@@ -91,9 +92,8 @@ class AttemptTasks:
     def kill_all(self) -> None:
         """Ends all that was started here, and waits a while for the guards, which end what workers have started."""
         self.signal([*self._running, REDIS_UNIT], kill=True)
-        deadline = time.monotonic() + _GUARDS_END_S
-        while any(task.poll() is None for task in self._running.values()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        running = self._running.values()
+        wait_until(lambda: all(task.poll() is not None for task in running), timeout_s=_GUARDS_END_S)
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         kind = task.exit_kind()
@@ -112,7 +112,7 @@ class AttemptTasks:
         """Takes its guard's note."""
         path = self.directory.out_of_memory_path(worker)
         try:
-            self.files.run(path.unlink, f"remove {path}")
+            self.files.run(path.unlink, path)
         except OSError:
             return False
         return True
@@ -121,7 +121,7 @@ class AttemptTasks:
         """What a worker put down about its end."""
         path = self.directory.last_word_path(worker)
         try:
-            return self.files.run(path.read_text, f"read {path}")
+            return self.files.run(path.read_text, path)
         except (OSError, ValueError):
             return ""
 
@@ -164,7 +164,7 @@ class AttemptTasks:
             self.redis.start()
             host, port = self.redis.address
             where, content = self.directory.rendezvous_path, json.dumps({"host": host, "port": port}).encode()
-            self.files.run(lambda: atomic_write(where, content), f"write {where}")  # workers find Redis by it
+            self.files.run(lambda: atomic_write(where, content), where)  # workers find Redis by it
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
             self.redis.kill()
             self._not_started("redis_not_started", REDIS_UNIT, error)
@@ -174,7 +174,7 @@ class AttemptTasks:
 
     def _require_files(self, log_path: Path) -> None:
         """Raises OSError unless the log can be appended to: a start that hung there would hang the supervisor."""
-        self.files.run(lambda: log_path.open("ab").close(), f"open {log_path}")
+        self.files.run(lambda: log_path.open("ab").close(), log_path)
 
     def _not_started(self, event: str, task: str, error: Exception) -> None:
         kind = ExitKind.OWN

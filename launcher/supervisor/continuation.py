@@ -10,7 +10,6 @@ takes, and also if the cluster starts our job again by itself. Whether it may go
 `why_not_another` in experiments/trial/attempts.py.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,20 +17,18 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import EndState, failed_nodes
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.cluster.cluster import Cluster
+from corral.launcher.cluster.cluster import Cluster, PlacedTrial
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_job import JobEnd, OwnJob
-from corral.launcher.cluster.own_jobs import OwnJobs, own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
-from corral.launcher.layout.layout import Layout
+from corral.launcher.files.patience import insist
 from corral.launcher.supervisor.recorder import note_failed_node
 
 _SWEEP_TIMEOUT_S = 15.0
-_SWEEP_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,9 +37,7 @@ class Continuation:
 
     cluster: Cluster
     """With a short timeout, as it may be about to kill us."""
-    plan: RunPlan
-    layout: Layout
-    directory: TrialDirectory
+    trial: PlacedTrial
     own: OwnJob
     record: Callable[..., None]
     """Adds a line to the journal."""
@@ -51,29 +46,24 @@ class Continuation:
     _own_jobs: OwnJobs = field(init=False)
 
     def __post_init__(self) -> None:
-        self._own_jobs = own_jobs_of_plan(self.plan, self.directory)
-        self.successor = read_successor(self.directory, after=self.own.job_id)
+        self._own_jobs = OwnJobs(self.trial.directory, self.trial.plan.trial)
+        self.successor = read_successor(self.trial.directory, after=self.own.job_id)
 
     def explain(self) -> JobEnd:
         """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
-        end = self.cluster.why_ending(self.own, self.directory)
+        end = self.cluster.why_ending(self.own, self.trial.directory)
         if end.state is EndState.NODE_FAILED:
             for node in self.cluster.failed_nodes(self.own.hosts):
-                note_failed_node(self.directory, node, self.record)
+                note_failed_node(self.trial.directory, node, self.record)
         return end
 
     def arrange(self) -> str:
         """Puts a successor into the queue, once; returns why there is none, or ""."""
         if self.successor:
             return ""
-        excluded = failed_nodes(self.directory) if self.plan.launch.exclude_failed_nodes else []
-        submit = partial(
-            self.cluster.submit_successor,
-            self.layout,
-            self.directory,
-            after=self.own.job_id,
-            exclude_nodes=excluded,
-        )
+        trial, after = self.trial, self.own.job_id
+        excluded = failed_nodes(trial.directory) if trial.plan.launch.exclude_failed_nodes else []
+        submit = partial(self.cluster.submit_successor, trial, after=after, exclude_nodes=excluded)
         try:
             # One look: the cluster may be about to kill us.
             self.successor = submit_once(self.cluster, submit, is_it=self._is_successor, looks=1)
@@ -81,7 +71,7 @@ class Continuation:
             self.record("successor_refused", cause=str(error))
             return str(error)
         self._remember(self.successor)
-        self.record("successor_submitted", job_id=self.successor, after=self.own.job_id, excluded=excluded)
+        self.record("successor_submitted", job_id=self.successor, after=after, excluded=excluded)
         return ""
 
     def revoke(self) -> None:
@@ -110,25 +100,27 @@ class Continuation:
 
     def sweep(self) -> None:
         """Cancels every job of this trial but our own: nothing of a trial that has ended stays in the queue."""
-        deadline = time.monotonic() + _SWEEP_TIMEOUT_S
-        while True:
-            try:
-                for job, _ in self._own_jobs.select(self.cluster.jobs()):
-                    is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
-                    if job.is_staying and not is_ours:
-                        self.cluster.cancel(job.job_id)
-                return
-            except ClusterError as error:
-                if time.monotonic() >= deadline:
-                    self.record("jobs_left", cause=str(error))
-                    return
-                time.sleep(_SWEEP_INTERVAL_S)
+        try:
+            insist(
+                self._cancel_others,
+                lambda error: isinstance(error, ClusterError),
+                waiting_for="the cluster, to cancel jobs of the trial",
+                patience_s=_SWEEP_TIMEOUT_S,
+            )
+        except ClusterError as error:
+            self.record("jobs_left", cause=str(error))
+
+    def _cancel_others(self) -> None:
+        for job, _ in self._own_jobs.select(self.cluster.jobs()):
+            is_ours = self.own.job_id in (job.job_id, job.part_of)  # a component ends with us
+            if job.is_staying and not is_ours:
+                self.cluster.cancel(job.job_id)
 
     def _remember(self, successor: str) -> None:
         """Notes which job goes on after ours has ended; "" if none is to."""
         try:
             noted = msgspec.json.encode({"job_id": successor, "after": self.own.job_id})
-            atomic_write(_successor_path(self.directory), noted)
+            atomic_write(_successor_path(self.trial.directory), noted)
             if successor:
                 self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
         except OSError as error:

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
@@ -56,7 +55,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         OSError: if the files of the trial fail for long, or a signal comes while they do.
     """
     wake = WakeUp()
-    lock = FilePatience().insist(lambda: _lock(directory), "lock the trial")
+    lock = FilePatience().insist("lock the trial", _lock, directory)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
         stack.callback(sweep)
@@ -65,7 +64,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         record = open_attempt(directory, patience=patience)
         if record is None:
             return 0
-        facts = patience.insist(partial(the_facts, directory), "read the plan")
+        facts = patience.insist("read the plan", the_facts, directory)
         recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
         budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=facts.healthy_after_s)
         unheard: list[str] = []
@@ -81,7 +80,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             # Its own children have died with it; guards end what these had started, and the rest is nobody's now.
             kill_trial_processes(facts.uuid, spare=(os.getpid(),), grace_s=_GUARDS_END_S)
             sweep()
-            end = patience.insist(partial(read_end, directory, record.attempt), "read how the attempt ended")
+            end = patience.insist("read how the attempt ended", read_end, directory, record.attempt)
             if end is not None:
                 return _leave_ended(directory, recorder, end)
             num_starts += 1

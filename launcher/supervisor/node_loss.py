@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from corral.launcher.cluster.cluster import AllocationRunner
-from corral.launcher.cluster.job_queue import JobQueue, job_if_known
+from corral.launcher.cluster.errors import answer_or
+from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.layout.layout import Layout, RunningAllocation, Step
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
@@ -122,7 +123,7 @@ class NodeLoss:
 
     def look(self) -> list[str]:
         """Nodes that the cluster has taken out of the job since the last look."""
-        job = job_if_known(self._cluster, self._head.job_id)
+        job = answer_or(None, self._cluster.job, self._head.job_id)
         if job is None or not job.hosts:
             return []  # the next exit asks again
         down = {index for index, host in enumerate(self._head.hosts) if host not in job.hosts}

@@ -20,17 +20,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
-from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import EndState
-from corral.experiments.trial.attempts import AttemptRecord
-from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Done, Stop, StoppedError, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
-from corral.launcher.runners.runner import TaskRunner
+from corral.launcher.files.patience import wait_until
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
@@ -45,7 +43,7 @@ from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.node_loss import NodeLoss
-from corral.launcher.supervisor.recorder import Recorder, note_failed_node
+from corral.launcher.supervisor.recorder import note_failed_node
 from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
 from corral.launcher.supervisor.silence import LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
@@ -53,15 +51,12 @@ from corral.launcher.supervisor.unit_specs import (
     REDIS_UNIT,
     TRACKER,
     UnitNodes,
-    WorkerCommand,
     units_of_plan,
-    worker_command,
 )
 from corral.launcher.supervisor.units import TrialPhase, UnitMachine
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.trial.redis_server import RedisServer
 from corral.launcher.trial.sweep import sweep
 
 _TICK_S = 0.1
@@ -75,13 +70,7 @@ _PAGE_TIMEOUT_S = 60.0
 class Supervisor:
     """One attempt of one trial, from the first start to the last exit."""
 
-    directory: TrialDirectory
-    plan: RunPlan
-    attempt: AttemptRecord
-    runner: TaskRunner
-    redis: RedisServer
-    recorder: Recorder
-    worker_command: WorkerCommand = worker_command
+    tasks: AttemptTasks
     extra_jobs: ExtraJobs | None = None
     continuation: Continuation | None = None
     node_loss: NodeLoss | None = None
@@ -89,9 +78,10 @@ class Supervisor:
     """Came too early for the supervisor before this one."""
 
     def __post_init__(self) -> None:
-        self._record = self.recorder.event
-        # A thread each: a look that hangs must not stop a start, nor a journal that hangs a look.
-        self._looks, self._starts = FileThread("looks"), FileThread("starts")
+        self.directory, self.plan, self.attempt = self.tasks.directory, self.tasks.plan, self.tasks.attempt
+        self.recorder, self._record = self.tasks.recorder, self.tasks.recorder.event
+        # A thread of its own: a look that hangs must not stop a start, nor a journal that hangs a look.
+        self._looks = FileThread("looks")
         self._log = TrialLog(self.directory.log_path)  # of the thread that looks, until all has ended
         self._watch = TrialWatch(self._looks, self.directory, self._log, attempt=self.attempt.attempt)
         self._wake = WakeUp(self.signals)
@@ -103,16 +93,6 @@ class Supervisor:
         self._tasks_of_own_job = {task for unit in units if not unit.needs_nodes for task in unit.tasks}
         supervision = self.plan.supervision
         self._unit_machine = UnitMachine(units, supervision)
-        self._tasks = AttemptTasks(
-            directory=self.directory,
-            plan=self.plan,
-            attempt=self.attempt,
-            runner=self.runner,
-            redis=self.redis,
-            files=self._starts,
-            recorder=self.recorder,
-            worker_command=self.worker_command,
-        )
         self._leases = LeaseWatch(self.directory, self.plan.trial.uuid)
         self._silence = Silence(
             running_s=supervision.silence_timeout_s, setup_s=supervision.setup_timeout_s + _SETUP_MARGIN_S
@@ -155,7 +135,7 @@ class Supervisor:
             return end
 
     def _step(self) -> None:
-        exits, signals = self._after_node_loss(self._tasks.collect()), self._wake.take_signals()
+        exits, signals = self._after_node_loss(self.tasks.collect()), self._wake.take_signals()
         if (exits or signals) and not (self._exits or self._signals):
             self._judge_by = self._look_deadline()
         self._exits += exits
@@ -201,7 +181,7 @@ class Supervisor:
                     self._apply(actions)
         if self._silence.is_redis_frozen:
             self._silence.redis_started(time.monotonic())
-            self._tasks.end_frozen_redis()
+            self.tasks.end_frozen_redis()
 
     def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
@@ -228,7 +208,7 @@ class Supervisor:
             self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
     def _leave_lost_allocation(self) -> None:
-        cause, self._tasks.lost_allocation = self._tasks.lost_allocation, ""
+        cause, self.tasks.lost_allocation = self.tasks.lost_allocation, ""
         if cause and self.continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
             self._leave_nodes(cause, cause)
 
@@ -291,7 +271,7 @@ class Supervisor:
         for action in actions:
             match action:
                 case StartUnit(unit):
-                    self._tasks.start(self._tasks_by_unit[unit])
+                    self.tasks.start(self._tasks_by_unit[unit])
                     if unit == REDIS_UNIT:
                         self._silence.redis_started(time.monotonic())
                     elif unit.partition("/")[0] != TRACKER:  # trackers have no record in Redis
@@ -312,12 +292,12 @@ class Supervisor:
                 case EndTrial():
                     self._end = action
         for kill, tasks in signals.items():
-            self._tasks.signal(tasks, kill=kill)
+            self.tasks.signal(tasks, kill=kill)
 
     def _append_stop(self, reason: str) -> None:
         stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.machine.then)
         try:
-            self._looks.run(stop, f"append a stop to {self.directory.log_path}")
+            self._looks.run(stop, self.directory.log_path)
         except StoppedError:
             pass  # the trial ended by itself in the meantime; the end that is in the log counts
         except (OSError, TrialLogError) as error:
@@ -326,7 +306,7 @@ class Supervisor:
 
     def _clean_up_after_predecessor(self) -> None:
         self.directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
-        self.runner.clean_up()
+        self.tasks.runner.clean_up()
         self._kill_leftovers()
 
     def _kill_leftovers(self) -> None:
@@ -338,7 +318,7 @@ class Supervisor:
     def _abandon(self) -> SupervisorExit:
         """The trial goes on elsewhere, or not at all: only what was started here is ended, and nothing is decided."""
         self._record("attempt_abandoned", cause=self._why_abandoned)
-        self._tasks.kill_all()
+        self.tasks.kill_all()
         return SupervisorExit.ABANDONED
 
     def _finish(self, end: EndTrial) -> SupervisorExit:
@@ -360,23 +340,22 @@ class Supervisor:
 
     def _hear_last_word(self) -> None:
         """Of whoever wants the trial to stop, and of the trial log."""
-        deadline = self._look_deadline()
-        while not self._look(is_awaited=True) and time.monotonic() < deadline:
-            time.sleep(_TICK_S)
+        left_s = self._look_deadline() - time.monotonic()
+        wait_until(lambda: self._look(is_awaited=True), timeout_s=left_s, pause_s=_TICK_S)
         for number in [*self._signals, *self._wake.take_signals()]:
             self._request_stop_for(number)
 
     def _destroy_secrets(self) -> None:
         path = self.directory.secrets_path
         try:
-            self._starts.run(lambda: TrialSecrets.destroy(path), f"remove {path}")
+            self.tasks.files.run(lambda: TrialSecrets.destroy(path), path)
         except OSError as error:
             self._record("secrets_not_removed", cause=str(error))
 
     def _write_page(self, state: EndState) -> None:
         if not self.directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.page", "--trial", str(self.directory.path), "--state", state]
+        command = [sys.executable, "-m", "corral.launcher.page", str(self.directory.path), state]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_PAGE_TIMEOUT_S, preexec_fn=die_with_parent()

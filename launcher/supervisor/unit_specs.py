@@ -2,7 +2,7 @@
 
 plan.json --units_of_plan--> UnitSpec: redis, model_worker (all ranks), each other worker, each tracker
           --worker_command--> python -m corral.workers --plan ... --kind ... --index ...
-          --tracker_command--> python -m corral.launcher.tracking --trial ... --to ...
+          --tracker_command--> python -m corral.launcher.tracking ...
 extra jobs --NodesEvent(allocation)--> UnitNodes.drive --unit by unit--> UnitMachine.nodes_granted --> actions
 unit machine --CheckNodes(unit)--> UnitNodes.check --allocation--> extra jobs
 """
@@ -44,7 +44,7 @@ def worker_command(
 
 def tracker_command(directory: TrialDirectory, to: str) -> list[str]:
     """The command line of a tracker."""
-    return [sys.executable, "-m", "corral.launcher.tracking", "--trial", str(directory.path), "--to", to]
+    return [sys.executable, "-m", "corral.launcher.tracking", str(directory.path), to]
 
 
 def units_of_plan(plan: RunPlan) -> list[UnitSpec]:
@@ -64,7 +64,7 @@ class UnitNodes:
 
     def __init__(self, extra_jobs: ExtraJobs) -> None:
         self._extra_jobs = extra_jobs
-        layout = extra_jobs.layout
+        layout = extra_jobs.trial.layout
         self._allocation_by_unit: dict[str, Allocation] = {}
         self._units_by_allocation: dict[str, list[str]] = {}
         for index, allocation in enumerate(layout.allocations):

@@ -300,9 +300,8 @@ class UnitMachine:
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
         unit.start_at = now + pause_s
-        return [
-            UnitNews("unit_restarting", unit.spec.name, str(first), {"pause_s": pause_s, "restarts": unit.restarts})
-        ]
+        numbers = {"pause_s": pause_s, "restarts": unit.restarts}
+        return [UnitNews("unit_restarting", unit.spec.name, str(first), numbers)]
 
     def _exited_while_stopping(self, unit: _Unit, now: float) -> list[Action]:
         unit.phase = UnitPhase.CLEARING  # not started again: the trial is about to end

@@ -1,11 +1,10 @@
 """What the supervisor runs for each tracker of a trial, as a process of its own.
 
-python -m corral.launcher.tracking --trial DIR --to NAME      SIGTERM: one last look, and it ends
+python -m corral.launcher.tracking TRIAL_DIRECTORY NAME       SIGTERM: one last look, and it ends
 
 So one that hangs, or has no key, costs the others nothing, and a tracker of the user's own meets no key of another.
 """
 
-import argparse
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 
 
-def main() -> int:
+def _main(trial: str, to: str) -> int:
     """Hands the trial's numbers on until it is told to end, or the trial is over."""
     is_over = Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())  # before what takes seconds to be imported
@@ -23,19 +22,11 @@ def main() -> int:
     from corral.launcher.tracking.hand_on import hand_on
     from corral.launcher.tracking.tracker import TrackedTrial
 
-    parser = argparse.ArgumentParser(prog="corral.launcher.tracking")
-    parser.add_argument("--trial", type=Path, required=True)
-    parser.add_argument("--to", required=True)
-    options = parser.parse_args()
-    directory = TrialDirectory(options.trial)
+    directory = TrialDirectory(Path(trial))
     sys.path.insert(0, str(directory.code_path))  # a tracker of the user's own is the one that the trial keeps
     try:
-        hand_on(
-            TrackedTrial.of(directory),
-            options.to,
-            wait=lambda timeout_s: not is_over.wait(timeout_s),
-            files=PatientFiles(),
-        )
+        tracked = TrackedTrial.of(directory)
+        hand_on(tracked, to, wait=lambda timeout_s: not is_over.wait(timeout_s), files=PatientFiles())
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -43,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main(*sys.argv[1:]))

@@ -13,7 +13,7 @@ import pytest
 from corral.experiments.trial.log import TrialLog
 from corral.launcher import stop
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.commands.stop import told_of
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
@@ -134,7 +134,7 @@ def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Pa
 
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:
-    own_jobs_of_plan(trial.plan, trial.directory).note("7", attempt=0)
+    OwnJobs(trial.directory, trial.plan.trial).note("7", attempt=0)
     rewritten = job_of("7", "RUNNING", comment="site: ok", name="exp.trial")
     found = trial_of_job(_job_7(FakeSlurm(rewritten)), tmp_path, files=PatientFiles())
     assert found is not None and found.directory.path == trial.directory.path

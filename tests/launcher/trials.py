@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,8 +32,10 @@ from corral.experiments.worker_specs import (
     SourceSpec,
     WorkerSpec,
 )
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.clusters import queue_here
+from corral.launcher.layout.planner import plan_layout
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.stop import see_through, stop_trial
@@ -161,6 +164,11 @@ class StubTrial:
         self.directory.plan_path.write_bytes(self.plan.to_json())
         self.behave(behaviour)
         self.supervisor: subprocess.Popen[bytes] | None = None
+
+    @cached_property
+    def placed(self) -> PlacedTrial:
+        """On a cluster, with the plan as it is at the first look."""
+        return PlacedTrial(plan=self.plan, layout=plan_layout(self.plan), directory=self.directory)
 
     def behave(self, behaviour: Mapping[str, Sequence[str]]) -> None:
         (self.directory.path / "stub.json").write_text(json.dumps(behaviour))

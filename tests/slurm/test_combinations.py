@@ -12,7 +12,7 @@ import pytest
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.cluster.errors import UncertainSubmissionError
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
@@ -163,7 +163,7 @@ def test_a_job_that_sbatch_was_kept_from_naming_is_found(
     slow.write_text(f'#!/bin/sh\n{real} "$@" > /dev/null\nexec sleep 60\n')
     slow.chmod(0o700)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
-    is_it = is_head_of(own_jobs_of_plan(trial.plan, trial.directory))
+    is_it = is_head_of(OwnJobs(trial.directory, trial.plan.trial))
     client = SlurmClient(timeout_s=2.0)
     trial.job_id = submit_once(SlurmQueue(client), lambda: client.submit([], script), is_it=is_it)
     assert [job.job_id for job in alive(trial)] == [trial.job_id]

@@ -53,9 +53,7 @@ def submit(directory: TrialDirectory, step: str = "latest", *, batch_size: int =
         request.model_copy(update={"batch_size": batch_size})
         for request in make_requests(directory, plan, chosen, evaluation, directory.evaluations_path)
     ]
-    scheduling = plan.scheduling["model_worker"].scheduling
-    resources = EvaluationResources("t", scheduling, launch=plan.launch, cluster=plan.cluster, minutes=5)
-    return submit_to_slurm(directory, requests, resources)
+    return submit_to_slurm(directory, requests, EvaluationResources(plan, minutes=5))
 
 
 def watched(directory: TrialDirectory) -> EvaluationReader:
@@ -127,7 +125,10 @@ def test_an_evaluation_asked_for_from_inside_a_job_is_a_job_of_its_own(
     (job_id,) = submit(directory).values()
     assert dict(os.environ) == before
     facts = SlurmClient().job(job_id)
-    assert facts is not None and (facts["NumTasks"], facts["JobName"]) == ("1", "eval.t")
+    assert facts is not None and (facts["NumTasks"], facts["JobName"]) == (
+        "1",
+        f"eval.{read_plan(directory).trial.trial}",
+    )
     site.run("scancel", job_id)
 
 

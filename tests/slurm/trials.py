@@ -1,15 +1,13 @@
 """Trials of stub workers on the throw-away cluster, and what real ones need there."""
 
 import sys
-from functools import cached_property
 from typing import Any
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.own_jobs import own_jobs_of_plan
+from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.layout.layout import Layout
-from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.judge import TrialStatus
@@ -41,9 +39,9 @@ class SlurmTrial(StubTrial):
         self.directory.plan_path.write_bytes(self.plan.to_json())
         return self.plan
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
-        return plan_layout(self.plan)
+        return self.placed.layout
 
     def submit(self, *, attempt: int = 0, resume: bool = False) -> str:
         self.prepare_files(attempt=attempt, resume=resume)
@@ -54,7 +52,7 @@ class SlurmTrial(StubTrial):
         """Everything but sbatch."""
         self.prepare(attempt=attempt, resume=resume)
         atomic_write(self.directory.layout_path, self.layout.to_json())
-        SlurmCluster().write_scripts(self.plan, self.layout, self.directory)
+        SlurmCluster().write_scripts(self.placed)
         script = self.directory.sbatch_path
         product = script.read_text()
         assert "-m corral.launcher.supervisor" in product
@@ -63,7 +61,7 @@ class SlurmTrial(StubTrial):
     def submitted(self, job_id: str, *, attempt: int = 0) -> None:
         """Records what sbatch has answered."""
         self.job_id = job_id
-        own_jobs_of_plan(self.plan, self.directory).note(job_id, attempt=attempt)
+        OwnJobs(self.directory, self.plan.trial).note(job_id, attempt=attempt)
         Journal(self.directory.journal_path).append("submitted", attempt=attempt, job_id=job_id)
 
     @property

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.plan import TrialIdentity
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex, JobNote, OwnJobs
 from corral.launcher.status.evidence import find_jobs
 from tests.launcher.jobs import job_of
 
-UUID = "0123456789abcdef"
+UUID = "0123456789abcdef" * 2
 
 
 def job(job_id: str, *, name: str = "exp.trial", state: str = "RUNNING", **tag: Any) -> Job:
@@ -24,12 +25,13 @@ def job(job_id: str, *, name: str = "exp.trial", state: str = "RUNNING", **tag: 
 def own(tmp_path: Path) -> OwnJobs:
     directory = TrialDirectory(tmp_path / "exp" / "trial")
     directory.create()
-    return OwnJobs(directory, "exp", "trial", UUID)
+    identity = TrialIdentity(experiment="exp", trial="trial", uuid=UUID, directory=directory.path)
+    return OwnJobs(directory, identity)
 
 
 def again(own: OwnJobs, **changes: Any) -> OwnJobs:
     """As another process sees it."""
-    return OwnJobs(own.directory, "exp", "trial", UUID, **changes)
+    return OwnJobs(own.directory, own.whose, **changes)
 
 
 def test_a_comment_of_corral_decides_alone(own: OwnJobs) -> None:

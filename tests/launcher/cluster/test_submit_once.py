@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.plan import TrialIdentity
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.jobs import Job
@@ -25,8 +26,12 @@ from tests.launcher.jobs import job_of
 
 SCRIPT = Path("trial.sbatch")
 
+UUID = "0123456789abcdef" * 2
 
-def job(job_id: str, *, state: str = "PENDING", uuid: str = "u", allocation: str = "head", display_id: str = "") -> Job:
+
+def job(
+    job_id: str, *, state: str = "PENDING", uuid: str = UUID, allocation: str = "head", display_id: str = ""
+) -> Job:
     tag = {"corral": 1, "trial_uuid": uuid, "directory": "/t", "allocation": allocation}
     return job_of(job_id, state, tag=tag, display_id=display_id)
 
@@ -62,7 +67,8 @@ def failing(error: BaseException) -> Callable[[], str]:
 def submit(client: SlurmClient) -> str:
     directory = TrialDirectory(Path("/nowhere"))
     cluster = SlurmCluster(client)
-    is_it = is_head_of(OwnJobs(directory, "exp", "trial", "u"))
+    identity = TrialIdentity(experiment="exp", trial="trial", uuid=UUID, directory=directory.path)
+    is_it = is_head_of(OwnJobs(directory, identity))
     return submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_it)
 
 

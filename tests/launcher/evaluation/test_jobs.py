@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import msgspec
 import pytest
@@ -65,6 +66,15 @@ def rl_eval(fileroot: Path, *arguments: str, exit_code: int = 0) -> str:
     )
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done.stdout + (done.stderr if exit_code else "")
+
+
+def resources_of(
+    scheduling: Scheduling, launch: LaunchConfig, cluster: ClusterConfig, **asked: Any
+) -> EvaluationResources:
+    """Of a trial whose servers have this scheduling; nothing else of its plan is looked at."""
+    groups = {"generation_server": SimpleNamespace(scheduling=scheduling)}
+    plan = SimpleNamespace(trial=SimpleNamespace(trial="t"), launch=launch, cluster=cluster, scheduling=groups)
+    return EvaluationResources(cast(RunPlan, plan), minutes=7, **asked)
 
 
 def steps_of(directory: TrialDirectory, wanted: str) -> Sequence[tuple[int, str]]:
@@ -224,7 +234,7 @@ def test_an_evaluation_that_sees_no_gpu_of_those_it_was_given_answers_nothing(tm
     directory = make_evaluable_trial(tmp_path, model, commits=(1,))
     request = request_in_batches(directory, batch_size=4)
     launch, cluster, scheduling = LaunchConfig(), ClusterConfig(), Scheduling(cpu=1, mem=1, gpu=1)
-    asked = EvaluationResources("t", scheduling, launch=launch, cluster=cluster, minutes=7)
+    asked = resources_of(scheduling, launch, cluster)
     command = evaluation_command(request, asked, directory)
     environment = environment_of(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -325,7 +335,7 @@ def test_an_evaluation_gets_what_a_server_has_or_a_training_rank_and_one_gpu(tmp
 def test_an_evaluation_asks_slurm_for_what_it_gets() -> None:
     scheduling = Scheduling(cpu=3, mem=2048, gpu=1, gpu_type="a100", account="lab", extra_sbatch_arguments=("--hold",))
     launch = LaunchConfig(partition="gpu", account="mine", extra_sbatch_arguments=("--licenses=x:1",))
-    asked = EvaluationResources("t", scheduling, launch=launch, cluster=ClusterConfig(), minutes=7)
+    asked = resources_of(scheduling, launch, ClusterConfig())
     assert asked.slurm == {
         "partition": "gpu",
         "account": "lab",  # the group's own value goes before that of the whole trial
@@ -334,9 +344,7 @@ def test_an_evaluation_asks_slurm_for_what_it_gets() -> None:
     }
     for gpu_request, wanted in (("gpus", {"gpus_per_node": "a100:1"}), ("none", {"exclusive": True})):
         cluster = ClusterConfig.model_validate({"gpu_request": gpu_request})
-        elsewhere = EvaluationResources(
-            "t", scheduling, launch=launch, cluster=cluster, minutes=7, partition="spot"
-        ).slurm
+        elsewhere = resources_of(scheduling, launch, cluster, partition="spot").slurm
         assert elsewhere["partition"] == "spot" and wanted.items() <= elsewhere.items() and "gres" not in elsewhere
 
 
@@ -346,7 +354,7 @@ def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -
 
     def contained(runtime: Literal["apptainer", "pyxis"]) -> Sequence[str]:
         cluster = ClusterConfig(container_runtime=runtime, container_python="python3.11")
-        asked = EvaluationResources("t", scheduling, launch=LaunchConfig(), cluster=cluster, minutes=7)
+        asked = resources_of(scheduling, LaunchConfig(), cluster)
         return evaluation_command(tmp_path / "r.json", asked, directory)
 
     assert contained("apptainer")[:2] == ("apptainer", "exec")

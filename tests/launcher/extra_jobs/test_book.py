@@ -152,7 +152,7 @@ def test_a_job_of_a_predecessor_is_adopted_and_cleared_before_its_nodes_are_gran
     actions = without_news(jobs.seen([sighting(ELASTIC, "7", "RUNNING")], 0.0))
     assert actions == [EndSteps("7"), NodesEvent(ELASTIC.name, "granted")] and jobs.tick(1.0) == []
     nodes = RunningAllocation(job_id="7", het_group=None, hosts=("n0",))
-    assert jobs.book.nodes_of(ELASTIC.name) == nodes
+    assert isinstance(actions[-1], NodesEvent) and actions[-1].nodes == nodes
 
 
 def test_of_two_jobs_for_one_extra_job_the_one_that_runs_is_kept() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.extra_jobs.book import NodesEvent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
-from corral.launcher.layout.layout import Layout, RunningAllocation
+from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
@@ -51,17 +52,10 @@ class Slurm(SlurmCluster):
         ]
 
     def submit_extra_job(
-        self,
-        plan: RunPlan,
-        layout: Layout,
-        allocation: int,
-        directory: TrialDirectory,
-        *,
-        attempt: int,
-        exclude_nodes: Sequence[str],
+        self, trial: PlacedTrial, allocation: int, *, attempt: int, exclude_nodes: Sequence[str]
     ) -> str:
         job_id = str(10 + allocation)
-        self.allocation_by_job[job_id] = layout.allocations[allocation].name
+        self.allocation_by_job[job_id] = trial.layout.allocations[allocation].name
         return job_id
 
     def why_leaving(self, job_id: str) -> str:
@@ -82,14 +76,12 @@ def test_the_supervisor_hears_of_its_jobs_without_waiting_and_none_is_left(
     slurm, told = Slurm(plan), list[tuple[str, dict[str, Any]]]()
     extra_jobs = ExtraJobs(
         cluster=slurm,
-        plan=plan,
-        layout=plan_layout(plan),
-        directory=directory,
+        trial=PlacedTrial(plan=plan, layout=plan_layout(plan), directory=directory),
         attempt=0,
         own={0: HEAD},
         record=lambda event, **fields: told.append((event, fields)),
     )
-    names = {one.name for one in extra_jobs.layout.allocations if one.is_extra_job}
+    names = {one.name for one in extra_jobs.trial.layout.allocations if one.is_extra_job}
     events: list[NodesEvent] = []
 
     def drive() -> None:

@@ -17,11 +17,11 @@ def test_what_hangs_is_left_behind_and_the_others_are_answered() -> None:
     assert all(answers[number] == number for number in range(60) if number % 3)
     # Asked again while it hangs, it is not waited for, and nothing new is left behind.
     before = threading.active_count()
-    assert isinstance(lookout.look_once(3, lambda: 3, patience_s=3600.0), Unanswered)
+    assert isinstance(lookout.look({3: lambda: 3}, patience_s=3600.0)[3], Unanswered)
     assert threading.active_count() == before
     released.set()
     deadline = time.monotonic() + 20.0
-    while isinstance(answer := lookout.look_once(3, lambda: 3), Unanswered):
+    while isinstance(answer := lookout.look({3: lambda: 3})[3], Unanswered):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert answer == 3

@@ -17,7 +17,7 @@ from corral.launcher.files import lookout, patient_files
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow
 from corral.launcher.logs import lines
-from corral.launcher.logs.files import LogFile
+from corral.launcher.logs.files import LinePrinter, LogFile
 from corral.launcher.logs.lines import LineFilter, end_of_lines, select_lines
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
@@ -100,7 +100,8 @@ def test_following_ends_when_a_log_hangs(directory: TrialDirectory) -> None:
     found = [LogFile(label=path.stem, path=path) for path in paths]
     printed: list[str] = []
     with hanging(paths[1]), pytest.raises(TimeoutError, match=str(paths[1])):
-        follow(lambda: found, printed.append, has_ended=lambda: False, prefix=False, files=PatientFiles())
+        printer = LinePrinter(write=printed.append, has_prefix=False)
+        follow(lambda: found, printer, has_ended=lambda: False, read_before={})
     assert printed == ["of master_worker"]
 
 

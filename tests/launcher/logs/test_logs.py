@@ -19,7 +19,7 @@ from corral.experiments.trial.trust import Trust
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
-from corral.launcher.logs.files import LogFile, LogFinder, NoLogsError, attempt_number, print_tails
+from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError, attempt_number
 from corral.launcher.logs.lines import LineFilter, end_of_lines, parse_since, select_lines
 from corral.launcher.trial.exits import TaskExit, record_exit
 from tests.launcher.conftest import MakeTrial
@@ -102,8 +102,7 @@ def test_following_prints_whole_lines_and_new_files_until_the_end(directory: Tri
     before = {file.path: end_of_lines(file.path, files=PatientFiles()) for file in finder.find()}
     follow(
         finder.find,
-        lines.append,
-        files=PatientFiles(),
+        LinePrinter(write=lines.append),
         has_ended=lambda: next(script)(),
         read_before=before,
         poll_interval_s=0.001,
@@ -119,10 +118,9 @@ def test_following_prints_all_that_was_written_before_the_end(directory: TrialDi
     lines: list[str] = []
     follow(
         LogFinder(directory, ["master_worker"]).find,
-        lines.append,
-        files=PatientFiles(),
+        LinePrinter(write=lines.append, has_prefix=False),
         has_ended=lambda: True,
-        prefix=False,
+        read_before={},
     )
     assert lines == [*written, "without an end"]
 
@@ -135,8 +133,9 @@ def test_a_line_that_is_being_written_is_printed_once_and_whole(directory: Trial
     ends = {file.path: end_of_lines(file.path, files=PatientFiles()) for file in files}
     with log.open("a") as file:
         file.write("lf\n")  # between the tail and the first look
-    print_tails(files, 100, lines.append, files=PatientFiles(), ends=ends, prefix=False)
-    follow(finder.find, lines.append, files=PatientFiles(), has_ended=lambda: True, read_before=ends, prefix=False)
+    printer = LinePrinter(write=lines.append, has_prefix=False)
+    printer.tails(files, 100, ends=ends)
+    follow(finder.find, printer, has_ended=lambda: True, read_before=ends)
     assert lines == ["whole", "half"]
 
 
@@ -145,11 +144,9 @@ def test_what_earlier_attempts_printed_is_not_followed(directory: TrialDirectory
     finder = LogFinder(directory, [], attempt="all")
     follow(
         finder.find,
-        lines.append,
-        files=PatientFiles(),
+        LinePrinter(write=lines.append, has_prefix=False),
         has_ended=lambda: True,
         read_before=logs_before(directory, 1),
-        prefix=False,
     )
     assert lines and all(line.endswith(" 1") for line in lines)
 

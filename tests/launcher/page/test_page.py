@@ -44,7 +44,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.fixture(scope="module")
 def file(trial: TrialDirectory) -> Path:
     """The page as the supervisor has it written."""
-    command = [sys.executable, "-m", "corral.launcher.page", "--trial", str(trial.path), "--state", "COMPLETE"]
+    command = [sys.executable, "-m", "corral.launcher.page", str(trial.path), "COMPLETE"]
     subprocess.run(command, check=True, timeout=300)
     assert trial.page_path.stat().st_mode & 0o777 == 0o600
     return trial.page_path

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.sbatch import (
@@ -63,11 +64,15 @@ def render(path: str = "/s/exp/trial", *, python: str = "/opt/python", **options
 def script_of(plan: RunPlan, python: str = "/opt/python") -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "executable", python)
-        return render_script(plan, plan_layout(plan), TrialDirectory(plan.trial.directory))
+        return render_script(placed(plan))
 
 
-def options_of(plan: RunPlan, **arguments: Any) -> list[str]:
-    return sbatch_options(plan, plan_layout(plan), TrialDirectory(plan.trial.directory), **arguments)
+def placed(plan: RunPlan) -> PlacedTrial:
+    return PlacedTrial(plan=plan, layout=plan_layout(plan), directory=TrialDirectory(plan.trial.directory))
+
+
+def options_of(plan: RunPlan) -> list[str]:
+    return sbatch_options(placed(plan))
 
 
 LAUNCH = {"partition": "debug", "time_limit": "1:00:00", "extra_sbatch_arguments": ["--licenses=a:1"]}
@@ -101,8 +106,7 @@ def test_the_script_of_a_trial_is_known_to_the_byte(name: str, plan: RunPlan) ->
     ],
 )
 def test_the_options_of_an_extra_job_are_known_to_the_byte(name: str, plan: RunPlan, allocation: int) -> None:
-    directory = TrialDirectory(plan.trial.directory)
-    options = extra_job_options(plan, plan_layout(plan), allocation, directory, exclude_nodes=["n3"])
+    options = extra_job_options(placed(plan), allocation, exclude_nodes=["n3"])
     check_golden(name, "\n".join(options) + "\n")
 
 

@@ -12,6 +12,7 @@ import pytest
 from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain
@@ -189,9 +190,7 @@ def make_runner(tmp_path: Path, allocations: dict[int, RunningAllocation], **lau
     plan = make_plan(tmp_path, mode="slurm", launch=launch, cluster={"bind_address": "auto"})
     return SrunRunner(
         client=FakeClient(),
-        plan=plan,
-        layout=plan_layout(plan),
-        directory=TrialDirectory(tmp_path),
+        trial=PlacedTrial(plan=plan, layout=plan_layout(plan), directory=TrialDirectory(tmp_path)),
         allocations=lambda: allocations,
         why_away=lambda index: f"its job {index + 40} waits (Resources)",
     )

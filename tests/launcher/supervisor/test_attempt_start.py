@@ -105,5 +105,5 @@ def test_what_fails_for_good_or_is_wanted_by_nobody_any_more_is_not_tried_again(
         raise OSError(error, os.strerror(error))
 
     with pytest.raises(OSError, match=os.strerror(error)):
-        FilePatience(lambda: is_unwanted).insist(work, "try")
+        FilePatience(lambda: is_unwanted).insist("try", work)
     assert tries == ["one"]

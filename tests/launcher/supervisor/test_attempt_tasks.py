@@ -12,6 +12,7 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.layout.planner import plan_layout
@@ -22,6 +23,7 @@ from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
+from corral.launcher.supervisor.unit_specs import worker_command
 from corral.launcher.supervisor.units import MAX_PAUSE_S, UnitMachine, UnitSpec
 from corral.launcher.trial.exits import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
@@ -57,9 +59,7 @@ def make_tasks(tmp_path: Path, *, bind_address: str) -> AttemptTasks:
     running = RunningAllocation(job_id="7", het_group=None, hosts=("n1", "n2"))
     runner = SrunRunner(
         client=AwayClient(),
-        plan=plan,
-        layout=plan_layout(plan),
-        directory=directory,
+        trial=PlacedTrial(plan=plan, layout=plan_layout(plan), directory=directory),
         allocations=lambda: {0: running},
     )
     return AttemptTasks(
@@ -68,7 +68,6 @@ def make_tasks(tmp_path: Path, *, bind_address: str) -> AttemptTasks:
         attempt=ATTEMPT,
         runner=runner,
         redis=redis_of_trial(directory, plan.trial.uuid, attempt=0, host="127.0.0.1"),
-        files=FileThread("starts"),
         recorder=Recorder(FileThread("records"), Journal(directory.journal_path), attempt=0),
         worker_command=lambda *arguments: ["true"],
     )
@@ -159,14 +158,15 @@ def test_all_workers_of_a_trial_are_told_to_end_by_one_order(
     # Without `now` the master would have no time for a last commit, so all are asked to end.
     request = StopRequest(requested_at=time.time(), by="me@here", now=now, grace_s=0.0, then="")
     runner = CountingRunner(trial.directory, num_workers=len(trial.plan.workers), request=request)
-    supervisor = Supervisor(
+    tasks = AttemptTasks(
         directory=trial.directory,
         plan=trial.plan,
         attempt=ATTEMPT,
         runner=runner,
         redis=redis_of_trial(trial.directory, trial.plan.trial.uuid, attempt=0, host="127.0.0.1"),
         recorder=Recorder(FileThread("records"), Journal(trial.directory.journal_path), attempt=0),
+        worker_command=worker_command,
     )
-    assert supervisor.run() is SupervisorExit.ENDED
+    assert Supervisor(tasks=tasks).run() is SupervisorExit.ENDED
     assert len(runner.tasks) == 18
     assert runner.orders == [(sorted(runner.tasks), now)]

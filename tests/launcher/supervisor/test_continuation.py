@@ -12,11 +12,10 @@ from corral.experiments.trial.attempt_end_record import add_failed_node, failed_
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.files import patience
 from corral.launcher.layout.layout import RunningAllocation
-from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.job_end import JobEnd
-from corral.launcher.supervisor import continuation
 from corral.launcher.supervisor.continuation import Continuation
 from tests.launcher.trials import StubTrial
 
@@ -80,9 +79,7 @@ class Attempt:
         running = RunningAllocation(job_id=job_id, het_group=None, hosts=("n1", "n2"))
         return Continuation(
             cluster=SlurmCluster(timeout_s=5.0),
-            plan=self.trial.plan,
-            layout=plan_layout(self.trial.plan),
-            directory=self.directory,
+            trial=self.trial.placed,
             own=OwnJob(job_id=job_id, restart_count=restart_count, host="n1", allocations={0: running}),
             record=lambda event, **fields: journal.append(event, attempt=attempt, **fields),
         )
@@ -233,9 +230,9 @@ def test_a_controller_that_is_away_at_the_end_is_waited_for_but_not_for_ever(
 ) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)  # time passes in pauses only
-    monkeypatch.setattr(continuation, "time", clock)
-    monkeypatch.setattr(continuation, "_SWEEP_INTERVAL_S", 5.0)
+    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(patience, "_PAUSE_S", 5.0)
     attempt.slurm.refuses("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     attempt.continuation.sweep()
-    assert len(attempt.slurm.calls("squeue")) == 4 and pauses == [5.0] * 3
+    assert len(attempt.slurm.calls("squeue")) == 5 and pauses == [5.0] * 4
     assert "Unable to contact" in attempt.events("jobs_left")[0]["cause"]

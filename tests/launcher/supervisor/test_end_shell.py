@@ -14,7 +14,6 @@ from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import OwnJob
-from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.supervisor import continuation
@@ -106,9 +105,7 @@ class Attempt:
 
         slurm = Continuation(
             cluster=SlurmCluster(self.slurm),
-            plan=self.trial.plan,
-            layout=plan_layout(self.trial.plan),
-            directory=self.directory,
+            trial=self.trial.placed,
             own=OwnJob(job_id=OWN, restart_count=0, host="n1", allocations={}),
             record=record,
         )
