@@ -79,7 +79,7 @@ def begin(
 
 
 def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[str]:
-    """Over the deaths of trainer, manager, and perhaps all, and a stop, to its end; the uids that were trained, in their order."""
+    """Over deaths of trainer and manager, perhaps of all and a stop, to its end; the uids trained, in their order."""
     trial.wait_for_steps(after_steps)
     trial.kill("master_worker/0")
     trial.wait_for_steps(1)
