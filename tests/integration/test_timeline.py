@@ -25,6 +25,7 @@ def test_whoever_is_slow_is_named(start_trial: Callable[..., Trial]) -> None:
             "allocation": "hf:d2+fsdp:d2",
             "groups.rollout_worker.count": 2,
             "evaluation.every_steps": 1000,
+            "rollout.max_head_offpolicyness": 0,  # each step waits for all of its prompts, the slow server's among them
             "control.commit_every_steps": 4,
         },
     )
