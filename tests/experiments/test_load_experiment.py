@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments import problems
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.checks import generation as generation_checks
-from corral.experiments.checks import tracking as tracking_checks
 from corral.experiments.config.rollout import RewardPart
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
@@ -137,7 +137,7 @@ def test_sequences_of_episodes_are_as_long_as_all_can_take_and_no_longer_than_as
     assert {"episodes", "turn_rewards"} <= set(experiment.trajectory_keys)
     asked = _ppo(folder, EPISODES, MICRO_BATCH, "rollout.episode.max_tokens=24")
     assert asked.planned_rollout.episode.max_tokens == 24 and asked.row_kind == "prompts"
-    assert not _ppo(folder, MICRO_BATCH).makes_episodes
+    assert not _ppo(folder, MICRO_BATCH).rollout.makes_episodes
 
 
 def test_settings_of_agents_that_the_single_turn_does_not_read_are_warned_of(folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_trackers_that_could_not_run_are_refused(folder: Path, monkeypatch: pyte
         "tracking.command=[mail-me]": "give both, or neither",
         "tracking.to=[mlflow]": "pip install 'corral-rl",
     }
-    monkeypatch.setattr(tracking_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(problems, "find_spec", lambda name: None)
     for override, words in refused.items():
         with pytest.raises(ConfigError) as error:
             _ppo(folder, override)

@@ -25,8 +25,9 @@ def test_whoever_is_slow_is_named(start_trial: Callable[..., Trial]) -> None:
             "allocation": "hf:d2+fsdp:d2",
             "groups.rollout_worker.count": 2,
             "evaluation.every_steps": 1000,
-            "rollout.max_head_offpolicyness": 0,  # each step waits for all of its prompts, the slow server's among them
-            "control.commit_every_steps": 4,
+            # One answer at a time, and many of them: steps wait for servers, more so where one of these is slow.
+            "ppo.group_size": 16,
+            "engine.max_running_requests": 1,
         },
     )
     trial.wait_for_steps(2)
@@ -34,7 +35,7 @@ def test_whoever_is_slow_is_named(start_trial: Callable[..., Trial]) -> None:
         assert "ms for each token of generation_server/1, and" in said_of_next_steps(trial)
     with throttled(trial, "model_worker/1"):
         assert "model_worker/1 holds up the other ranks" in said_of_next_steps(trial)
-    trial.pace(0.5)
+    trial.pace(0.3)
     assert "for its reward" in said_of_next_steps(trial).splitlines()[0]
     trial.full_speed()
     trial.wait_for_end()

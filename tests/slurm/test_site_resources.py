@@ -1,6 +1,7 @@
 """Sites that count resources in other ways: cores of two threads, and memory that is asked for per CPU only."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_every_step_gets_its_cores_where_a_core_is_two_cpus(make_slurm_trial: An
     assert shape is not None
     # Six workers of one CPU each, in an allocation of 7 CPUs, would be six steps for four cores: two would never start.
     trial = make_slurm_trial({"master_worker/0": ["master"]}, model_workers=3)
-    trial.layout = plan_layout(trial.plan, {None: shape})
+    trial.placed = replace(trial.placed, layout=plan_layout(trial.plan, {None: shape}))
     assert {step.cpus for step in trial.layout.steps.values()} == {2}
     trial.submit()
     _wait_for_all(trial)
