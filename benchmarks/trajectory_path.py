@@ -76,7 +76,10 @@ async def delivered(sender: TrajectorySender, names: range, tensors: Tensors) ->
         )
         await sender.put(header, tensors)
     deadline = time.monotonic() + DEADLINE_S
-    while any(entry.state.value != "held" for entry in sender._book._entries.values()):
+    book = sender._book
+    while any(entry.receiver is None for entry in book._entries.values()) or any(
+        receiver.on_its_way for receiver in book._receivers.values()
+    ):
         sender.raise_failure()
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {DEADLINE_S:.0f} s for acknowledgements")

@@ -99,7 +99,7 @@ def test_an_answer_of_two_requests_over_an_update_has_the_experts_of_the_weights
         tokens += reply["output_ids"]
         text = reply["meta_info"]["routed_experts"]
         experts.append(experts.rows_in(text, num_tokens=len(tokens) - len(PROMPT)))
-    rows = np.sort(experts.of(PROMPT, num_tokens=len(tokens)))
+    rows = np.sort(experts.rows(num_tokens=len(tokens)))
     by_old = len(PROMPT) + 6 - 1
     np.testing.assert_array_equal(rows[:by_old], choices(models[0], tokens)[:by_old])
     np.testing.assert_array_equal(rows[by_old:-1], choices(models[1], tokens)[by_old:])
