@@ -257,7 +257,7 @@ def main() -> int:
         return backend_settings(recipe, arguments.backend) + (gpu_settings(recipe) if arguments.gpu else [])
 
     results = [run(path, root=root, trial=trial, data=data, overrides=settings(path)) for path in with_needs(wanted)]
-    tables, is_good = [render(results)], all(result.is_good for result in results)
+    tables, is_good = [render(results)] if results else [], all(result.is_good for result in results)
     if names:
         table, has_risen = compare(names, root=root, trial=trial, data=data, backend=settings(recipe_of("grpo")))
         tables, is_good = [*tables, table], is_good and has_risen

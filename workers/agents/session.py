@@ -161,7 +161,7 @@ class Session:
         """
         branch = copy.copy(self)  # of the same episode: record and turns are those of all its sessions
         if history is not None:
-            branch._point = Point(history, None if history else ())
+            branch._point = Point(tuple(history), None if history else ())
         elif after is not None:
             branch._point = self._behind[after.number if isinstance(after, Turn) else after]
         return branch
