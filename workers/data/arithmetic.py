@@ -106,12 +106,12 @@ def write_model(directory: Path, *, seed: int, hidden_size: int = 128, num_layer
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     vocabulary = {token: index for index, token in enumerate([PADDING, END_OF_ANSWER, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PADDING))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PADDING,
         eos_token=END_OF_ANSWER,

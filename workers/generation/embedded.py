@@ -52,7 +52,7 @@ class EmbeddedBackend:
 
     async def start(self) -> str:
         """Load the weights and listen."""
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
         self._engine = load_engine(self.spec, device=self.device, seed=self.seed)
         key, tls = self.access.api_key.reveal(), self.access.trust.server()
         self._server = EngineServer(self._engine, key, self.access.address, tls=tls)

@@ -249,9 +249,17 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
 
     One task that fails in a group of them ends the worker with its own exception.
 
+    Guarantee: who asks a worker to leave while it does so already never kills it. The loop's own handlers would leave
+    the process with none when it closes, so it has plain ones, and gets back afterwards those that it had.
+
     Raises:
         StopRequested: if a signal ended it.
     """
+    handlers = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if not isinstance(handler := signal.getsignal(number), Notice)
+    }
 
     async def guarded() -> None:
         loop = asyncio.get_running_loop()
@@ -262,9 +270,12 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
             if not task.cancelling():  # what ends in order is not disturbed by who asks again
                 task.cancel()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if not isinstance(signal.getsignal(number), Notice):
-                loop.add_signal_handler(number, stop)
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(stop)
+
+        for number in handlers:
+            signal.signal(number, on_signal)
         failure: BaseException | None = None
         try:
             await task
@@ -275,7 +286,11 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
         if failure is not None:  # not where the group is handled, or it would be told as part of the cause
             raise failure
 
-    asyncio.run(guarded())
+    try:
+        asyncio.run(guarded())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

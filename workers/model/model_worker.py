@@ -173,7 +173,7 @@ class ModelWorker(Worker):
         self._saves = SavesBehind()
 
     def run(self) -> None:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
         with ExitStack() as stack:
             self._set_up(stack)
             stream = stack.enter_context(

@@ -36,6 +36,13 @@ except StopRequested:
     print("leaves")
 """
 
+LEAVING = """
+stopping.set()
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.raise_signal(number)
+print("cleans up", flush=True)
+"""
+
 
 @pytest.mark.parametrize(
     ("mode", "kind", "is_told"),
@@ -59,6 +66,15 @@ def test_only_where_slurm_sends_it_by_itself_sigterm_is_a_notice(
         assert worker.communicate(timeout=20)[0] == "leaves\n"
     assert worker.returncode == 0
     assert (trial.directory.read_stop_request() is not None) is is_told
+
+
+def test_who_asks_a_worker_to_leave_that_has_ended_its_work_does_not_kill_it(tmp_path: Path) -> None:
+    """The supervisor asks everybody once the master has said that all is done, which is then about to leave."""
+    trial = StubTrial(tmp_path, {}, mode="local", model_workers=1, servers=0)
+    ending = WORKER.replace('print("works", flush=True)', "return") + LEAVING
+    command = [sys.executable, "-c", ending, str(trial.directory.path), "master_worker"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "cleans up\n"), ended.stderr
 
 
 def test_a_notice_does_not_take_the_place_of_what_somebody_asked_for(tmp_path: Path) -> None:
