@@ -100,6 +100,10 @@ class AsyncPPOExperiment(PolicyExperiment):
             raise ConfigError.of(message, hint=hint, path=path) from error
 
     @property
+    def asks_for_rows(self) -> bool:
+        return self.rollout.environment is not None
+
+    @property
     def listed_rows(self) -> Mapping[str, bytes]:
         return {} if self.environment is None else self.environment.rows
 

@@ -295,6 +295,11 @@ class Experiment(FrozenConfig):
         return self.row_kind
 
     @property
+    def asks_for_rows(self) -> bool:
+        """Whether `listed_rows` takes seconds."""
+        return False
+
+    @property
     def listed_rows(self) -> Mapping[str, bytes]:
         """Rows that no file has before the trial does, by the key of their dataset.
 

@@ -20,14 +20,22 @@ from corral.experiments.inputs.parameters import check_lora
 
 
 def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
-    """All of it; reads the dataset and looks at the models' folders."""
-    yield from experiment.allocation_problems or _of_groups(experiment)
+    """All of it; reads the dataset and looks at the models' folders.
+
+    Where a program of seconds has to be asked for the rows, it is not asked for a trial that cannot be anyway.
+    """
+    seen_at_once = [
+        *(experiment.allocation_problems or _of_groups(experiment)),
+        *_of_models(experiment),
+        *_of_trackers(experiment.tracking),
+        *_of_samplers(experiment),
+    ]
+    yield from seen_at_once
+    if experiment.asks_for_rows and not all(problem.is_of_running for problem in seen_at_once):
+        return
     dataset = experiment.checked_dataset
     yield from dataset.problems
-    yield from _of_models(experiment)
     yield from experiment.find_own_problems()
-    yield from _of_trackers(experiment.tracking)
-    yield from _of_samplers(experiment)
     if dataset.num_rows is not None:
         yield from _of_batch(experiment, dataset.num_rows)
     try:

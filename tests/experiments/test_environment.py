@@ -94,6 +94,12 @@ def test_a_python_without_verifiers_is_refused_with_what_to_do(tmp_path: Path) -
         load(tmp_path, "rollout.environment.python=/bin/false")
 
 
+def test_it_is_not_started_for_a_trial_that_cannot_be_anyway(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="(?s)model .*nowhere does not exist") as refused:
+        load(tmp_path, "rollout.environment.python=/bin/false", f"actor.path={tmp_path / 'nowhere'}")
+    assert "verifiers" not in str(refused.value)
+
+
 def problems(
     folder: Path, *, rollout: dict[str, Any], held_out: bool = True, is_in_container: bool = False, rows: str = ""
 ) -> list[str]:
