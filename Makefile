@@ -25,14 +25,14 @@ GPU_VENV := build/gpu-venv
 # Tests wait for timers as much as they compute: six processes of them keep two cores busy.
 TEST_PROCESSES ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-# A process has a pretended GPU or none: what is marked gpu runs by itself, in few processes.
-PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p tests.pretended_gpu.installed \
+# A process has a pretended GPU or none: what is marked gpu runs by itself, in one process beside the others.
+PYTEST_GPU := $(BIN)/python -m pytest --numprocesses 1 --dist loadfile -p tests.pretended_gpu.installed \
 	tests/gpu tests/pretended_gpu tests/workers/backends/test_chunked_head.py
 export OMP_NUM_THREADS ?= 1
 # Some containers forbid byte code; then each of the test processes would compile all tests, at every run.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sglang environments megatron mlflow lock setup-slurm demo recipes quantized test test-cpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
+.PHONY: setup sglang environments megatron mlflow lock setup-slurm demo recipes quantized test test-cpu test-pretended-gpu test-all test-slurm test-fast lint typecheck docs bench gpu wheels damage clean
 
 setup: $(STAMP)  ## create .venv and install corral with its development tools
 
@@ -81,7 +81,9 @@ quantized: setup  ## train with makers that round their weights beside makers th
 	$(BIN)/python benchmarks/quantized_makers.py
 
 test: setup sglang environments megatron setup-slurm lint  ## what must hold; what CI runs
-	@$(MAKE) --no-print-directory -j2 typecheck test-cpu
+	@$(MAKE) --no-print-directory -j2 test-cpu typecheck test-pretended-gpu
+
+test-pretended-gpu: setup megatron
 	$(PYTEST_GPU) -m 'gpu and not slow'
 
 test-cpu: setup sglang environments megatron
@@ -99,7 +101,7 @@ test-slurm: setup sglang $(if $(SLURM_ROOT),,setup-slurm)  ## the SLURM tests; S
 
 test-fast: setup sglang environments megatron  ## without SLURM and without whole trials
 	$(PYTEST) -m 'not slow and not slurm and not gpu' --ignore tests/integration
-	$(PYTEST_GPU) -m 'gpu and not slow'
+	@$(MAKE) --no-print-directory test-pretended-gpu
 
 lint: setup
 	$(BIN)/ruff format --check --quiet .
