@@ -449,7 +449,7 @@ def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
 def test_after_many_adapters_a_server_has_the_bits_of_the_last_merged_weights(
     served: Served, models: list[Path], tmp_path: Path
 ) -> None:
-    last = 12 if isinstance(served.backend, SglangBackend) else 50  # they merge by the same code, and SGLang takes longer
+    last = 12 if isinstance(served.backend, SglangBackend) else 50  # one code merges for both, and SGLang takes longer
     weights, generator = read_weights(models[0]), torch.Generator().manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")}
     transport = make_staging(
