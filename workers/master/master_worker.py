@@ -358,7 +358,7 @@ class MasterWorker(Worker):
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """For as long as the block runs: what is here already is not searched, what comes is searched seldom."""
+    """What is here already is not searched any more, and what comes is searched seldom for as long as the block runs."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -367,4 +367,3 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()

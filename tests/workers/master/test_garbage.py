@@ -1,4 +1,4 @@
-"""Garbage is collected seldom while the master works, and as usual afterwards; cycles do not stay for ever."""
+"""Garbage is collected seldom while the master works; what it began with is never searched, and cycles do not stay."""
 
 import gc
 import weakref
@@ -22,4 +22,4 @@ def test_what_is_here_is_left_alone_and_what_comes_is_collected_later() -> None:
         assert gone() is not None and len(kept) == 2 * before[0]  # usually it would be gone by now
         kept += [[number] for number in range(2 * gc.get_threshold()[0])]
         assert gone() is None
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before and gc.get_freeze_count() > 0
