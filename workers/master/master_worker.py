@@ -358,7 +358,7 @@ class MasterWorker(Worker):
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """What is here already is not searched any more, and what comes is searched seldom for as long as the block runs."""
+    """What is here already is never searched again, and what comes is searched seldom for as long as the block runs."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
