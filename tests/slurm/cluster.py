@@ -25,6 +25,7 @@ real ones; processes are ended by their ids. Facts that shape it: a fake GPU has
 share a host by `-N` and a port each.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -184,7 +185,7 @@ class Cluster:
 
     def _daemon_node(self, pid: int) -> str:
         sockets = Path("/proc/net/unix").read_text().splitlines()
-        inodes = {os.readlink(link) for link in _descriptors(pid)}
+        inodes = set(_descriptors(pid))
         for line in sockets:
             fields = line.split()
             if len(fields) == 8 and f"socket:[{fields[6]}]" in inodes and f"{self._directory}/spool/" in fields[7]:
@@ -416,11 +417,12 @@ def _kill(pid: int) -> None:
         return
 
 
-def _descriptors(pid: int) -> list[Path]:
-    try:
-        return list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return []
+def _descriptors(pid: int) -> Iterator[str]:
+    """What a process has open; it may close any, and end, meanwhile."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield os.readlink(link)
 
 
 def _which(program: str) -> str | None:
