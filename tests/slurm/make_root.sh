@@ -1,7 +1,7 @@
 #!/bin/sh
 # make_root.sh DIR [SUITE]: a Debian tree for in_root.sh (default: trixie, with SLURM 24.11). Needs root and 0.5 GB.
 #
-# The tree brings SLURM, munge, the database, and by python3 the libraries that modules of any Python are linked to. The
+# The tree brings SLURM, munge, the database, bubblewrap, and by python3 the libraries that modules of any Python are linked to. The
 # host's Python, its virtual environment and this checkout are mounted into it: nothing but SLURM differs.
 set -eu
 root=$1 suite=${2:-trixie}
@@ -13,7 +13,7 @@ command -v debootstrap >/dev/null || apt-get -qq install -y --no-install-recomme
 }
 slurm=slurmctld,slurmd,slurm-client,munge,slurmdbd,slurm-wlm-mysql-plugin,mariadb-server-core,mariadb-client-core
 mkdir -p "$root"
-debootstrap --variant=minbase --include="$slurm,python3,procps" "$suite" "$root" >"$root.log" 2>&1 || {
+debootstrap --variant=minbase --include="$slurm,bubblewrap,python3,procps" "$suite" "$root" >"$root.log" 2>&1 || {
     tail -5 "$root.log" >&2
     echo "make_root.sh: debootstrap of $suite failed; all of its output is in $root.log" >&2
     exit 1
