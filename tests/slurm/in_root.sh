@@ -18,6 +18,7 @@ if sys.base_prefix != "/usr":  # that of the tree stays; what Python needs of it
     found.add(sys.base_prefix)
 print(*sorted(path for path in found if os.path.exists(path)), sep="\n")
 ')
+mount --bind "$root" "$root"  # a mount of its own, which can be the root: nobody makes a user namespace in a chroot
 mount --rbind /proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount --bind /sys "$root/sys"  # by which lscpu knows the cores; without what is mounted in it, such as control groups
@@ -26,4 +27,8 @@ echo "$folders" | while read -r path; do
     if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$root${path%/*}" && touch "$root$path"; fi
     mount --bind "$path" "$root$path"
 done
-exec chroot "$root" /usr/bin/env -u TMPDIR HOME=/root sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD" "$@"
+here=$PWD
+cd "$root"
+mkdir -p host
+pivot_root . host
+exec /usr/bin/env -u TMPDIR HOME=/root sh -c 'umount -l /host && cd "$1" && shift && exec "$@"' sh "$here" "$@"

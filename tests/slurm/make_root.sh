@@ -1,8 +1,8 @@
 #!/bin/sh
 # make_root.sh DIR [SUITE]: a Debian tree for in_root.sh (default: trixie, with SLURM 24.11). Needs root and 0.5 GB.
 #
-# The tree brings SLURM, munge, the database, bubblewrap, and by python3 the libraries that modules of any Python are linked to. The
-# host's Python, its virtual environment and this checkout are mounted into it: nothing but SLURM differs.
+# The tree brings SLURM, munge, the database, bubblewrap, and by python3 the libraries that modules of any Python are
+# linked to. The host's Python, its virtual environment and this checkout are mounted into it: nothing but SLURM differs.
 set -eu
 root=$1 suite=${2:-trixie}
 [ -e "$root/.complete" ] && exit 0
