@@ -78,7 +78,7 @@ def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
     straight = start_trial(recipe, **rows)
     straight.wait_for_end()
     alike = STEPS[recipe] if recipe != "grpo" else steps_of_the_same_answers(moved, straight)
-    assert alike >= 2
+    assert alike >= 1
     for name in LOSSES[recipe]:
         assert values(moved, name)[:alike] == pytest.approx(values(straight, name)[:alike], rel=1e-4, abs=1e-6), name
 

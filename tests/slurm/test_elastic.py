@@ -184,6 +184,6 @@ def come_and_go(trial: Trial, cluster: Cluster) -> None:
 
     cluster.run("scancel", taker)
     wait(trial, lambda: len(joins(trial)) == 1 + len(ELASTIC) + 2, "both to be given back")
-    # On a busy machine SLURM gives a node back before the other job has it, and takes a third one then.
+    # More, where SLURM has taken another one meanwhile: whom it preempts, and how often, is its own choice.
     assert count(trial, "extra_job_running") >= len(ELASTIC) + 2
     show_throughput(trial, "with 4 again")
