@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,10 @@ def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no
     assert said.tobytes().rstrip(b"\0").decode() == "good:  \x1b[31mScore: 7", "half a dash is none"
     cause = f"EndpointDownError: {endpoint.url} failed 1 times, last: _BusyError: status 503"
     assert dropped == [f"reward_error: the reward function good failed 2 times, last: {cause}"] * 2
-    assert len(endpoint.asked) == 1 + 2 * 2, "equal answers of a group are one call"
+    shown = Counter(body["messages"][0]["content"][:4] for body in endpoint.asked)
+    assert shown["1+2="] == 1, "equal answers of a group are one call"
+    # One that fails is one for those that wait for it by then.
+    assert set(shown) == {"1+2=", "2+2=", "1+1="} and all(2 <= shown[row] <= 2 * 2 for row in ("2+2=", "1+1="))
 
 
 class Characters:
