@@ -18,6 +18,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
 )
 from tests.integration.trial_helpers import Material, Trial, make_material, submit
+from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -155,7 +156,7 @@ def test_servers_come_and_go_and_nothing_is_lost(trial: Trial, cluster: Cluster)
     print("joins:", ", ".join(f"{server} at step {step}" for server, step in joins(trial)))
     assert all(step > 1 for _, step in joins(trial)[-2:])
     assert not trial.events("unit_restarting") and not trial.events("unit_given_up")
-    assert not cluster.run("squeue", "-h", "-t", "PD,R").stdout.strip()
+    wait_until(lambda: not cluster.run("squeue", "-h", "-t", "PD,R").stdout.strip(), "the end of all jobs")
 
 
 def come_and_go(trial: Trial, cluster: Cluster) -> None:
