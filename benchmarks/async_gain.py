@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))  # trials as the tests start them
 
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, StalenessGate, require_trainable  # noqa: E402
-from corral.workers.data.answer_seed import group_seeds  # noqa: E402
+from corral.workers.data.answer_seed import Draws  # noqa: E402
 from corral.workers.manager.admission import Admission  # noqa: E402
 from corral.workers.manager.routing import Server, ServerTable  # noqa: E402
 from tests.integration.evidence import check_no_token_was_too_old  # noqa: E402
@@ -104,6 +104,7 @@ class Group:
 
     uid: str
     order: int
+    due_step: int
     answers: list[Answer] = field(default_factory=list)
     ended: list[Answer] = field(default_factory=list)
     oldest: int | None = None
@@ -119,10 +120,10 @@ class Rows:
     still_until: float = 0.0
 
 
-def lengths_of(uid: str, order: int, number: int) -> list[int]:
+def lengths_of(uid: str, step: int, number: int) -> list[int]:
     """Of the answers of one admission; some prompts have longer ones whenever they are asked."""
     of_prompt = Random(uid).gauss(0.0, SIGMA_OF_PROMPTS)
-    draws = (Random(seed).gauss(0.0, SIGMA_OF_ANSWERS) for seed in group_seeds(1, order=order, group_size=number))
+    draws = (Random(seed).gauss(0.0, SIGMA_OF_ANSWERS) for seed in Draws(1, uid, step).seeds(number))
     return [min(LONGEST, 1 + int(MEDIAN * math.exp(of_prompt + draw))) for draw in draws]
 
 
@@ -187,14 +188,14 @@ class Clockwork:
             if allocation is None or allocation.order is None:
                 break
             self.last = allocation.order
-            group = Group(allocation.uid, allocation.order)
-            lengths = lengths_of(group.uid, group.order, ANSWERS + self.policy.spare)
+            group = Group(allocation.uid, allocation.order, allocation.due_step)
+            lengths = lengths_of(group.uid, group.due_step, ANSWERS + self.policy.spare)
             group.answers = [Answer(group, length) for length in lengths]
             self.unrouted.append(group)
         self.unrouted = [group for group in self.unrouted if not self.route(group)]
 
     def route(self, group: Group) -> bool:
-        least = self.admission.least_version(group.order)
+        least = self.admission.least_version(group.due_step)
         server = self.table.route(group.uid, tokens=1, version=self.known, least_step=least)
         if server is None:
             return False

@@ -37,6 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 from aiohttp import web
 
@@ -266,19 +267,20 @@ class StubWorker(Worker):
             else:
                 last, knows = answer.order, ""
                 COUNTS["dealt"] += 1
-                self._tasks.create_task(self._group(answer.uid, answer.order))
+                self._tasks.create_task(self._group(answer.uid, answer.order, answer.due_step))
 
-    async def _group(self, uid: str, order: int) -> None:
-        await asyncio.gather(*(self._find_server(uid, order) for _ in range(self._load.answers)))
+    async def _group(self, uid: str, order: int, due_step: int) -> None:
+        asked = Schedule(uid=uid, tokens=1024, order=order, due_step=due_step)
+        await asyncio.gather(*(self._find_server(asked) for _ in range(self._load.answers)))
         COUNTS["served"] += 1
         await asyncio.sleep(random.uniform(0.0, 2 * self._load.life_s))
         while self.is_frozen:
             await asyncio.sleep(3600.0)
         await self._ask(Finish(worker=self.context.worker_id, uid=uid, order=order, outcome="finished"))
 
-    async def _find_server(self, uid: str, order: int) -> None:
+    async def _find_server(self, asked: Schedule) -> None:
         while True:
-            route = await self._ask(Schedule(uid=uid, tokens=1024, order=order, knows=self._no_server))
+            route = await self._ask(msgspec.structs.replace(asked, knows=self._no_server))
             assert isinstance(route, Route)
             self._no_server = route.reason
             if route.url is not None:

@@ -129,7 +129,9 @@ class Trial:
         headers = {"Authorization": f"Bearer {API_KEY}"}
 
         async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
-            asked = Schedule(uid=uid, tokens=tokens, order=order, oldest_version=oldest_version, knows=self.knows)
+            asked = Schedule(
+                uid=uid, tokens=tokens, order=0, due_step=due_step, oldest_version=oldest_version, knows=self.knows
+            )
             answer = self.manager._route(asked)
             answer = answer if isinstance(answer, Route) else await answer
             self.knows = answer.reason
@@ -145,7 +147,7 @@ class Trial:
                 token_timeout_s=DEADLINE_S,
             )
             for turn in itertools.count():
-                order = self.step * BATCH + number
+                due_step = self.step + number // BATCH
                 seeds = [ANSWERS * turn + index for index in range(ANSWERS)]
                 await asyncio.gather(*(self.make_answer(client, f"0:{number}-{turn}", seed) for seed in seeds))
 

@@ -234,7 +234,6 @@ class AsyncPPOExperiment(PolicyExperiment):
                 dataset=dataset,
                 tokenizer=self.actor.path,
                 group_size=self.ppo.group_size,
-                train_batch_size=self.train_batch_size,
                 teacher_prompt_tokens=self.teacher_prompt_tokens,
                 rollout=self.planned_rollout,
                 experts=self.routed_experts,

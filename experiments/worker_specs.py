@@ -380,8 +380,6 @@ class RolloutWorkerSpec(FrozenConfig):
     tokenizer: Path
     """Directory with tokenizer.json."""
     group_size: int = Field(ge=1)
-    train_batch_size: int = Field(default=1, ge=1)
-    """Prompts of a train step."""
     teacher_prompt_tokens: int = 0
     """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     rollout: RolloutConfig

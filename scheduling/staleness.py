@@ -70,16 +70,27 @@ class StalenessGate:
     @property
     def capacity(self) -> int:
         """Prompts that would be admitted now, one after the other; 0 while the gate is closed."""
-        ahead = self._most_admitted - self.accepted - self.running
+        ahead = self._most_admitted - self._ahead
         return max(0, min(ahead, self.max_concurrent - self.running))
 
     @property
     def _most_admitted(self) -> int:
         return (self.max_staleness + self.version + 1) * self.batch_size - self.overtaking
 
-    def least_version(self, order: int) -> int:
+    @property
+    def _ahead(self) -> int:
+        return self.accepted + self.running
+
+    @property
+    def due_step(self) -> int:
+        """The train step, from 0, which trains on the next sample at the latest, if in order: what is ahead of it fills
+        the steps before. While the gate is open it is `version` to `version` + eta, whatever was dropped or lost.
+        """
+        return max(self.version, (self._ahead + self.overtaking) // self.batch_size)
+
+    def least_version(self, due_step: int) -> int:
         """The oldest version by which a sample may be begun: it is young enough when its turn comes, if in order."""
-        return (order + self.overtaking) // self.batch_size - self.max_staleness
+        return due_step - self.max_staleness
 
     def order_of(self, uid: str) -> int | None:
         """The order number of a running or accepted sample."""
@@ -152,7 +163,7 @@ class StalenessGate:
 
     def limit(self) -> Limit | None:
         """What keeps the next prompt out; None if the gate is open."""
-        if self.accepted + self.running >= self._most_admitted:
+        if self._ahead >= self._most_admitted:
             return "staleness"
         return "concurrency" if self.running >= self.max_concurrent else None
 

@@ -1,18 +1,19 @@
-"""Whole trials that go on with other ranks, twice: every step's loss is that of a trial that nobody stopped.
+"""Whole trials that go on with other ranks, or lose a process of each kind: every step's loss is that of one that
+nothing happened to.
 
-Where several rollout workers take part the batches are not those of another run; then every sample is trained once.
-With rollout workers a stop gives up the answers that are under way: their prompts are issued again, by other numbers
-and so with other answers, and from that step on losses are those of another run, too.
+With rollout workers, at eta 0: stops and deaths lose the answers that are under way, and their prompts get the same
+ones again.
 """
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
 from corral.experiments.plan import RunPlan
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
-from tests.integration.trial_helpers import Trial, read_lines
+from tests.integration.trial_helpers import Trial
 
 WITH_REWARDS = ("ppo", "grpo")
 STEPS = {"sft": 60, "dpo": 60, "ppo": 15, "grpo": 15}  # those without rewards cannot be slowed down
@@ -47,18 +48,7 @@ def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
     start_trial: Callable[..., Trial], recipe: str, workers: Mapping[str, object]
 ) -> None:
     first, *later = ALLOCATIONS[recipe]
-    settings = {
-        "allocation": first,
-        "control.commit_every_steps": 3,
-        # What answers are made of depends on nothing but the step only at eta 0.
-        **({"rollout.max_head_offpolicyness": 0} if recipe == "grpo" else {}),
-        # Each data-parallel rank cuts its own answers into mini-batches.
-        **({"ppo.n_minibatches": 1} if recipe in WITH_REWARDS else {}),
-        **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every_steps": 1}),
-        **workers,
-    }
-    num_passes = 1 if recipe in WITH_REWARDS else 6
-    rows = {"num_rows": STEPS[recipe] * BATCH // num_passes, "num_passes": num_passes, "overrides": settings}
+    rows = rows_and_settings(recipe, {"allocation": first, **workers})
     moved = start_trial(recipe, **rows, pause_s=0.02 if recipe in WITH_REWARDS else 0.0)
     before = rollout_workers(moved)
     for allocation in later:
@@ -69,27 +59,47 @@ def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
         assert rollout_workers(moved) == before
     if recipe in WITH_REWARDS:
         moved.full_speed()
-    moved.wait_for_end()
-    check_nothing_is_left(moved)
-    check_every_sample_was_consumed_once(moved)
-    assert moved.train_steps() == list(range(1, STEPS[recipe] + 1))
-    if workers:
-        return  # who of several workers is admitted first follows from the clock, and with it what a batch consists of
-    straight = start_trial(recipe, **rows)
+    check_it_ends_as(moved, start_trial(recipe, **rows), recipe)
+
+
+@pytest.mark.slow
+def test_a_trial_whose_processes_are_killed_trains_as_one_that_nothing_happened_to(
+    start_trial: Callable[..., Trial],
+) -> None:
+    rows = rows_and_settings("grpo", {"allocation": "hf:d1+fsdp:d1"}, num_steps=30)
+    killed = start_trial("grpo", **rows, pause_s=0.05)
+    killed.wait_for_steps(1)
+    for victim in ("rollout_worker/0", "generation_server/0", "gserver_manager/0", "model_worker/0", "supervisor"):
+        killed.wait_for_uncommitted_step(commit_every_steps=3)
+        killed.kill(victim)
+        killed.wait_for_steps(1)
+    killed.full_speed()
+    check_it_ends_as(killed, start_trial("grpo", **rows), "grpo")
+
+
+def rows_and_settings(recipe: str, settings: Mapping[str, object], num_steps: int | None = None) -> dict[str, Any]:
+    settings = {
+        "control.commit_every_steps": 3,
+        # What answers are made of depends on nothing but the step only at eta 0.
+        **({"rollout.max_head_offpolicyness": 0} if recipe == "grpo" else {}),
+        # Each data-parallel rank cuts its own answers into mini-batches.
+        **({"ppo.n_minibatches": 1} if recipe in WITH_REWARDS else {}),
+        **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every_steps": 1}),
+        **settings,
+    }
+    num_passes = 1 if recipe in WITH_REWARDS else 6
+    num_rows = (num_steps or STEPS[recipe]) * BATCH // num_passes
+    return {"num_rows": num_rows, "num_passes": num_passes, "overrides": settings}
+
+
+def check_it_ends_as(trial: Trial, straight: Trial, recipe: str) -> None:
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
     straight.wait_for_end()
-    alike = STEPS[recipe] if recipe != "grpo" else steps_of_the_same_answers(moved, straight)
-    assert alike >= 1
+    assert trial.train_steps() == straight.train_steps() == list(range(1, len(straight.train_steps()) + 1))
     for name in LOSSES[recipe]:
-        assert values(moved, name)[:alike] == pytest.approx(values(straight, name)[:alike], rel=1e-4, abs=1e-6), name
-
-
-def steps_of_the_same_answers(*trials: Trial) -> int:
-    """How many steps from the first on have answers to the same prompts, which are issued by the same numbers."""
-    issued = [
-        {(line["step"], line["uid"], line["order"]) for line in read_lines(trial.directory.trajectories_path)}
-        for trial in trials
-    ]
-    return min((step for step, _, _ in set.symmetric_difference(*issued)), default=STEPS["grpo"] + 1) - 1
+        assert values(trial, name) == pytest.approx(values(straight, name), rel=1e-4, abs=1e-6), name
 
 
 def values(trial: Trial, name: str) -> list[float]:

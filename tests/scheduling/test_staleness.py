@@ -176,7 +176,8 @@ def test_a_gate_leaves_room_for_those_that_may_overtake() -> None:
     gate = StalenessGate(batch_size=4, max_staleness=1, max_concurrent=99, overtaking=3)
     assert gate.capacity == 5
     assert gate.explain() == "open for 5: accepted 0 + running 0 < (eta 1 + version 0 + 1) x 4 - overtaking 3"
-    assert [gate.least_version(order) for order in (0, 1, 4, 5)] == [-1, 0, 0, 1]
+    due = [(gate.due_step, gate.admit(f"p{number}"))[0] for number in range(5)]
+    assert due == [0, 1, 1, 1, 1] and [gate.least_version(step) for step in (0, 1)] == [-1, 0]
 
 
 def window_of(size: int, settled: set[str] | None = None) -> ReorderWindow:

@@ -1,29 +1,40 @@
-"""Which random numbers make an answer: they follow from the trial's seed and from when its prompt was admitted.
+"""Which random numbers make an answer: they follow from the trial's seed, its prompt and the train step it is for.
 
-    (trial seed, order, call, answer) --> sampling seed --> with its position, the random number of each token
+    (trial seed, step, call, answer, prompt) --> sampling seed --> with its position, the random number of each token
 
-Whoever generates derives the same seeds, a rollout worker or a model worker with `generate` in the graph.
+Whoever generates derives the same seeds, a rollout worker or a model worker with `generate` in the graph; and again
+after a stop or a failure, for nothing of when or by whom an answer was asked for is part of them.
 """
 
 import hashlib
+from dataclasses import dataclass
 
 
-def answer_seed(trial_seed: int, *, order: int, answer: int, call: int = 0) -> int:
-    """The sampling seed of one answer, in [0, 2**63) as generation servers take it.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The random numbers of the answers to a prompt.
 
-    A prompt that is issued again has another order, and with it other answers: what a trainer could not use does not
-    come back token by token.
-
-    Args:
-        trial_seed: the plan's `seed`.
-        order: the prompt's admission number.
-        answer: which one of the group.
-        call: how many groups were sampled for this admission before; an agent may ask several times.
+    What came too late to be trained on is made anew for a later step, with other answers: it does not come back token
+    by token.
     """
-    name = f"{trial_seed}/{order}/{call}/{answer}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
+    trial_seed: int
+    """The plan's `seed`."""
+    prompt: str
+    """Its uid, or another name."""
+    step: int
+    """The train step, from 0, that the answers are for."""
 
-def group_seeds(trial_seed: int, *, order: int, group_size: int, call: int = 0) -> list[int]:
-    """The sampling seed of every answer of a group."""
-    return [answer_seed(trial_seed, order=order, answer=answer, call=call) for answer in range(group_size)]
+    def seed(self, answer: int, *, call: int = 0) -> int:
+        """The sampling seed of one answer, in [0, 2**63) as generation servers take it.
+
+        Args:
+            answer: which one of the group.
+            call: how many groups were sampled for this prompt before; an agent may ask several times.
+        """
+        name = f"{self.trial_seed}/{self.step}/{call}/{answer}/{self.prompt}"
+        return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
+
+    def seeds(self, group_size: int) -> list[int]:
+        """Of every answer of a group."""
+        return [self.seed(answer) for answer in range(group_size)]

@@ -131,9 +131,9 @@ class Admission:
     def running(self) -> int:
         return self._gate.running
 
-    def least_version(self, order: int) -> int:
+    def least_version(self, due_step: int) -> int:
         """The oldest version by which a prompt that was dealt may be begun."""
-        return self._gate.least_version(order)
+        return self._gate.least_version(due_step)
 
     def prompts_have_changed(self) -> None:
         """`passes` gives others than before."""
@@ -199,14 +199,14 @@ class Admission:
             yield self._unknown.popitem()[0], Allocation(must_report=True)
         while (least := self._waiting.least()) is not None and not self.waiting_for():
             _, worker = least
-            uid = self._prompts.peek()
+            uid, due_step = self._prompts.peek(), self._gate.due_step
             order = None if uid is None else self._gate.admit(uid)
             if uid is None or order is None:
                 raise AssertionError("the gate is open and there is a prompt")
             self._waiting.remove(worker)
             holder = self._holders[worker]
             holder.running[uid] = order
-            holder.last = Allocation(uid=uid, order=order)
+            holder.last = Allocation(uid=uid, order=order, due_step=due_step)
             yield worker, holder.last
 
     def finish(self, worker: str, uid: str, *, order: int, outcome: Outcome) -> None:

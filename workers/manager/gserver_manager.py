@@ -194,8 +194,8 @@ class GserverManager(Worker):
                 self._admission.report(
                     request.worker,
                     incarnation=request.incarnation,
-                    running=dict(msgspec.structs.astuple(admitted) for admitted in request.running),
-                    finished=dict(msgspec.structs.astuple(admitted) for admitted in request.finished),
+                    running={prompt.uid: prompt.order for prompt in request.running},
+                    finished={prompt.uid: prompt.order for prompt in request.finished},
                     dropped=request.dropped,
                 )
                 if self._incarnations.get(request.worker) != request.incarnation:
@@ -322,8 +322,8 @@ class GserverManager(Worker):
             return self._no_route(_NO_ROOM, lacks_room=True)
         if request.oldest_version:
             least_step = PolicyVersion.parse(request.oldest_version).step
-        else:  # of the step after which it is trained on, if no more overtake it than the window lets, less eta
-            least_step = self._admission.least_version(request.order)
+        else:
+            least_step = self._admission.least_version(request.due_step)
         server = self._table.route(
             request.uid,
             tokens=request.tokens,

@@ -4,7 +4,7 @@
                                                                  failed on every try: dropped, with its reason
 
 What a rollout worker and a generation server do together, in one place and one after the other: the answers to a
-prompt follow from the trial's seed, the prompt's order and the weights alone, in both ways alike.
+prompt follow from the trial's seed, the train step and the weights alone, in both ways alike.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.data.answer_seed import group_seeds
+from corral.workers.data.answer_seed import Draws
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
@@ -116,7 +116,7 @@ class Generator:
         """A group of answers for each prompt; every rank that holds a part of the model calls it, be it without any.
 
         Args:
-            orders: admission number of each prompt, which decides its random numbers.
+            orders: admission number of each prompt.
             version: tag of the model's weights.
         """
         read = [self._read(uid, order, version=version) for uid, order in zip(uids, orders, strict=True)]
@@ -167,7 +167,7 @@ class Generator:
     def _answers(
         self, decoder: Decoder, prompts: Sequence[_Prompt], *, version: str
     ) -> list[list[PartialAnswer | None]]:
-        generation = self._generation
+        generation, step = self._generation, PolicyVersion.parse(version).step
         requests = [
             GenerationRequest(
                 request_id=f"{number}/{answer}",
@@ -176,7 +176,7 @@ class Generator:
                 experts_from=None if generation.experts is None else 0,
             )
             for number, prompt in enumerate(prompts)
-            for answer, seed in enumerate(group_seeds(self._seed, order=prompt.order, group_size=generation.group_size))
+            for answer, seed in enumerate(Draws(self._seed, prompt.uid, step).seeds(generation.group_size))
         ]
         running = generation.max_running_requests
         outputs = generate_all(decoder, requests, batch_size=running, seed=self._seed, version=version)

@@ -25,6 +25,8 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     uid: str
     order: int
+    due_step: int = 0
+    """See `Allocation`."""
 
 
 WaitingFor = Literal["weights", "reports", "prompts", "staleness", "concurrency"]
@@ -71,7 +73,9 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     tokens: int
     """That its answers are expected to come to, with what they go on from."""
     order: int
-    """Its admission number, from which follows when it is trained on at the latest."""
+    """Its admission number: who was admitted before waits in front of it."""
+    due_step: int = 0
+    """See `Allocation`."""
     oldest_version: str = ""
     """Of the tokens that it has; empty if it has none."""
     failed_url: str = ""
@@ -132,6 +136,8 @@ class Allocation(MessageBody, frozen=True, tag="allocation"):
     uid: str = ""
     order: int | None = None
     """Admission number; None: there is no prompt."""
+    due_step: int = 0
+    """The train step, from 0, which trains on it at the latest, if in order."""
     waiting_for: WaitingFor | Literal[""] = ""
     reason: str = ""
     """Why not, for `rl-status`."""

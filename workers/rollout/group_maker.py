@@ -27,7 +27,7 @@ from corral.experiments.errors import split_remedy
 from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
-from corral.workers.data.answer_seed import answer_seed, group_seeds
+from corral.workers.data.answer_seed import Draws
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
@@ -89,8 +89,6 @@ class GroupMaker:
     trial_seed: int
     group_size: int
     max_prompt_tokens: int
-    train_batch_size: int = 1
-    """Prompts of a train step, by which `rollout.length_schedule` counts."""
     num_prompts: int = _MAX_FAILED_IN_A_ROW
     """Of the worker's share; if all of them fail, nothing is left to try."""
     has_judged: bool = False
@@ -106,17 +104,19 @@ class GroupMaker:
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
-        self, uid: str, row: DatasetRow, *, order: int
+        self, uid: str, row: DatasetRow, *, due_step: int
     ) -> tuple[Sequence[JudgedEpisode], SequenceSample, Mapping[str, float]]:
-        """The group of one prompt, with its statistics; its answers follow from the trial's seed and the prompt's
-        admission number.
+        """The group of one prompt, with its statistics.
+
+        Args:
+            due_step: the train step, from 0, that it is made for.
 
         Raises:
             PromptFailedError, RowError: the prompt is to be dropped and counted.
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
-            group = await self.attempt(uid, row, order=order)
+            group = await self.attempt(uid, row, Draws(self.trial_seed, uid, due_step))
             rewards = [episode.total for episode in group.episodes]
             sample: SequenceSample | None = None
             statistics: dict[str, float] = {}
@@ -181,7 +181,7 @@ class GroupMaker:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
 
-    async def attempt(self, uid: str, row: DatasetRow, *, order: int) -> Group:
+    async def attempt(self, uid: str, row: DatasetRow, draws: Draws) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
             prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
@@ -190,9 +190,9 @@ class GroupMaker:
             raise RowError(*split_remedy(str(error))) from error
         try:
             if self.player is None:
-                answers = await self._answers(uid, row, prompt_ids, shown, order=order)
+                answers = await self._answers(uid, row, prompt_ids, shown, draws)
                 return Group(answers, teacher_prompt=told)
-            group = await self._episodes(self.player, uid, row, prompt_ids, order=order)
+            group = await self._episodes(self.player, uid, row, prompt_ids, draws)
             self.player.forget(uid)
             return group
         except RewardFailedError as error:
@@ -205,19 +205,19 @@ class GroupMaker:
     def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
         return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
 
-    def _client_of(self, row: DatasetRow, order: int) -> GenerationClient:
+    def _client_of(self, row: DatasetRow, step: int) -> GenerationClient:
         """Who asks for answers, sampled as the row says and as long as those of its step may be."""
         own = {} if row.temperature is None else {"temperature": row.temperature}
-        longest = self.config.longest_answer(1 + order // self.train_batch_size)
+        longest = self.config.longest_answer(1 + step)
         return self.client.sampling_by(max_new_tokens=longest, **own)
 
     async def _answers(
-        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], *, order: int
+        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], draws: Draws
     ) -> list[JudgedEpisode]:
         """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
         num_made = self.group_size - len(shown)
-        seeds = group_seeds(self.trial_seed, order=order, group_size=num_made + self.config.spare_answers)
-        answers = await self._client_of(row, order).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
+        seeds = draws.seeds(num_made + self.config.spare_answers)
+        answers = await self._client_of(row, draws.step).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
         branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
@@ -237,14 +237,14 @@ class GroupMaker:
         return [Branch([Segment(ids[:start]), Segment(ids[start:end], is_trained=True)])]
 
     async def _episodes(
-        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int
+        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], draws: Draws
     ) -> Group:
         """As many as end first, in the order of their numbers; the others are given up. One that fails is one of these,
         as long as there are enough without it.
         """
 
         async def episode(number: int) -> tuple[int, Played, Judged]:
-            played = await self._episode(player, uid, row, prompt_ids, order=order, number=number)
+            played = await self._episode(player, uid, row, prompt_ids, draws, number=number)
             if self.judge.takes_groups:
                 return number, played, Judged(math.nan)
             if played.done.reward is not None:
@@ -275,7 +275,7 @@ class GroupMaker:
         return Group(judged, num_failed)
 
     async def _episode(
-        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], *, order: int, number: int
+        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], draws: Draws, *, number: int
     ) -> Played:
         """One of a group, tried again as long as its agent fails."""
         num_episodes = self.group_size + self.config.spare_answers
@@ -284,7 +284,7 @@ class GroupMaker:
             answer = number + attempt * num_episodes
 
             def seed_of(turn: int, answer: int = answer) -> int:
-                return answer_seed(self.trial_seed, order=order, answer=answer, call=turn)
+                return draws.seed(answer, call=turn)
 
             started = time.monotonic()
             try:
@@ -293,7 +293,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self._client_of(row, order),
+                    client=self._client_of(row, draws.step),
                     seed_of=seed_of,
                 )
                 span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)

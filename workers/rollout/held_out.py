@@ -13,6 +13,7 @@ from dataclasses import replace
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
+from corral.workers.data.answer_seed import Draws
 from corral.workers.data.held_out import sums_of
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
@@ -33,7 +34,6 @@ class HeldOutProblems:
             prompts: makes the groups that are trained on.
         """
         self._rows = rows
-        self._orders = {name: {row_id: order for order, row_id in enumerate(rows[name])} for name in rows}
         self._num_answers = config.answers_per_problem
         self._vote = config.vote
         self._groups = replace(
@@ -52,10 +52,10 @@ class HeldOutProblems:
         Raises:
             RewardHostError: as `GroupMaker.make`.
         """
-        order = self._orders[problem.dataset][problem.row_id]
+        draws = Draws(self._groups.trial_seed, f"{problem.dataset}:{problem.row_id}", 0)
         try:
             row = replace(self._rows[problem.dataset][problem.row_id], temperature=None)  # all are sampled alike
-            episodes = (await self._groups.attempt(problem.uid, row, order=order)).episodes
+            episodes = (await self._groups.attempt(problem.uid, row, draws)).episodes
         except (PromptFailedError, RowError) as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))

@@ -92,7 +92,7 @@ class RolloutWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(RolloutWorkerSpec)
-        self._running: dict[str, int] = {}
+        self._running: dict[str, Admitted] = {}
         """Order by uid."""
         self._routing: dict[str, dict[str, float]] = {}
         """Statistics of what runs, by uid."""
@@ -187,7 +187,6 @@ class RolloutWorker(Worker):
             config=spec.rollout,
             trial_seed=context.plan.seed,
             group_size=spec.group_size,
-            train_batch_size=spec.train_batch_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=self._committed.ledger.trained_count > 0,
@@ -243,8 +242,9 @@ class RolloutWorker(Worker):
                 self._show()
             else:
                 self._refusal, last = Allocation(), allocation.order
-                self._running[allocation.uid] = allocation.order
-                tasks.create_task(self._roll_out(allocation.uid, allocation.order))
+                prompt = Admitted(allocation.uid, allocation.order, allocation.due_step)
+                self._running[prompt.uid] = prompt
+                tasks.create_task(self._roll_out(prompt))
                 self._show()
 
     async def _report(self) -> None:
@@ -253,19 +253,20 @@ class RolloutWorker(Worker):
             Report(
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
-                running=[Admitted(uid, order) for uid, order in self._running.items()],
+                running=list(self._running.values()),
                 finished=[Admitted(uid, order) for uid, order in self._sender.orders("finished").items()],
                 dropped=list(self._sender.orders("dropped")),
             )
         )
 
-    async def _roll_out(self, uid: str, order: int) -> None:
+    async def _roll_out(self, prompt: Admitted) -> None:
         """One group, from admission to the spool."""
+        uid, order = prompt.uid, prompt.order
         dataset_epoch, row_id = split_uid(uid)
         routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         try:
-            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], order=order)
+            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], due_step=prompt.due_step)
         except (PromptFailedError, RowError) as error:
             if isinstance(error, PromptFailedError):
                 reason, told = str(error), dict(error.statistics)
@@ -308,13 +309,14 @@ class RolloutWorker(Worker):
         asked = time.monotonic()
         failed = setback.url if setback and not setback.is_busy else ""
         busy = setback.url if setback and setback.is_busy else ""
-        order = self._running.get(uid, 0)
+        prompt = self._running.get(uid, Admitted(uid, 0))
         if not oldest_version and (problem := self._answering.get(uid)) is not None:
             oldest_version = problem.version  # as if a token of it were there: older weights would be no news of it
         request = Schedule(
             uid=uid,
             tokens=tokens,
-            order=order,
+            order=prompt.order,
+            due_step=prompt.due_step,
             oldest_version=oldest_version,
             failed_url=failed,
             busy_url=busy,

@@ -3,19 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.data.answer_seed import answer_seed, group_seeds
+from corral.workers.data.answer_seed import Draws
 
 COUNTS = st.integers(min_value=0, max_value=10**6)
+NAMES = st.tuples(st.integers(min_value=0, max_value=2**63 - 1), st.text(), COUNTS, COUNTS, COUNTS)
 
 
-@given(st.sets(st.tuples(st.integers(min_value=0, max_value=2**63 - 1), COUNTS, COUNTS, COUNTS), min_size=2))
-def test_no_two_answers_have_the_same_seed(names: set[tuple[int, int, int, int]]) -> None:
-    seeds = {answer_seed(seed, order=order, call=call, answer=answer) for seed, order, call, answer in names}
+@given(st.sets(NAMES, min_size=2))
+def test_no_two_answers_have_the_same_seed(names: set[tuple[int, str, int, int, int]]) -> None:
+    seeds = {Draws(seed, prompt, step).seed(answer, call=call) for seed, prompt, step, call, answer in names}
     assert len(seeds) == len(names)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_a_group_has_the_seeds_of_its_answers() -> None:
-    assert group_seeds(7, order=3, group_size=2) == [answer_seed(7, order=3, answer=answer) for answer in range(2)]
+    draws = Draws(7, "0:a", 3)
+    assert draws.seeds(2) == [draws.seed(0), draws.seed(1)]
     digits = [(1, 23, 4), (12, 3, 4), (1, 2, 34), (123, 4, 0)]  # the same ones, cut differently
-    assert len({answer_seed(1, order=order, call=call, answer=answer) for order, call, answer in digits}) == 4
+    assert len({Draws(1, "0:a", step).seed(answer, call=call) for step, call, answer in digits}) == 4

@@ -30,6 +30,7 @@ class Group:
 
     uid: str
     order: int
+    due_step: int
     versions: set[PolicyVersion] = field(default_factory=set)
     is_filtered: bool = False
     is_delivered: bool = False
@@ -220,8 +221,9 @@ class Fleet:
             )
             return True
         assert answer.order is not None
+        assert self.gate.version <= answer.due_step <= self.gate.version + self.eta
         worker.last = answer.order
-        worker.running[answer.uid] = Group(answer.uid, answer.order)
+        worker.running[answer.uid] = Group(answer.uid, answer.order, answer.due_step)
         return True
 
     def running(self, *, begun: bool) -> list[tuple[str, Group]]:
@@ -240,7 +242,9 @@ class Fleet:
         if not groups or self.known is None:
             return False
         _, group = groups[choice % len(groups)]
-        least = min(version.step for version in group.versions) if begun else self.admission.least_version(group.order)
+        least = (
+            min(version.step for version in group.versions) if begun else self.admission.least_version(group.due_step)
+        )
         server = self.table.route(group.uid, tokens=1, version=self.known, least_step=least)
         if server is None or server.version is None:
             return False

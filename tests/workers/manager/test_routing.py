@@ -39,7 +39,6 @@ def test_a_server_that_is_behind_serves_what_may_still_be_made_by_its_version_un
 
 
 def test_no_server_at_the_present_version_is_too_old_whatever_is_asked_for() -> None:
-    """Admission numbers of prompts that were given up are not used again, so they may run ahead of what is trained."""
     assert table_of(1).route("0:1", tokens=8, version=V1, least_step=7) is not None
 
 

@@ -160,8 +160,9 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
         assert may_go_on.wait(DEADLINE_S)
         return whole(version)
 
-    def url_for(*, order: int, oldest_version: str = "") -> str | None:
-        return manager._choose(Schedule(uid="0:a", tokens=8, order=order, oldest_version=oldest_version)).url
+    def url_for(*, due_step: int, oldest_version: str = "") -> str | None:
+        asked = Schedule(uid="0:a", tokens=8, order=0, due_step=due_step, oldest_version=oldest_version)
+        return manager._choose(asked).url
 
     trial.publish(1)
     with trial.running_manager() as manager:
@@ -170,12 +171,12 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
             host.encode = slow
         trial.publish(2)
         wait_until(lambda: str(manager._version) == "0.2" and len(manager._fleet._updates) == 2, "the updates to begin")
-        assert url_for(order=8 * 2 + 7) is not None, "trained on after step 2, by then one version old, as eta 1 allows"
-        assert url_for(order=8 * 3) is None, "it would be two versions old"
-        assert url_for(order=8 * 3, oldest_version="0.1") is not None, "it has a token as old as that already"
+        assert url_for(due_step=2) is not None, "trained on after step 2, by then one version old, as eta 1 allows"
+        assert url_for(due_step=3) is None, "it would be two versions old"
+        assert url_for(due_step=3, oldest_version="0.1") is not None, "it has a token as old as that already"
         may_go_on.set()
         wait_for(manager, hosts, "0.2")
-        assert url_for(order=8 * 3) is not None
+        assert url_for(due_step=3) is not None
 
 
 def test_who_waits_for_a_server_and_knows_why_is_answered_when_one_is_ready(trial: Trial) -> None:

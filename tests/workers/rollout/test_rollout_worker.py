@@ -13,7 +13,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
-from corral.workers.data.answer_seed import group_seeds
+from corral.workers.data.answer_seed import Draws
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
 from corral.workers.requests.manager_messages import Allocate, Allocation
@@ -107,7 +107,7 @@ def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Pa
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         assert rig.outcomes() == {"0": "finished"}
         assert asked.count(4) == asked.count(5) == 4, "each answer twice for each token"
-        assert sorted(rig.server.seeds) == sorted(group_seeds(rig.plan.seed, order=0, group_size=2) * 2)
+        assert sorted(rig.server.seeds) == sorted(Draws(rig.plan.seed, "0:0", 0).seeds(2) * 2)
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 
@@ -196,10 +196,11 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
 
         rig.run_until(has_second_copy, "the third record")
         first, *_, last = rig.received
-        assert last.uid != first.uid and last.uid.partition("#")[0] == first.uid.partition("#")[0]
-        expected = [seed for order in range(3) for seed in group_seeds(rig.plan.seed, order=order, group_size=2)]
-        assert sorted(rig.server.seeds[:4]) == sorted(expected[:4])
-        assert sorted(rig.server.seeds[4:]) == sorted(expected[4:]), "the same answers might be rejected for ever"
+        uid = first.uid.partition("#")[0]
+        assert last.uid != first.uid and last.uid.partition("#")[0] == uid
+        of_each = {each: Draws(rig.plan.seed, each, 0).seeds(2) for each in ("0:0", "0:1")}
+        assert sorted(rig.server.seeds[:4]) == sorted(sum(of_each.values(), []))
+        assert sorted(rig.server.seeds[4:]) == sorted(of_each[uid]), "it is for the same step"
 
 
 def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
@@ -226,7 +227,8 @@ def test_nothing_is_shown_where_nobody_asks_for_it_though_a_column_has_no_name(t
 
 def test_answers_are_as_long_as_the_schedule_says_of_the_step_of_their_prompt(tmp_path: Path) -> None:
     schedule = {2: 1, 3: 3}  # of answers that end with their second token; each step is one prompt
-    with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout={"length_schedule": schedule}) as rig:
+    rollout = {"length_schedule": schedule, "max_head_offpolicyness": 2}
+    with RolloutRig(tmp_path, ["1+2=", "1+3=", "1+4="], rollout=rollout, train_batch_size=1) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
     lengths = {
         header.uid.partition("#")[0]: [spans[-1].end for spans in header.version_spans] for header in rig.received
