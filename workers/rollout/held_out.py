@@ -52,7 +52,7 @@ class HeldOutProblems:
         Raises:
             RewardHostError: as `GroupMaker.make`.
         """
-        draws = Draws(self._groups.trial_seed, f"{problem.dataset}:{problem.row_id}", 0)
+        draws = Draws(self._groups.trial_seed, problem.row_id, 0)
         try:
             row = replace(self._rows[problem.dataset][problem.row_id], temperature=None)  # all are sampled alike
             episodes = (await self._groups.attempt(problem.uid, row, draws)).episodes
