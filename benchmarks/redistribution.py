@@ -46,10 +46,11 @@ import torch.distributed as dist
 from gloo_messages import Gloo, pack
 from torch._C._distributed_c10d import PrefixStore
 
+from corral.scheduling.keys import BUILT_IN_KEYS
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops
 from corral.scheduling.redistribution import Demand, Locations, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.model.data_plane import DataPlane, IncomingParcel, keys_in_order
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
@@ -228,14 +229,14 @@ class Rank:
         self.came.append(store)
 
     def _send(self, parcel: Parcel, store: DataStore) -> None:
-        packed = pack(store.arrays(parcel.uids, keys_in_order(parcel, KEY_LAYOUTS)))
+        packed = pack(store.arrays(parcel.uids, keys_in_order(parcel, BUILT_IN_KEYS)))
         self.gloo.send(packed, parcel.destinations[0], tag=parcel.tag)
 
     def _receive(self, parcels: Sequence[Parcel], store: DataStore) -> None:
         self._wait(self._post(parcels), store)
 
     def _post(self, parcels: Sequence[Parcel]) -> list[tuple[IncomingParcel, dist.Work, Bytes]]:
-        expected = [IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS) for parcel in parcels]
+        expected = [IncomingParcel.expected(parcel, self.batch.num_tokens, BUILT_IN_KEYS) for parcel in parcels]
         return [(i, *self.gloo.receive(i.size_bytes, i.parcel.source, tag=i.parcel.tag)) for i in expected]
 
     def _wait(self, pending: Sequence[tuple[IncomingParcel, dist.Work, Bytes]], store: DataStore) -> None:
@@ -260,7 +261,7 @@ class Rank:
         """By source and taker: as many bytes as the plan moves between them."""
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
         for parcel in self.batch.plan():
-            size = IncomingParcel.expected(parcel, self.batch.num_tokens, KEY_LAYOUTS).size_bytes
+            size = IncomingParcel.expected(parcel, self.batch.num_tokens, BUILT_IN_KEYS).size_bytes
             sizes[parcel.source, parcel.destinations[0]] += size
         return {pair: np.ones(size, np.uint8) for pair, size in sizes.items() if self.rank in pair}
 
@@ -319,7 +320,7 @@ def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list
 def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
     batch = Batch.random(num_samples, num_ranks)
     plan = batch.plan()
-    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens, KEY_LAYOUTS).size_bytes for parcel in plan)
+    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens, BUILT_IN_KEYS).size_bytes for parcel in plan)
     print(
         f"{num_ranks} ranks, {num_samples} groups of {NUM_ANSWERS}, {moved / 1e6:.0f} MB lacking, {num_rounds} rounds\n"
     )

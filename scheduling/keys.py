@@ -13,13 +13,11 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from types import MappingProxyType
-from typing import TypeVar
 
-Declared = TypeVar("Declared")
-
-DTYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64")
-"""Types that travel between processes as they are."""
+DTYPES = MappingProxyType({"bool": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "float32": 4, "float64": 8})
+"""Types that travel between processes as they are, and the bytes of a number."""
 
 
 class KeyLayout(StrEnum):
@@ -72,8 +70,24 @@ class Key:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "shape", tuple(shape))
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return DTYPES[self.dtype]
 
-BUILT_IN_KEYS: Mapping[str, Key] = MappingProxyType(
+    def length(self, num_tokens: int) -> int:
+        """Numbers of an answer of so many tokens."""
+        return self.lengths((num_tokens,))[0]
+
+    def lengths(self, num_tokens: Sequence[int]) -> list[int]:
+        """The same of several answers."""
+        lengths = self.layout.lengths(num_tokens)
+        return [length * prod(self.shape) for length in lengths] if self.shape else lengths
+
+
+DeclaredKeys = Mapping[str, Key]
+
+BUILT_IN_KEYS: DeclaredKeys = MappingProxyType(
     {
         key.name: key
         for key in (
@@ -180,8 +194,8 @@ def built_in(*names: str) -> tuple[Key, ...]:
     return tuple(find_declared(name, BUILT_IN_KEYS) for name in names)
 
 
-def find_declared(name: str, table: Mapping[str, Declared]) -> Declared:
-    """What a table says of a key.
+def find_declared(name: str, table: DeclaredKeys) -> Key:
+    """What a table says of a key; of one that was renamed, by its former name.
 
     Raises:
         ValueError: if it does not have it.
@@ -193,7 +207,7 @@ def find_declared(name: str, table: Mapping[str, Declared]) -> Declared:
     return table[name]
 
 
-def merge_keys(declared: Iterable[Key]) -> dict[str, Key]:
+def merge_keys(declared: Iterable[Key]) -> DeclaredKeys:
     """All built-in keys and those declared besides, by name.
 
     Raises:

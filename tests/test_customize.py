@@ -15,7 +15,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.registry import load_experiment
 from corral.experiments.specs import graph_keys
 from corral.launcher.submit.prepare import prepare
-from corral.scheduling.keys import BUILT_IN_KEYS, Key
+from corral.scheduling.keys import BUILT_IN_KEYS, Key, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.base import check_call, compute_logprobs
 from corral.workers.algorithms.call_trial import keys_of_interface
@@ -23,7 +23,7 @@ from corral.workers.algorithms.check import check_file, main
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.algorithms.preferences import DPOInterface
-from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from corral.workers.data.sequence_sample import SequenceSample
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.workers.algorithms.small_engine import SmallEngine
 from tests.workers.backends.training_helpers import make_sample
@@ -170,7 +170,7 @@ def test_a_key_of_ones_own_goes_from_an_interface_through_the_plan_to_an_advanta
     sample = judged(engine)
     made = interface.inference(engine, sample.select_keys(call.input_keys))["surprise"]
     # The store of a rank knows the plan's keys, a rank without samples among them.
-    table = key_specs(keys)
+    table = merge_keys(keys)
     sample = SequenceSample.gather([sample], specs=table).with_key("surprise", made)
     assert SequenceSample.gather([], keys=["surprise"], specs=table).data["surprise"].dtype == np.float32
 

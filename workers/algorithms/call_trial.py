@@ -15,7 +15,7 @@ import torch
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.inputs.users_code import CallQuestion, Declared
 from corral.experiments.worker_specs import Head
-from corral.scheduling.keys import EPISODES
+from corral.scheduling.keys import EPISODES, merge_keys
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import check_call
@@ -24,7 +24,7 @@ from corral.workers.backends.base import LOSS_MASK
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.token_scores import TokenScores
-from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.user_code.trials import UntriedError
 
 _LENGTHS = ((5, 7), (6, 5))
@@ -75,7 +75,7 @@ def try_call(question: CallQuestion) -> None:
 
 def _sample(question: CallQuestion) -> SequenceSample:
     """What the graph gives the call, by the interface's names."""
-    specs = key_specs(question.declared)
+    specs = merge_keys(question.declared)
     names = {key: question.call.input_key_remap.get(key, key) for key in ("input_ids", *question.call.input_keys)}
     rng = np.random.default_rng(0)
     groups = [

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, TEMPERATURES, KeyLayout
+from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, TEMPERATURES, KeyLayout, find_declared
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
-from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.shared_prompts.rows import (
     Beginnings,
     PromptGroup,
@@ -138,7 +138,9 @@ def make_micro_batches(
             if key not in FOR_PEOPLE
         }
         if ROUTED_EXPERTS in tensors:
-            tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(-1, *key_spec(ROUTED_EXPERTS, sample.specs).shape)
+            tensors[ROUTED_EXPERTS] = tensors[ROUTED_EXPERTS].view(
+                -1, *find_declared(ROUTED_EXPERTS, sample.specs).shape
+            )
         groups = None if beginnings is None else groups_of_row(answers, lengths, prompts, beginnings)
         row = [lengths[answer] for answer in answers]
         yield pack_row(answers, row, tensors, device, groups=groups, top_k=top_k, temperature=temperature)
@@ -151,7 +153,7 @@ def _padding_tensors(sample: SequenceSample) -> dict[str, Tensor]:
     """One answer of zeros in every key of the sample, so that losses see the same keys in padding as elsewhere."""
     tensors = {"input_ids": torch.zeros(_PADDING_TOKENS, dtype=torch.int64)}
     for key in sample.data.keys() - {"input_ids", ROUTED_EXPERTS, *FOR_PEOPLE}:
-        spec = key_spec(key, sample.specs)
+        spec = find_declared(key, sample.specs)
         tensors[key] = torch.as_tensor(np.zeros(spec.length(_PADDING_TOKENS), spec.dtype))
     return tensors
 

@@ -22,64 +22,15 @@ Arrays are numpy: what an algorithm computes with torch on the way comes back as
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress, groupby, islice
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import BUILT_IN_KEYS, EPISODES, Key, KeyLayout, find_declared, merge_keys
+from corral.scheduling.keys import BUILT_IN_KEYS, EPISODES, DeclaredKeys, Key, find_declared
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class KeySpec:
-    """Layout and native type of a key: what a receiver needs to know before the bytes arrive."""
-
-    layout: KeyLayout
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...] = ()
-    """Of the value at each place, see `Key`."""
-
-    @classmethod
-    def of(cls, key: Key) -> "KeySpec":
-        """The same declaration, for arrays."""
-        return cls(key.layout, np.dtype(key.dtype), key.shape)
-
-    def length(self, num_tokens: int) -> int:
-        """Numbers of an answer of so many tokens."""
-        return self.lengths((num_tokens,))[0]
-
-    def lengths(self, num_tokens: Sequence[int]) -> list[int]:
-        """The same of several answers."""
-        lengths = self.layout.lengths(num_tokens)
-        return [length * prod(self.shape) for length in lengths] if self.shape else lengths
-
-
-KeySpecs = Mapping[str, KeySpec]
-
-KEY_LAYOUTS: KeySpecs = MappingProxyType({name: KeySpec.of(key) for name, key in BUILT_IN_KEYS.items()})
-"""The built-in keys."""
-
-
-def key_specs(declared: Iterable[Key]) -> KeySpecs:
-    """The built-in keys and those that a plan declares besides.
-
-    Raises:
-        ValueError: if one name is declared in two ways.
-    """
-    return MappingProxyType({name: KeySpec.of(key) for name, key in merge_keys(declared).items()})
-
-
-def key_spec(key: str, specs: KeySpecs = KEY_LAYOUTS) -> KeySpec:
-    """The declared layout of `key`.
-
-    Raises:
-        ValueError: if the key is not among those declared.
-    """
-    return find_declared(key, specs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +40,7 @@ class SequenceSample:
     uids: list[str]
     seqlens: dict[str, list[list[int]]]
     data: dict[str, Array]
-    specs: KeySpecs = field(default_factory=lambda: KEY_LAYOUTS)
+    specs: DeclaredKeys = field(default_factory=lambda: BUILT_IN_KEYS)
     """Every key that is declared where this sample is, whether it has it or not; what is made of a sample knows the
     same ones."""
 
@@ -112,7 +63,7 @@ class SequenceSample:
 
     @classmethod
     def from_group(
-        cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]], *, specs: KeySpecs = KEY_LAYOUTS
+        cls, uid: str, answers: Mapping[str, Sequence[npt.ArrayLike]], *, specs: DeclaredKeys = BUILT_IN_KEYS
     ) -> "SequenceSample":
         """One sample from per-answer arrays, cast to the declared types.
 
@@ -128,7 +79,7 @@ class SequenceSample:
         seqlens: dict[str, list[list[int]]] = {}
         data: dict[str, Array] = {}
         for key, values in answers.items():
-            spec = key_spec(key, specs)
+            spec = find_declared(key, specs)
             arrays = _answer_arrays(uid, key, spec, values, num_tokens)
             seqlens[key] = [[array.shape[0] for array in arrays]]
             data[key] = np.concatenate(arrays) if arrays else np.empty(0, spec.dtype)
@@ -142,7 +93,7 @@ class SequenceSample:
         samples: "Sequence[SequenceSample]",
         *,
         keys: Iterable[str] | None = None,
-        specs: KeySpecs | None = None,
+        specs: DeclaredKeys | None = None,
     ) -> "SequenceSample":
         """The samples one after the other; all must hold the same keys, or at least those asked for. One stays a view.
 
@@ -150,7 +101,7 @@ class SequenceSample:
             specs: the keys that are declared; None for those that the first sample knows.
         """
         if specs is None:
-            specs = samples[0].specs if samples else KEY_LAYOUTS
+            specs = samples[0].specs if samples else BUILT_IN_KEYS
         chosen = list(keys) if keys is not None else list(samples[0].seqlens) if samples else []
         for sample in samples:
             missing = [key for key in chosen if key not in sample.seqlens]
@@ -159,7 +110,9 @@ class SequenceSample:
                     f"cannot gather different keys: {samples[0].uids[:1]} has {sorted(samples[0].seqlens)}, "
                     f"{sample.uids[:1]} has {sorted(sample.seqlens)}; name the common keys"
                 )
-        arrays = {key: [s.data[key] for s in samples] or [np.empty(0, key_spec(key, specs).dtype)] for key in chosen}
+        arrays = {
+            key: [s.data[key] for s in samples] or [np.empty(0, find_declared(key, specs).dtype)] for key in chosen
+        }
         return cls(
             [uid for sample in samples for uid in sample.uids],
             {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in chosen},
@@ -224,7 +177,7 @@ class SequenceSample:
             self._specs_after(new_name_by_key),
         )
 
-    def _specs_after(self, new_name_by_key: Mapping[str, str]) -> KeySpecs:
+    def _specs_after(self, new_name_by_key: Mapping[str, str]) -> DeclaredKeys:
         """The declared keys, with those that get a name that nobody declares."""
         new = {name: self.specs[key] for key, name in new_name_by_key.items() if key in self.specs}
         return self.specs if new.keys() <= self.specs.keys() else MappingProxyType({**new, **self.specs})
@@ -251,9 +204,9 @@ class SequenceSample:
         """
         specs = self.specs
         if isinstance(key, Key):
-            specs = specs if specs.get(key.name) == KeySpec.of(key) else {**specs, key.name: KeySpec.of(key)}
+            specs = specs if specs.get(key.name) == key else {**specs, key.name: key}
             key = key.name
-        spec = key_spec(key, specs)
+        spec = find_declared(key, specs)
         lengths = [spec.lengths(group) for group in self.seqlens["input_ids"]]
         return SequenceSample(self.uids, self.seqlens | {key: lengths}, self.data | {key: array}, specs)
 
@@ -292,7 +245,7 @@ class SequenceSample:
 
 
 def _answer_arrays(
-    uid: str, key: str, spec: KeySpec, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
+    uid: str, key: str, spec: Key, values: Sequence[npt.ArrayLike], num_tokens: Sequence[int]
 ) -> list[npt.NDArray[Any]]:
     """The answers' values of one key, cast and checked against their numbers of tokens."""
     if len(values) != len(num_tokens):

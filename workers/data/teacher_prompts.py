@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from corral.scheduling.keys import TEACHER_PROMPT, TEMPERATURES
-from corral.workers.data.sequence_sample import SequenceSample, answer_slices, key_spec
+from corral.scheduling.keys import TEACHER_PROMPT, TEMPERATURES, find_declared
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 
 Mask = npt.NDArray[np.bool_]
 
@@ -34,7 +34,7 @@ def padded_prompt(prompt_ids: Sequence[int], size: int) -> npt.NDArray[np.int32]
 
 def kept_prompts(sample: SequenceSample) -> list[npt.NDArray[np.int32]]:
     """The prompt of each answer that the key `teacher_prompt` has."""
-    (size,) = key_spec(TEACHER_PROMPT, sample.specs).shape
+    (size,) = find_declared(TEACHER_PROMPT, sample.specs).shape
     return [prompt[prompt >= 0] for prompt in sample.data[TEACHER_PROMPT].reshape(-1, size)]
 
 

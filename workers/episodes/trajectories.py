@@ -26,12 +26,13 @@ from corral.scheduling.keys import (
     TEACHER_PROMPT,
     TEMPERATURES,
     Key,
+    merge_keys,
     remarks_key,
     reward_parts_key,
     teacher_prompt_key,
 )
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
-from corral.workers.data.sequence_sample import SequenceSample, key_specs
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import Rows, nothing_known
@@ -157,7 +158,7 @@ def make_sample(
     if experts is not None:
         declared.append(experts.key)
         values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
-    return SequenceSample.from_group(uid, values, specs=key_specs(declared))
+    return SequenceSample.from_group(uid, values, specs=merge_keys(declared))
 
 
 def version_spans(branch: Branch) -> list[VersionSpan]:

@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.keys import BUILT_IN_KEYS, DeclaredKeys, find_declared, merge_keys
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops
 from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpecs, key_spec, key_specs
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.requests.messages import (
@@ -79,7 +79,7 @@ class MeshCalls:
     def __post_init__(self) -> None:
         spec, graph = self.spec, self.graph
         self._dealer = Dealer(spec, graph)
-        self._transfers = TransferPlanner(self.gang.host_by_rank(), key_specs(spec.declared_keys))
+        self._transfers = TransferPlanner(self.gang.host_by_rank(), merge_keys(spec.declared_keys))
         meshes = {call.model_name: spec.mesh(call.model_name) for call in graph.calls}
         self._ranks_of_shares = {
             name: [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)] for name, mesh in meshes.items()
@@ -277,7 +277,7 @@ class TransferPlanner:
     """Plans the transfers of one trainer epoch, and numbers their parcels."""
 
     host_by_rank: Mapping[int, str]
-    specs: KeySpecs = field(default_factory=lambda: KEY_LAYOUTS)
+    specs: DeclaredKeys = field(default_factory=lambda: BUILT_IN_KEYS)
     """Every key that the plan knows."""
     _next_tag: int = 0
     _coefficients: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
@@ -328,9 +328,9 @@ class TransferPlanner:
         """Bytes of some keys of a sample: a number per token and one per answer, whatever the keys."""
         names = tuple(keys)
         if names not in self._coefficients:
-            specs = [key_spec(name, self.specs) for name in names]
-            per_answer = sum(spec.dtype.itemsize * spec.length(0) for spec in specs)
-            per_token = sum(spec.dtype.itemsize * spec.length(1) for spec in specs) - per_answer
+            declared = [find_declared(name, self.specs) for name in names]
+            bytes_of = [sum(key.itemsize * key.length(tokens) for key in declared) for tokens in (0, 1)]
+            per_answer, per_token = bytes_of[0], bytes_of[1] - bytes_of[0]
             self._coefficients[names] = per_token, per_answer
         per_token, per_answer = self._coefficients[names]
         return per_token * sum(sample.num_tokens) + per_answer * len(sample.num_tokens)

@@ -25,16 +25,17 @@ from typing import Any
 import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torch.distributed, but not for type checkers
 
+from corral.scheduling.keys import DeclaredKeys, find_declared
 from corral.scheduling.redistribution import Parcel
-from corral.workers.data.sequence_sample import Array, KeySpecs, SequenceSample, key_spec
+from corral.workers.data.sequence_sample import Array, SequenceSample
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes, HostMemory, NotSharedError, meet_neighbours
 from corral.workers.model.network import Network, TransferError
 
 
-def keys_in_order(parcel: Parcel, specs: KeySpecs) -> list[str]:
+def keys_in_order(parcel: Parcel, specs: DeclaredKeys) -> list[str]:
     """The parcel's keys as they travel."""
-    return sorted(parcel.keys, key=lambda key: (-key_spec(key, specs).dtype.itemsize, key))
+    return sorted(parcel.keys, key=lambda key: (-np.dtype(find_declared(key, specs).dtype).itemsize, key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,13 @@ class IncomingParcel:
     """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
     kinds: list[tuple[np.dtype[Any], int]]
     """The type and the number of values of each array, in the order in which they travel."""
-    specs: KeySpecs
+    specs: DeclaredKeys
     """Of all keys that are declared."""
 
     @classmethod
-    def expected(cls, parcel: Parcel, num_tokens: Mapping[str, Sequence[int]], declared: KeySpecs) -> "IncomingParcel":
+    def expected(
+        cls, parcel: Parcel, num_tokens: Mapping[str, Sequence[int]], declared: DeclaredKeys
+    ) -> "IncomingParcel":
         """
         Raises:
             ValueError: if the length of a sample is not stated.
@@ -62,7 +65,8 @@ class IncomingParcel:
         counting = {(spec.layout, spec.shape): spec for spec in specs.values()}
         lengths = {way: [spec.lengths(num_tokens[uid]) for uid in parcel.uids] for way, spec in counting.items()}
         seqlens = {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()}
-        kinds = [(specs[key].dtype, sum(of_uid)) for key, of_key in seqlens.items() for of_uid in of_key]
+        dtypes = {key: np.dtype(spec.dtype) for key, spec in specs.items()}
+        kinds = [(dtypes[key], sum(of_uid)) for key, of_key in seqlens.items() for of_uid in of_key]
         return cls(parcel, seqlens, kinds, declared)
 
     @property

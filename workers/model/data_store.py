@@ -13,14 +13,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
+from corral.scheduling.keys import BUILT_IN_KEYS, DeclaredKeys
+from corral.workers.data.sequence_sample import Array, SequenceSample
 from corral.workers.model.host_memory import HostMemory
 
 
 class DataStore:
     """Samples by uid; the stream's thread puts arrivals in while the main thread computes on others."""
 
-    def __init__(self, specs: KeySpecs = KEY_LAYOUTS) -> None:
+    def __init__(self, specs: DeclaredKeys = BUILT_IN_KEYS) -> None:
         """
         Args:
             specs: every key that the plan knows.

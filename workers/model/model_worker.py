@@ -42,8 +42,8 @@ from transformers.utils import logging as transformers_logging
 from corral.experiments.config.rollout import told_parts
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
+from corral.scheduling.keys import merge_keys
 from corral.workers.backends.parallel_context import mesh_contexts
-from corral.workers.data.sequence_sample import key_specs
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
@@ -169,7 +169,7 @@ class ModelWorker(Worker):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._spec = context.specification(ModelWorkerSpec)
-        self._store = DataStore(key_specs(self._spec.declared_keys))
+        self._store = DataStore(merge_keys(self._spec.declared_keys))
         self._saves = SavesBehind()
 
     def run(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.scheduling.keys import Key, KeyLayout
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, answer_slices, key_spec, key_specs
+from corral.scheduling.keys import BUILT_IN_KEYS, Key, KeyLayout, merge_keys
+from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 
 group_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 
@@ -131,13 +131,13 @@ def test_repeated_uids_and_differing_keys_are_refused() -> None:
 
 
 def test_every_declared_key_has_a_length_for_an_answer() -> None:
-    assert key_spec("versions").layout is KeyLayout.PER_SHIFTED_TOKEN
+    assert BUILT_IN_KEYS["versions"].layout is KeyLayout.PER_SHIFTED_TOKEN
     assert {layout: layout.length(5) for layout in KeyLayout} == {
         KeyLayout.PER_TOKEN: 5,
         KeyLayout.PER_SHIFTED_TOKEN: 4,
         KeyLayout.PER_ANSWER: 1,
     }
-    assert KEY_LAYOUTS["input_ids"].dtype == np.int32
+    assert BUILT_IN_KEYS["input_ids"].dtype == "int32"
     assert answer_slices([2, 0, 3]) == [slice(0, 2), slice(2, 2), slice(2, 5)]
 
 
@@ -149,7 +149,7 @@ def test_a_key_of_the_users_own_goes_wherever_the_others_go() -> None:
     assert sample.seqlens["difficulty"] == [[1, 1], [1]]
     part = SequenceSample.gather(sample.unpack()[::-1]).select_keys(["difficulty"])
     assert part.data["difficulty"].tolist() == [3.0, 1.0, 2.0]
-    assert part.specs["difficulty"] == key_specs([DIFFICULTY])["difficulty"]
+    assert part.specs["difficulty"] == merge_keys([DIFFICULTY])["difficulty"]
     renamed = part.remap_keys({"difficulty": "hardness"})
     assert renamed.specs["hardness"] == part.specs["difficulty"]
     plain = make_sample([[4], [5], [6]]).unpack()[2]
@@ -158,7 +158,7 @@ def test_a_key_of_the_users_own_goes_wherever_the_others_go() -> None:
 
 
 def test_a_table_of_declared_keys_reads_groups_and_empty_samples() -> None:
-    specs = key_specs([DIFFICULTY])
+    specs = merge_keys([DIFFICULTY])
     group = SequenceSample.from_group("0:a", {"input_ids": [[1, 2]], "difficulty": [0.5]}, specs=specs)
     assert group.data["difficulty"].dtype == np.float32
     nothing = SequenceSample.gather([], keys=["input_ids", "difficulty"], specs=specs)
@@ -177,14 +177,16 @@ def test_a_key_whose_values_are_arrays_is_cut_with_the_tokens_that_they_belong_t
     pairs = Key("pairs", "per_token", "int16", (3, 2))
     rows = [np.arange(length * 6).reshape(length, 3, 2) + 100 * length for length in (4, 2)]
     sample = SequenceSample.from_group(
-        "0:a", {"input_ids": [[1, 2, 3, 4], [5, 6]], "pairs": rows}, specs=key_specs([pairs])
+        "0:a", {"input_ids": [[1, 2, 3, 4], [5, 6]], "pairs": rows}, specs=merge_keys([pairs])
     )
     assert sample.seqlens["pairs"] == [[24, 12]] and sample.data["pairs"].dtype == np.int16
     second = sample.select_answers([1])
     np.testing.assert_array_equal(second.data["pairs"].reshape(-1, 3, 2), rows[1])
     assert_same(sample.select_keys(["input_ids"]).with_key(pairs, sample.data["pairs"]), sample)
     with pytest.raises(ValueError, match="needs 12 values for 2 tokens"):
-        SequenceSample.from_group("0:a", {"input_ids": [[5, 6]], "pairs": [np.zeros((2, 2))]}, specs=key_specs([pairs]))
+        SequenceSample.from_group(
+            "0:a", {"input_ids": [[5, 6]], "pairs": [np.zeros((2, 2))]}, specs=merge_keys([pairs])
+        )
 
 
 @given(shape=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=4))

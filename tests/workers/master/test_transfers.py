@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from corral.scheduling.keys import BUILT_IN_KEYS
 from corral.scheduling.redistribution import Parcel
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.master.calls import TransferPlanner
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import DataTransfer, Give
@@ -62,11 +63,11 @@ def test_nobody_gives_away_what_is_still_on_its_way_to_it() -> None:
     assert planner.plan([((2,), buffer.find(["0:a"]))], KEYS).gives.keys() == {1}
 
 
-@pytest.mark.parametrize("key", sorted(KEY_LAYOUTS))
+@pytest.mark.parametrize("key", sorted(BUILT_IN_KEYS))
 def test_sizes_are_those_of_the_arrays(key: str) -> None:
     ids: list[list[int]] = [[1] * 5, [1] * 3]
     sample = SequenceSample.from_group("0:a", {"input_ids": ids})
-    layout, dtype = KEY_LAYOUTS[key].layout, KEY_LAYOUTS[key].dtype
+    layout, dtype = BUILT_IN_KEYS[key].layout, BUILT_IN_KEYS[key].dtype
     values = np.zeros(sum(layout.length(len(answer)) for answer in ids), dtype)
     buffer = buffer_of({"0:a": 0}, ("input_ids", key))
     transfers = TransferPlanner({0: "A", 1: "A"}).plan([((1,), buffer.find(["0:a"]))], (key,))

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from corral.scheduling.keys import BUILT_IN_KEYS, DeclaredKeys
 from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, Array, KeySpecs, SequenceSample
+from corral.workers.data.sequence_sample import Array, SequenceSample
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.network import Network
@@ -30,7 +31,7 @@ class Rank:
 
 @contextmanager
 def connected_ranks(
-    hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoch: int = 1, specs: KeySpecs = KEY_LAYOUTS
+    hosts: Sequence[str], *, timeout_s: float = DEADLINE_S, epoch: int = 1, specs: DeclaredKeys = BUILT_IN_KEYS
 ) -> Iterator[list[Rank]]:
     """Ranks that have begun an epoch together; those of one host share memory."""
     rendezvous = dist.HashStore()
@@ -79,12 +80,12 @@ def on_all(ranks: Sequence[Rank], act: Callable[[int, Rank], None]) -> None:
 
 
 def random_sample(
-    uid: str, lengths: Sequence[int], keys: Sequence[str], specs: KeySpecs = KEY_LAYOUTS
+    uid: str, lengths: Sequence[int], keys: Sequence[str], specs: DeclaredKeys = BUILT_IN_KEYS
 ) -> SequenceSample:
     """Bits of every kind: not-a-numbers, huge token ids, and true where a bool is."""
     rng = np.random.default_rng(abs(hash((uid, *lengths))) % 2**32)
     seqlens = {key: [[specs[key].length(tokens) for tokens in lengths]] for key in keys}
-    data = {key: _bits(rng, specs[key].dtype, sum(seqlens[key][0])) for key in keys}
+    data = {key: _bits(rng, np.dtype(specs[key].dtype), sum(seqlens[key][0])) for key in keys}
     return SequenceSample([uid], seqlens, data, specs)
 
 

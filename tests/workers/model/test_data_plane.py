@@ -10,15 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corral.scheduling.keys import KeyLayout
+from corral.scheduling.keys import BUILT_IN_KEYS, Key
 from corral.scheduling.redistribution import Demand, Parcel
 from corral.workers.backends.parallel_context import connect_store, host_store
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, KeySpec, SequenceSample
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.network import TransferError
@@ -34,11 +33,11 @@ from tests.workers.model.planes import (
 )
 
 WIDE = {
-    "test_positions": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int64)),
-    "test_bfloat16_values": KeySpec(KeyLayout.PER_SHIFTED_TOKEN, np.dtype(np.uint16)),
-    "test_experts": KeySpec(KeyLayout.PER_TOKEN, np.dtype(np.int16), (2, 3)),
+    "test_positions": Key("test_positions", "per_token", "int64"),
+    "test_halves": Key("test_halves", "per_shifted_token", "int16"),
+    "test_experts": Key("test_experts", "per_token", "int16", (2, 3)),
 }
-SPECS = {**KEY_LAYOUTS, **WIDE}
+SPECS = {**BUILT_IN_KEYS, **WIDE}
 KEYS = ("input_ids", "prompt_mask", "old_logprobs", "rewards", *WIDE)
 UIDS = ("0:a", "0:b", "0:c", "0:d", "0:e")
 LAYOUTS = {"apart": "ABCD", "together": "AAAA", "pairs": "AABB"}

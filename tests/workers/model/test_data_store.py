@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample
+from corral.scheduling.keys import BUILT_IN_KEYS
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.model.data_store import DataStore
 
 
@@ -27,7 +28,7 @@ def test_keys_of_a_sample_accumulate() -> None:
     sample = SequenceSample.gather([make_sample("0:a", [2, 3]), make_sample("0:b", [4])])
     store.put(sample)
     store.put(sample.with_key("proximal_logprobs", np.arange(6, dtype=np.float32)).select_keys(["proximal_logprobs"]))
-    assert {key for key in KEY_LAYOUTS if store.holds("0:a", key)} == {"input_ids", "rewards", "proximal_logprobs"}
+    assert {key for key in BUILT_IN_KEYS if store.holds("0:a", key)} == {"input_ids", "rewards", "proximal_logprobs"}
     assert not store.holds("0:z", "rewards")
     assert np.asarray(store.gather(["0:b"], ["proximal_logprobs"]).data["proximal_logprobs"]).tolist() == [
         3.0,

@@ -12,7 +12,7 @@ import torch
 
 from corral.experiments.config.model import LoraConfig, ModelConfig
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
-from corral.scheduling.keys import Key, built_in
+from corral.scheduling.keys import BUILT_IN_KEYS, Key, built_in, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.interfaces import InterfaceSettings
@@ -23,7 +23,7 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.checkpoint.durable_file import no_progress
 from corral.workers.checkpoint.file_delta import read_header
 from corral.workers.checkpoint.manifest import write_manifest
-from corral.workers.data.sequence_sample import KEY_LAYOUTS, SequenceSample, key_specs
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.models import Models
@@ -114,7 +114,7 @@ def test_outputs_lie_beside_the_inputs_under_the_name_that_the_graph_gives_them(
     models = models_of(folder, store)
     initialize(models, folder / "actor")
     models.inference(Inference(mfc="ref_inf", uids=UIDS))
-    assert {key for key in KEY_LAYOUTS if store.holds("0:1", key)} == {"input_ids", "prompt_mask", "ref_logprobs"}
+    assert {key for key in BUILT_IN_KEYS if store.holds("0:1", key)} == {"input_ids", "prompt_mask", "ref_logprobs"}
     held = store.gather(["0:1"], ["input_ids", "ref_logprobs"])
     ids = torch.from_numpy(np.asarray(held.data["input_ids"], dtype=np.int64))
     with torch.no_grad():
@@ -353,7 +353,7 @@ def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> 
             },
         )
     )
-    store = DataStore(key_specs([NUM_TOKENS, DOUBLED]))
+    store = DataStore(merge_keys([NUM_TOKENS, DOUBLED]))
     store.put(SAMPLE.select_keys(["input_ids"]))
     models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0)
     initialize(models, folder / "actor")
@@ -371,7 +371,7 @@ def test_a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them(f
     counted |= {"output_keys": ("lengths",), "output_key_remap": {"num_tokens": "lengths"}}
     doubled |= {"output_keys": ("doubled",), "input_key_remap": {"lengths": "num_tokens"}}
     calls = [ModelFunctionCall.model_validate(common | fields) for fields in (counted, doubled)]
-    store = DataStore(key_specs([NUM_TOKENS, DOUBLED, Key("lengths", "per_answer", "float32")]))
+    store = DataStore(merge_keys([NUM_TOKENS, DOUBLED, Key("lengths", "per_answer", "float32")]))
     store.put(SAMPLE.select_keys(["input_ids"]))
     models = Models(specification(folder).model_copy(update={"calls": calls}), store, PLACES, seed=0)
     initialize(models, folder / "actor")
