@@ -314,7 +314,7 @@ def on_this_machine() -> Iterator[str]:
                     "rollout.max_head_offpolicyness": policy.eta,
                     "rollout.max_concurrent_rollouts": min(policy.eta + 1, 2) * 8,
                     "control.commit_every_steps": 5,
-                    "evaluation.every_steps": 1000,
+                    "evaluation": "null",  # whose answers are no prompts
                     **window,
                 },
             )
