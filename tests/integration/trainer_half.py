@@ -356,5 +356,5 @@ class _Answering:
         await self._sender.put(finished, sample.data)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
-        if kind == "stale":
+        if kind in ("stale", "not_finite"):
             self._rejected.append(uid_of_delivery(delivery))

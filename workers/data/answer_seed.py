@@ -1,6 +1,6 @@
 """Which random numbers make an answer: they follow from the trial's seed, its prompt and the train step it is for.
 
-    (trial seed, step, call, answer, prompt) --> sampling seed --> with its position, the random number of each token
+    (trial seed, prompt, step, tries, call, answer) --> sampling seed --> with its position, a token's random number
 
 Whoever generates derives the same seeds, a rollout worker or a model worker with `generate` in the graph; and again
 after a stop or a failure, for nothing of when or by whom an answer was asked for is part of them.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Draws:
     """The random numbers of the answers to a prompt.
 
-    What came too late to be trained on is made anew for a later step, with other answers: it does not come back token
-    by token.
+    What could not be trained on does not come back token by token: what came too late is made anew for a later step,
+    and what had no finite loss by a further try.
     """
 
     trial_seed: int
@@ -24,6 +24,8 @@ class Draws:
     """Its uid, or another name."""
     step: int
     """The train step, from 0, that the answers are for."""
+    tries: int = 0
+    """How often answers to it have had no finite loss."""
 
     def seed(self, answer: int, *, call: int = 0) -> int:
         """The sampling seed of one answer, in [0, 2**63) as generation servers take it.
@@ -32,7 +34,7 @@ class Draws:
             answer: which one of the group.
             call: how many groups were sampled for this prompt before; an agent may ask several times.
         """
-        name = f"{self.trial_seed}/{self.step}/{call}/{answer}/{self.prompt}"
+        name = f"{self.trial_seed}/{self.step}/{self.tries}/{call}/{answer}/{self.prompt}"
         return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
 
     def seeds(self, group_size: int) -> list[int]:

@@ -95,8 +95,7 @@ async def served_problems(
             prompts,
             await open_player(stack, rollout, judge, prompts),
             config=rollout,
-            trial_seed=request.seed,
             group_size=1,
             max_prompt_tokens=request.evaluation.dataset.max_prompt_tokens,
         )
-        yield HeldOutProblems(request.evaluation, {"": rows}, groups), ended
+        yield HeldOutProblems(request.evaluation, {"": rows}, groups, seed=request.seed), ended

@@ -20,7 +20,7 @@ none is trained twice is the master's business (`SequenceBuffer.put`): a prompt 
 time. Pure.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -124,6 +124,8 @@ class Admission:
         self._unknown: dict[str, None] = {}
         """Those who waited when it was forgotten what they have."""
         self._awaited: set[str] = set()
+        self._tries = Counter[str]()
+        """How often answers to a prompt have had no finite loss."""
         self._version: PolicyVersion | None = None
         self._prompts = PromptQueue(passes, is_settled=self._is_settled)
 
@@ -206,7 +208,7 @@ class Admission:
             self._waiting.remove(worker)
             holder = self._holders[worker]
             holder.running[uid] = order
-            holder.last = Allocation(uid=uid, order=order, due_step=due_step)
+            holder.last = Allocation(uid=uid, order=order, due_step=due_step, tries=self._tries[uid])
             yield worker, holder.last
 
     def finish(self, worker: str, uid: str, *, order: int, outcome: Outcome) -> None:
@@ -219,7 +221,9 @@ class Admission:
         is_in_spool = self._gate.order_of(uid) is None and self._spooled.get(uid) == worker  # as given up
         if self._is_committed(uid) or not (is_in_spool or self._gate.order_of(uid) == order):
             return
-        if outcome == "again":
+        if outcome in ("again", "otherwise"):
+            if outcome == "otherwise":
+                self._tries[uid] += 1
             self._free(uid)
             return
         self._spooled[uid] = worker
@@ -334,3 +338,4 @@ class Admission:
             self._gate.drop(uid)  # where two had it, the one who finished it has a place
         for uid in (*trained, *dropped):
             self._spooled.pop(uid, None)
+            self._tries.pop(uid, None)

@@ -192,8 +192,15 @@ class MeshCalls:
         if call.call_type is CallType.TRAIN_STEP:
             return TrainStep(mfc=call.name, uids=uids, take=take, offloads=offloads, version=version, reports=reports)
         if call.call_type is CallType.GENERATE:
-            orders, tag = [sample.order for sample in samples], str(self.lineage.version(version))
-            return Generate(mfc=call.name, uids=uids, take=take, offloads=offloads, orders=orders, version=tag)
+            return Generate(
+                mfc=call.name,
+                uids=uids,
+                take=take,
+                offloads=offloads,
+                orders=[sample.order for sample in samples],
+                tries=[sample.tries for sample in samples],
+                version=str(self.lineage.version(version)),
+            )
         return Inference(mfc=call.name, uids=uids, take=take, offloads=offloads)
 
 

@@ -19,7 +19,6 @@ knows their versions. `require_trainable` carries that guarantee; that `ReadySam
 gate, are optimisations that make rejections rare.
 """
 
-import itertools
 import logging
 import math
 from array import array
@@ -29,7 +28,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -71,6 +70,8 @@ class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """Reason of a sample that has no answers to train on, such as a failed reward."""
     scalars: Mapping[str, float] = {}
     """Statistics of its episodes, if it has any."""
+    tries: int = 0
+    """How often answers to it, a prompt, have had no finite loss."""
     places: Places = _NOWHERE
     """Where each key lies; the only thing that changes, and only the buffer and `note_held` change it."""
 
@@ -263,10 +264,11 @@ class DatasetSource:
     next_order: int | None = None
     """Of prompts, which a call of the graph turns into samples: the number of the next one. None for rows as they are.
 
-    Every issue of a prompt has an order of its own, and with it other answers; the first of a trial has 0, as the first
-    that rollout workers are admitted with.
+    Every issue of a prompt has an order of its own; the first of a trial has 0, as the first that rollout workers are
+    admitted with.
     """
     _given_back: deque[str] = field(default_factory=deque, init=False)
+    _tries: Counter[str] = field(default_factory=Counter, init=False)
 
     async def poll(self, *, version: int, remaining: int) -> list[str] | None:
         batch: list[str] = []
@@ -293,13 +295,14 @@ class DatasetSource:
     async def _samples(self, uids: Sequence[str]) -> list[BufferedSample]:
         if self.next_order is None:
             return await self.holders.load_rows(uids)
-        samples = list(map(_prompt, uids, itertools.count(self.next_order)))
+        numbered = enumerate(uids, start=self.next_order)
         self.next_order += len(uids)
-        return samples
+        return [_prompt(uid, order, tries=self._tries[uid]) for order, uid in numbered]
 
     async def give_back(self, batch: Sequence[str]) -> None:
         self.holders.clear(self.buffer.release(batch))
         self._given_back.extend(batch)
+        self._tries.update(batch)
 
     async def note_trained(self, batch: Sequence[str]) -> None:
         """The order of rows does not follow from it."""
@@ -311,9 +314,10 @@ class DatasetSource:
         return ()
 
 
-def _prompt(uid: str, order: int) -> BufferedSample:
+def _prompt(uid: str, order: int, *, tries: int) -> BufferedSample:
     """A prompt without answers: no rank holds anything of it."""
-    return BufferedSample(uid=uid, order=order, owner=0, num_tokens=[], versions=frozenset(), keys=frozenset())
+    nothing = frozenset[Any]()
+    return BufferedSample(uid=uid, order=order, owner=0, num_tokens=[], versions=nothing, keys=nothing, tries=tries)
 
 
 @dataclass(slots=True)
@@ -352,7 +356,7 @@ class TrajectorySource:
         return list(decision.batch) if decision.batch else None
 
     async def give_back(self, batch: Sequence[str]) -> None:
-        await self._give_up(batch)  # answered anew: the same tokens would give the same loss
+        await self.holders.reject(self.buffer.release(batch), "not_finite")
 
     async def note_trained(self, batch: Sequence[str]) -> None:
         if self.dealt is not None:

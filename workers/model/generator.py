@@ -39,7 +39,7 @@ from corral.workers.episodes.stops import stopper
 from corral.workers.episodes.trajectories import group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.requests.messages import SampleMetadata
+from corral.workers.requests.messages import Generate, SampleMetadata
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
 from corral.workers.sandbox.curtain import Curtain
 
@@ -67,6 +67,7 @@ class _Prompt:
     row: DatasetRow
     token_ids: list[int]
     teacher_prompt: npt.NDArray[np.int32] | None
+    draws: Draws
 
     def dropped(self, because: str, *, version: str, cause: str = "") -> Generated:
         described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
@@ -110,16 +111,10 @@ class Generator:
         self._has_judged = False
         self._num_failed = 0
 
-    def generate(
-        self, model: nn.Module, uids: Sequence[str], orders: Sequence[int], *, version: str
-    ) -> list[Generated]:
-        """A group of answers for each prompt; every rank that holds a part of the model calls it, be it without any.
-
-        Args:
-            orders: admission number of each prompt.
-            version: tag of the model's weights.
-        """
-        read = [self._read(uid, order, version=version) for uid, order in zip(uids, orders, strict=True)]
+    def generate(self, model: nn.Module, request: Generate) -> list[Generated]:
+        """A group of answers for each prompt; every rank that holds a part of the model calls it, be it without any."""
+        version, each = request.version, zip(request.uids, request.orders, request.tries, strict=True)
+        read = [self._read(uid, order, tries, version=version) for uid, order, tries in each]
         prompts = [one for one in read if isinstance(one, _Prompt)]
         was_training = model.training
         model.eval()
@@ -135,7 +130,7 @@ class Generator:
         self._require_a_reward(made, version=version)
         return [*made, *(one for one in read if isinstance(one, Generated))]
 
-    def _read(self, uid: str, order: int, *, version: str) -> "_Prompt | Generated":
+    def _read(self, uid: str, order: int, tries: int, *, version: str) -> "_Prompt | Generated":
         """A prompt; dropped, if its row is broken or too long."""
         try:
             row = self._rows[split_uid(uid)[1]]
@@ -149,7 +144,8 @@ class Generator:
         except ValueError as error:
             because = f"{BAD_ROW}: {error}"
             return Generated(SampleMetadata(uid, (), [], (version,), order, dropped_because=because), None)
-        return _Prompt(uid, order, row, ids, told)
+        draws = Draws(self._seed, uid, PolicyVersion.parse(version).step, tries)
+        return _Prompt(uid, order, row, ids, told, draws)
 
     def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
         """UserCodeError if the reward has failed on everything since the trial began."""
@@ -167,7 +163,7 @@ class Generator:
     def _answers(
         self, decoder: Decoder, prompts: Sequence[_Prompt], *, version: str
     ) -> list[list[PartialAnswer | None]]:
-        generation, step = self._generation, PolicyVersion.parse(version).step
+        generation = self._generation
         requests = [
             GenerationRequest(
                 request_id=f"{number}/{answer}",
@@ -176,7 +172,7 @@ class Generator:
                 experts_from=None if generation.experts is None else 0,
             )
             for number, prompt in enumerate(prompts)
-            for answer, seed in enumerate(Draws(self._seed, prompt.uid, step).seeds(generation.group_size))
+            for answer, seed in enumerate(prompt.draws.seeds(generation.group_size))
         ]
         running = generation.max_running_requests
         outputs = generate_all(decoder, requests, batch_size=running, seed=self._seed, version=version)

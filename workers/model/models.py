@@ -327,7 +327,7 @@ class Models:
         call = self._calls[request.mfc]
         model = self._models[call.model_name]
         assert self._generator is not None, f"call {call.name} generates, and the plan does not say how"
-        made = self._generator.generate(model.engine.model, request.uids, request.orders, version=request.version)
+        made = self._generator.generate(model.engine.model, request)
         if not model.context.is_dp_head:
             return []
         for generated in made:

@@ -32,8 +32,8 @@ class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 WaitingFor = Literal["weights", "reports", "prompts", "staleness", "concurrency"]
 """The trainer's first weights; what other rollout workers have; a prompt, all being dealt; the gate's two limits."""
 
-Outcome = Literal["finished", "dropped", "again"]
-"""In the spool with answers; in the spool as given up; nowhere, and to be issued again."""
+Outcome = Literal["finished", "dropped", "again", "otherwise"]
+"""In the spool with answers; in the spool as given up; nowhere, and to be issued again, or so with other answers."""
 
 
 class HeldOutProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -138,6 +138,8 @@ class Allocation(MessageBody, frozen=True, tag="allocation"):
     """Admission number; None: there is no prompt."""
     due_step: int = 0
     """The train step, from 0, which trains on it at the latest, if in order."""
+    tries: int = 0
+    """How often answers to it have had no finite loss."""
     waiting_for: WaitingFor | Literal[""] = ""
     reason: str = ""
     """Why not, for `rl-status`."""

@@ -27,9 +27,9 @@ from corral.workers.streams.codec import MessageBody
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-Rejection = Literal["stale", "consumed", "dropped", "duplicate"]
-"""stale: generate it again. consumed: it was trained on. dropped: nobody trains on its prompt. duplicate: an earlier
-copy is held."""
+Rejection = Literal["stale", "not_finite", "consumed", "dropped", "duplicate"]
+"""stale: generate it again. not_finite: the same, with other answers. consumed: it was trained on. dropped: nobody
+trains on its prompt. duplicate: an earlier copy is held."""
 
 
 class Fetch(MessageBody, frozen=True, tag="fetch"):
@@ -108,7 +108,9 @@ class Generate(CallRequest, frozen=True, tag="generate"):
     """Answer prompts of the dataset with the present weights of the call's model -> MetadataReply, or OkReply"""
 
     orders: list[int]
-    """Admission number of each prompt; with the trial's seed it decides the random numbers."""
+    """Admission number of each prompt."""
+    tries: list[int]
+    """How often answers to it have had no finite loss."""
     version: str
     """Tag of the weights, "epoch.step"; every token carries it."""
 

@@ -86,7 +86,6 @@ class GroupMaker:
     """None where the agent is the single turn, which needs none."""
     _: KW_ONLY
     config: RolloutConfig
-    trial_seed: int
     group_size: int
     max_prompt_tokens: int
     num_prompts: int = _MAX_FAILED_IN_A_ROW
@@ -104,19 +103,16 @@ class GroupMaker:
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
-        self, uid: str, row: DatasetRow, *, due_step: int
+        self, uid: str, row: DatasetRow, draws: Draws
     ) -> tuple[Sequence[JudgedEpisode], SequenceSample, Mapping[str, float]]:
         """The group of one prompt, with its statistics.
-
-        Args:
-            due_step: the train step, from 0, that it is made for.
 
         Raises:
             PromptFailedError, RowError: the prompt is to be dropped and counted.
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
-            group = await self.attempt(uid, row, Draws(self.trial_seed, uid, due_step))
+            group = await self.attempt(uid, row, draws)
             rewards = [episode.total for episode in group.episodes]
             sample: SequenceSample | None = None
             statistics: dict[str, float] = {}

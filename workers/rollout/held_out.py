@@ -26,14 +26,16 @@ class HeldOutProblems:
     """Held-out problems that a server answers."""
 
     def __init__(
-        self, config: EvaluationConfig, rows: Mapping[str, Mapping[str, DatasetRow]], prompts: GroupMaker
+        self, config: EvaluationConfig, rows: Mapping[str, Mapping[str, DatasetRow]], prompts: GroupMaker, *, seed: int
     ) -> None:
         """
         Args:
             rows: by name of the data set.
             prompts: makes the groups that are trained on.
+            seed: of the trial.
         """
         self._rows = rows
+        self._seed = seed
         self._num_answers = config.answers_per_problem
         self._vote = config.vote
         self._groups = replace(
@@ -52,7 +54,7 @@ class HeldOutProblems:
         Raises:
             RewardHostError: as `GroupMaker.make`.
         """
-        draws = Draws(self._groups.trial_seed, problem.row_id, 0)
+        draws = Draws(self._seed, problem.row_id, 0)
         try:
             row = replace(self._rows[problem.dataset][problem.row_id], temperature=None)  # all are sampled alike
             episodes = (await self._groups.attempt(problem.uid, row, draws)).episodes

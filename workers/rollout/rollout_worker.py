@@ -34,6 +34,7 @@ from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
+from corral.workers.data.answer_seed import Draws
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
     UNTIL_A_COMMIT,
@@ -185,7 +186,6 @@ class RolloutWorker(Worker):
                 journal=TurnJournal(context.trial.turns_path if keeps_on_disk else None),
             ),
             config=spec.rollout,
-            trial_seed=context.plan.seed,
             group_size=spec.group_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
@@ -196,7 +196,8 @@ class RolloutWorker(Worker):
             teacher_prompt_tokens=spec.teacher_prompt_tokens,
         )
         if spec.held_out is not None:
-            self._held_out = HeldOutProblems(spec.held_out.config, self._held_out_rows, self._groups)
+            rows, seed = self._held_out_rows, context.plan.seed
+            self._held_out = HeldOutProblems(spec.held_out.config, rows, self._groups, seed=seed)
 
     def _served_teachers(self) -> ServedTeachers | None:
         if not (endpoints := self._spec.rollout.served_teachers):
@@ -244,7 +245,7 @@ class RolloutWorker(Worker):
                 self._refusal, last = Allocation(), allocation.order
                 prompt = Admitted(allocation.uid, allocation.order, allocation.due_step)
                 self._running[prompt.uid] = prompt
-                tasks.create_task(self._roll_out(prompt))
+                tasks.create_task(self._roll_out(prompt, allocation.tries))
                 self._show()
 
     async def _report(self) -> None:
@@ -259,14 +260,15 @@ class RolloutWorker(Worker):
             )
         )
 
-    async def _roll_out(self, prompt: Admitted) -> None:
+    async def _roll_out(self, prompt: Admitted, tries: int) -> None:
         """One group, from admission to the spool."""
         uid, order = prompt.uid, prompt.order
         dataset_epoch, row_id = split_uid(uid)
+        draws = Draws(self.context.plan.seed, uid, prompt.due_step, tries)
         routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         try:
-            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], due_step=prompt.due_step)
+            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], draws)
         except (PromptFailedError, RowError) as error:
             if isinstance(error, PromptFailedError):
                 reason, told = str(error), dict(error.statistics)
@@ -366,7 +368,7 @@ class RolloutWorker(Worker):
         prompt was dropped, the record has no place any more among those that may be trained."""
         if kind not in UNTIL_A_COMMIT:
             logger.info("record %s was rejected as %s; its prompt is issued again", delivery, kind)
-            self._verdicts.put_nowait((delivery, "again"))
+            self._verdicts.put_nowait((delivery, "otherwise" if kind == "not_finite" else "again"))
         elif kind == "dropped":
             self._verdicts.put_nowait((delivery, "dropped"))
 
@@ -376,7 +378,7 @@ class RolloutWorker(Worker):
             if not self._sender.holds(delivery):
                 continue
             order, uids = order_of_delivery(delivery), [uid_of_delivery(delivery)]
-            for uid in await self._sender.remove(uids) if outcome == "again" else uids:
+            for uid in uids if outcome == "dropped" else await self._sender.remove(uids):
                 tasks.create_task(self._tell_end(uid, order, outcome))
 
     # Helpers

@@ -85,6 +85,17 @@ def test_prompts_are_dealt_in_order_and_those_issued_again_first() -> None:
     assert take_all(admission) == {"0:0": 3, "0:3": 4}
 
 
+def test_a_prompt_that_is_issued_again_gets_other_answers_only_if_the_first_had_no_finite_loss() -> None:
+    admission = opened(batch_size=2)
+    assert take_all(admission) == {"0:0": 0, "0:1": 1}
+    admission.finish(WORKER, "0:0", order=0, outcome="again")
+    again = ask(admission)
+    assert (again.uid, again.order, again.due_step, again.tries) == ("0:0", 2, 0, 0)
+    admission.finish(WORKER, "0:0", order=2, outcome="otherwise")
+    otherwise = ask(admission)
+    assert (otherwise.uid, otherwise.order, otherwise.due_step, otherwise.tries) == ("0:0", 3, 0, 1)
+
+
 def test_a_prompt_that_one_worker_finished_and_another_gave_up_has_no_place_once_it_is_committed_as_dropped() -> None:
     committed = set[str]()
     gate = StalenessGate(batch_size=1, max_staleness=0, max_concurrent=9)

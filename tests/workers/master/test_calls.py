@@ -161,8 +161,8 @@ def test_the_kind_says_what_a_rank_is_asked_and_one_rank_of_a_train_step_reports
 def test_prompts_are_answered_by_a_call_that_generates_with_their_numbers_and_the_tag_of_the_weights() -> None:
     asked = cast(dict[int, Generate], only_request(call(name="actor_gen", call_type="generate", model_name="actor")))
     assert asked == {
-        0: Generate(mfc="actor_gen", uids=["a", "c"], orders=[0, 2], version="1.7"),
-        1: Generate(mfc="actor_gen", uids=["b", "d"], orders=[1, 3], version="1.7"),
+        0: Generate(mfc="actor_gen", uids=["a", "c"], orders=[0, 2], tries=[0, 0], version="1.7"),
+        1: Generate(mfc="actor_gen", uids=["b", "d"], orders=[1, 3], tries=[0, 0], version="1.7"),
     }
 
 

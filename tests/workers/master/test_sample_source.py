@@ -206,13 +206,24 @@ def test_rows_that_were_given_back_come_again_after_all_others() -> None:
     assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:b"]
 
 
+def test_prompts_that_were_given_back_are_to_have_other_answers() -> None:
+    buffer = SequenceBuffer(is_consumed=lambda uid: False)
+    prompts = iter(["0:a", "0:b"])
+    source = DatasetSource(prompts, buffer, Holders(), batch_size=1, on_drop=unexpected, next_order=0)
+    assert asyncio.run(source.poll(version=0, remaining=2)) == ["0:a"]
+    asyncio.run(source.give_back(["0:a"]))
+    assert asyncio.run(source.poll(version=0, remaining=2)) == ["0:b"]
+    assert asyncio.run(source.poll(version=1, remaining=1)) == ["0:a"]
+    assert {uid: (held.order, held.tries) for uid, held in buffer.samples.items()} == {"0:b": (1, 0), "0:a": (2, 1)}
+
+
 def test_trajectories_that_were_given_back_are_answered_anew() -> None:
     holders = Holders()
     source, buffer, _ = source_of(holders, consumed=set(), batch_size=1)
     holders.arrivals = [sample("0:a", version="0.0")]
     assert asyncio.run(source.poll(version=0, remaining=9)) == ["0:a"]
     asyncio.run(source.give_back(["0:a"]))
-    assert holders.rejected == [("0:a", "stale")] and not buffer.samples
+    assert holders.rejected == [("0:a", "not_finite")] and not buffer.samples
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=30), st.integers(0, 2))

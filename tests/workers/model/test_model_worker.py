@@ -150,7 +150,7 @@ ANSWERS: dict[str, Any] = {
     "save_weights": FILES,
 }
 PARCEL = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
-GENERATE = Generate(mfc="actor_gen", uids=["0:a"], orders=[4], version="1.2")
+GENERATE = Generate(mfc="actor_gen", uids=["0:a"], orders=[4], tries=[0], version="1.2")
 INFERENCE = Inference(mfc="ref_inf", uids=["0:a"])
 REALLOCATE = Reallocate(source="actor/0", target="ref/0", eta=0.5)
 

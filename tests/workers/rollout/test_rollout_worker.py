@@ -14,6 +14,7 @@ from corral.experiments.trial.log import TrialLog
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.answer_seed import Draws
+from corral.workers.delivery.messages import VerdictKind
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
 from corral.workers.requests.manager_messages import Allocate, Allocation
@@ -185,13 +186,14 @@ def test_a_disk_that_fails_once_ends_the_worker_and_the_next_one_goes_on(
         rig.run_until(lambda: rig.outcomes() == {"0": "finished"}, "the prompt")
 
 
-def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("verdict", "tries"), [("stale", 0), ("not_finite", 1)])
+def test_a_record_that_is_rejected_is_made_again(tmp_path: Path, verdict: VerdictKind, tries: int) -> None:
     with RolloutRig(tmp_path, ["1+1=", "2+2="], rollout={}) as rig:
 
         def has_second_copy() -> bool:
             names = [header.uid for header in rig.received]
             if len(names) == 2:
-                rig.receiver.verdict(names[0], "stale")
+                rig.receiver.verdict(names[0], verdict)
             return len(names) == 3
 
         rig.run_until(has_second_copy, "the third record")
@@ -200,7 +202,7 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path) -> None:
         assert last.uid != first.uid and last.uid.partition("#")[0] == uid
         of_each = {each: Draws(rig.plan.seed, each, 0).seeds(2) for each in ("0:0", "0:1")}
         assert sorted(rig.server.seeds[:4]) == sorted(sum(of_each.values(), []))
-        assert sorted(rig.server.seeds[4:]) == sorted(of_each[uid]), "it is for the same step"
+        assert sorted(rig.server.seeds[4:]) == sorted(Draws(rig.plan.seed, uid, 0, tries).seeds(2)), "for the same step"
 
 
 def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
