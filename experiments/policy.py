@@ -28,14 +28,14 @@ from corral.experiments.config.model import (
     RewardModelConfig,
 )
 from corral.experiments.config.presets import SHOWING
-from corral.experiments.config.rollout import GenerationConfig, remarks_size, told_parts
+from corral.experiments.config.rollout import GenerationConfig, RewardConfig, remarks_size, told_parts
 from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
 from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
-from corral.experiments.worker_specs import RewardSpec, RoutedExpertsSpec
+from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.keys import (
     EPISODE_KEYS,
     ROUTED_EXPERTS,
@@ -301,7 +301,8 @@ class PolicyExperiment(Experiment):
         return own
 
     def rank_settings(self) -> Mapping[str, Any]:
-        return {"reward": RewardSpec.of(self.rollout), "samples": self.samples}
+        reward = {name: getattr(self.rollout, name) for name in RewardConfig.model_fields}
+        return {"reward": RewardConfig(**reward), "samples": self.samples}
 
     def length_limits(self) -> LengthLimits:
         return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)

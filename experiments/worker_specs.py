@@ -12,10 +12,8 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
-    DEFAULT_REWARD,
     EngineConfig,
-    GenerationConfig,
-    RewardParts,
+    RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SglangConfig,
@@ -121,28 +119,6 @@ class ModelRoleSpec(FrozenConfig):
     def is_held_low(self) -> bool:
         """Whether what products alone read is held in their type, and not in float32."""
         return self.optimizer is None and not self.is_averaged
-
-
-class RewardSpec(FrozenConfig):
-    """Who judges answers, and how long it may take. Without any setting: the exact match."""
-
-    parts: RewardParts = DEFAULT_REWARD
-    """Functions (problem, answer text) -> float, by name."""
-    timeout_s: float = Field(default=15.0, gt=0.0)
-    """Deadline of one call of a part that has none of its own."""
-    retries: int = Field(default=2, ge=0)
-    """Further tries of a call that failed."""
-    processes: int | None = Field(default=None, ge=1)
-    """Calls of a part at a time, each in a process of its own; None is as many as there are CPUs, but 4 to 16."""
-
-    @classmethod
-    def of(cls, config: GenerationConfig) -> "RewardSpec":
-        return cls(
-            parts=config.reward,
-            timeout_s=config.reward_timeout_s,
-            retries=config.reward_retries,
-            processes=config.reward_processes,
-        )
 
 
 class BehaviourSpec(FrozenConfig):
@@ -302,7 +278,7 @@ class ModelWorkerSpec(FrozenConfig):
     """Held-out problems; generation servers answer them where there are any."""
     held_out: DatasetSpec | None = None
     """The rows of calls that evaluate on rows; None where there is no such call."""
-    reward: RewardSpec = RewardSpec()
+    reward: RewardConfig = RewardConfig()
     """Who judges held-out answers."""
     behaviour: BehaviourSpec = BehaviourSpec()
     """Who makes the answers that are trained on."""

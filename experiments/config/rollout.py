@@ -150,11 +150,9 @@ class SamplingConfig(FrozenConfig):
         return value
 
 
-class GenerationConfig(FrozenConfig):
-    """How answers are made and judged."""
+class RewardConfig(FrozenConfig):
+    """Who judges answers. Without any setting: the exact match."""
 
-    sampling: SamplingConfig = SamplingConfig()
-    """How answers are sampled."""
     reward: RewardParts = DEFAULT_REWARD
     """The import path of a function (problem, answer text) -> float; or several by name, {right: {function: ..., weight: 1.0}}, whose weighted sum it is. See docs/rewards.md."""  # noqa: E501
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
@@ -163,6 +161,13 @@ class GenerationConfig(FrozenConfig):
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
     reward_processes: int | None = Field(default=None, ge=1)
     """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one. Each part of a reward has its own."""  # noqa: E501
+
+
+class GenerationConfig(RewardConfig):
+    """How answers are made and judged."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
 
     @property
     def asks_judge(self) -> bool:

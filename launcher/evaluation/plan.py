@@ -192,18 +192,13 @@ def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[Generat
     if servers := plan.all_of(GenerationServerSpec):
         return servers[0].model_copy(update={"records_experts": False}), plan.all_of(RolloutWorkerSpec)[0].rollout
     spec = plan.all_of(ModelWorkerSpec)[0]
-    role, reward = spec.roles[0], spec.reward
+    role = spec.roles[0]
     engine = EngineConfig(
         dtype="bfloat16" if role.model.dtype == "bfloat16" else "float32",
         max_total_tokens=max(_CACHE_TOKENS, evaluation.dataset.max_prompt_tokens + evaluation.sampling.max_new_tokens),
     )
-    rollout = RolloutConfig(
-        reward=reward.parts,
-        reward_timeout_s=reward.timeout_s,
-        reward_retries=reward.retries,
-        reward_processes=reward.processes,
-    )
-    return GenerationServerSpec(index=0, initial_weights=role.model.path, engine=engine), rollout
+    server = GenerationServerSpec(index=0, initial_weights=role.model.path, engine=engine)
+    return server, RolloutConfig(**dict(spec.reward))
 
 
 def scheduling_of(plan: RunPlan) -> Scheduling:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.experiments.config.rollout import RolloutConfig
+from corral.experiments.config.rollout import RewardConfig, RolloutConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.errors import ConfigError, display_path
@@ -23,7 +23,7 @@ from corral.experiments.inputs.users_process import as_problem, ask, importing_f
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.mode import has_jobs
-from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RewardSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 
 _MAX_BYTES = 32 * 2**20
@@ -116,7 +116,7 @@ def _import_paths(plan: RunPlan) -> Iterator[str]:
         yield from (part.function for part in worker.rollout.reward.values())
         yield from (worker.rollout.agent, worker.dataset.config.sampler or "")
     for rank in plan.all_of(ModelWorkerSpec):
-        yield from (part.function for part in rank.reward.parts.values())
+        yield from (part.function for part in rank.reward.reward.values())
         yield from (call.implementation for call in rank.calls)
         for role in rank.roles:
             yield from (role.ppo.loss, role.ppo.advantage) if role.ppo is not None else ()
@@ -126,14 +126,14 @@ def _import_paths(plan: RunPlan) -> Iterator[str]:
 def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question:
     if not tries:
         return Question(roots=(users_root(),), import_paths=paths)
-    reward, dataset, rollout = _judged(plan)
+    judge, dataset, rollout = _judged(plan)
     row = _first_row(dataset) if dataset else None
     prompt = row.prompt if row is not None and isinstance(row.prompt, str) else ""
     return Question(
         roots=(users_root(),),
         import_paths=paths,
-        rewards={name: part for name, part in reward.parts.items() if row is not None and part.function in paths},
-        reward_timeout_s=reward.timeout_s,
+        rewards={name: part for name, part in judge.reward.items() if row is not None and part.function in paths},
+        reward_timeout_s=judge.reward_timeout_s,
         problem=row.fields if row else {},
         answers=tuple(dict.fromkeys((*map(str, row.answers if row else ()), prompt, ""))),
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
@@ -151,10 +151,10 @@ def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
         return None  # tasks that were listed, and are not in their file yet
 
 
-def _judged(plan: RunPlan) -> tuple[RewardSpec, DatasetSpec | None, RolloutConfig | None]:
+def _judged(plan: RunPlan) -> tuple[RewardConfig, DatasetSpec | None, RolloutConfig | None]:
     """Who judges, answers to what, and how they are made."""
     for worker in plan.all_of(RolloutWorkerSpec):
-        return RewardSpec.of(worker.rollout), worker.dataset, worker.rollout
+        return worker.rollout, worker.dataset, worker.rollout
     rank = plan.all_of(ModelWorkerSpec)[0]
     return rank.reward, rank.dataset, None
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
 from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig
-from corral.experiments.config.rollout import EngineConfig, RolloutConfig
+from corral.experiments.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.plan import RunPlan, TrialIdentity
 from corral.experiments.trial.attempts import record_attempt
@@ -27,7 +27,6 @@ from corral.experiments.worker_specs import (
     GserverManagerSpec,
     MasterWorkerSpec,
     ModelWorkerSpec,
-    RewardSpec,
     RolloutWorkerSpec,
     SourceSpec,
     WorkerSpec,
@@ -101,7 +100,7 @@ def make_plan(
             takes_samples=True,
             dataset=None,
             evaluation=None,
-            reward=RewardSpec(),
+            reward=RewardConfig(),
             total_steps=3,
         )
         for index in range(model_workers)

@@ -13,10 +13,10 @@ from pathlib import Path
 from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
-from corral.experiments.worker_specs import RewardSpec
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
 from corral.workers.data.prompts import checked_prompts, load_held_out_rows
@@ -36,7 +36,7 @@ class HeldOutProblems:
     """
 
     def __init__(
-        self, config: EvaluationConfig, model: Path, *, reward: RewardSpec, share: slice = slice(None)
+        self, config: EvaluationConfig, model: Path, *, reward: RewardConfig, share: slice = slice(None)
     ) -> None:
         self._rows = list(load_held_out_rows(config.dataset).values())[share]
         encoder = PromptEncoder(model)
@@ -76,7 +76,9 @@ class HeldOutProblems:
 class Evaluator:
     """Evaluates a model on this rank's share of the held-out problems."""
 
-    def __init__(self, config: EvaluationConfig, model: Path, *, reward: RewardSpec, context: ParallelContext) -> None:
+    def __init__(
+        self, config: EvaluationConfig, model: Path, *, reward: RewardConfig, context: ParallelContext
+    ) -> None:
         share = slice(context.dp_rank, None, context.mesh.dims.dp)
         self._problems = {
             f"{name}/" if name else "": HeldOutProblems(

@@ -15,7 +15,6 @@ from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
-from corral.experiments.worker_specs import RewardSpec
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import WrongDevicesError
@@ -56,9 +55,7 @@ async def served_problems(
         access = ServerAccess(
             address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
         )
-        judge = RewardJudge(
-            RewardSpec.of(rollout), prompts.tokenizer, stop_token_ids=ends, curtain=draw_curtain([folder])
-        )
+        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=ends, curtain=draw_curtain([folder]))
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(

@@ -156,7 +156,7 @@ class Generator:
         if is_first and failures and not self._has_judged and self._num_failed >= min(_MAX_FAILED, len(self._rows)):
             raise UserCodeError(
                 f"{self._num_failed} prompts in a row failed, the last one with {failures[-1]}; mend reward "
-                f"{functions_of(self._reward.parts)}, in the trial's folder `code` if it is your own, and rl-submit "
+                f"{functions_of(self._reward.reward)}, in the trial's folder `code` if it is your own, and rl-submit "
                 "--resume it"
             )
 
@@ -230,7 +230,7 @@ class Generator:
         except RewardFailedError as error:
             return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
         judged = judged_answers([Branch.of(prompt.token_ids, answer) for answer in answers], rewards)
-        parts = self._reward.parts
+        parts = self._reward.reward
         sample = make_sample(
             prompt.uid,
             judged,

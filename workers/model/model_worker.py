@@ -221,7 +221,7 @@ class ModelWorker(Worker):
                 tokenizer=spec.tokenizer,
                 rank=spec.index,
                 num_ranks=len(context.plan.master.sample_ranks),
-                parts=told_parts(spec.reward.parts),
+                parts=told_parts(spec.reward.reward),
             )
         )
         secrets = [context.trial.secrets_path]

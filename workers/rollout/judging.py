@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from corral.experiments.config.rollout import part_remark
+from corral.experiments.config.rollout import RewardConfig, part_remark
 from corral.experiments.trial.spans import Span
-from corral.experiments.worker_specs import RewardSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.log import Branch
 from corral.workers.episodes.trajectories import REWARD_PART, REWARD_SECONDS, JudgedEpisode
@@ -54,7 +53,7 @@ class RewardJudge:
 
     def __init__(
         self,
-        reward: RewardSpec,
+        reward: RewardConfig,
         tokenizer: Any,
         *,
         stop_token_ids: Collection[int],
@@ -74,7 +73,8 @@ class RewardJudge:
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._processes = {
-            name: RewardProcesses(part, number=reward.processes, curtain=curtain) for name, part in reward.parts.items()
+            name: RewardProcesses(part, number=reward.reward_processes, curtain=curtain)
+            for name, part in reward.reward.items()
         }
 
     @property
@@ -109,14 +109,14 @@ class RewardJudge:
             texts = [json.dumps(asdict(episode)) for episode in episodes]
         else:
             texts = [episode.turns[-1] if episode.turns else "" for episode in episodes]
-        timeout_s = self._reward.parts[name].timeout_s or self._reward.timeout_s
+        timeout_s = self._reward.reward[name].timeout_s or self._reward.reward_timeout_s
         groups = [[text] for text in texts] if takes == "answer" else [texts]
         calls = [self._try(name, Call(problem, group, timeout_s)) for group in groups]
         return [one for group in await all_or_first_error(*calls) for one in group]
 
     def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
         """Of one episode: what each part has said of it."""
-        parts, statistics, said = self._reward.parts, dict(seconds), list[str]()
+        parts, statistics, said = self._reward.reward, dict(seconds), list[str]()
         for name, one in zip(parts, judged, strict=True):
             if (size := parts[name].words) and one.said:
                 said.append(part_remark(name, one.said.encode()[-size:].decode(errors="ignore")))
@@ -130,7 +130,7 @@ class RewardJudge:
 
     async def _try(self, name: str, call: Call) -> list[Judged]:
         """Of one call and, where it fails, those after it."""
-        tries, cause = 1 + self._reward.retries, ""
+        tries, cause = 1 + self._reward.reward_retries, ""
         for _ in range(tries):
             outcome = await self._processes[name].call(call)
             if not outcome.cause:

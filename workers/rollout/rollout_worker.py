@@ -27,12 +27,13 @@ from typing import Any
 
 import msgspec
 
+from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.datasets.row_parser import RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import MANAGER
-from corral.experiments.worker_specs import RewardSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.answer_seed import Draws
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
@@ -160,7 +161,7 @@ class RolloutWorker(Worker):
             experts=spec.experts,
             record=self._record,
         )
-        reward = RewardSpec.of(spec.rollout)
+        reward: RewardConfig = spec.rollout
         if spec.rollout.judge is not None:
             asking = asking_judges(spec.rollout.judge, reward, client, self._judges)
             reward = await stack.enter_async_context(asking)

@@ -18,12 +18,11 @@ from typing import Any
 
 from corral.experiments.config.data import EvaluationSampling
 from corral.experiments.config.endpoint import TRIAL, JudgeConfig
-from corral.experiments.config.rollout import RewardPart
+from corral.experiments.config.rollout import RewardConfig, RewardPart
 from corral.experiments.inputs.model_directory import context_length
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.directory import write_new_file
-from corral.experiments.worker_specs import RewardSpec
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import TurnRequest
 from corral.workers.lifecycle.timeline import unrecorded
@@ -61,8 +60,8 @@ class _Asked:
 
 @asynccontextmanager
 async def asking_judges(
-    config: JudgeConfig, reward: RewardSpec, client: GenerationClient, judges: Judges
-) -> AsyncIterator[RewardSpec]:
+    config: JudgeConfig, reward: RewardConfig, client: GenerationClient, judges: Judges
+) -> AsyncIterator[RewardConfig]:
     """The reward, whose parts that ask the trial's judge know where and by which key, until the context ends.
 
     Args:
@@ -89,8 +88,8 @@ async def asking_judges(
             key = endpoint.open_episode(_Asked(asks, prompts.tokenizer), goes_on=False)
             write_new_file(place / "key", key.encode())
             told = {"url": f"{endpoint.url}/v1", "key_file": str(place / "key")}
-            parts = {name: _told(part, told) for name, part in reward.parts.items()}
-            yield reward.model_copy(update={"parts": parts})
+            parts = {name: _told(part, told) for name, part in reward.reward.items()}
+            yield reward.model_copy(update={"reward": parts})
         finally:
             await endpoint.stop()
 

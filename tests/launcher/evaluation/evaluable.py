@@ -7,12 +7,12 @@ from typing import Any
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.rollout import EXACT_MATCH, reward_parts
+from corral.experiments.config.rollout import EXACT_MATCH, RewardConfig, reward_parts
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.workers.data.arithmetic import make_problems
 from tests.launcher.trials import make_plan
 
@@ -81,7 +81,7 @@ def _plan(path: Path, model: Path, problems: Path, reward: str, plan: dict[str, 
         evaluation=EvaluationConfig(
             dataset=DatasetConfig(path=problems), sampling=EvaluationSampling(max_new_tokens=4)
         ),
-        reward=RewardSpec(parts=reward_parts(reward), timeout_s=120.0),
+        reward=RewardConfig(reward=reward_parts(reward), reward_timeout_s=120.0),
         total_steps=3,
     )
     others = ("model_worker", "generation_server")  # so that the embedded engine answers

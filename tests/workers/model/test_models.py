@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from corral.experiments.config.model import LoraConfig, ModelConfig
-from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec, RewardSpec
+from corral.experiments.config.rollout import RewardConfig
+from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.keys import BUILT_IN_KEYS, Key, built_in, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.packing import MicroBatchSpec
@@ -75,7 +76,7 @@ def specification(folder: Path) -> ModelWorkerSpec:
         takes_samples=True,
         dataset=None,
         evaluation=None,
-        reward=RewardSpec(),
+        reward=RewardConfig(),
         total_steps=4,
     )
 

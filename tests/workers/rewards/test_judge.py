@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from corral.experiments.config.rollout import reward_parts
-from corral.experiments.worker_specs import RewardSpec
+from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards import endpoint as endpoint_module
 from corral.workers.rewards.contract import StopTrialError
@@ -190,7 +189,7 @@ def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_e
     endpoint.delay_s = 0.2
     settings = {"url": endpoint.url, "model": "m", "prompt": PROMPT, "key_variable": "JUDGE_KEY", "max_calls": 10}
     part = {"function": "corral.workers.rewards:Judge", "settings": {**settings, "tries": 1}, "concurrency": 4}
-    spec = RewardSpec(parts=reward_parts({"good": part}), timeout_s=60.0, retries=1)
+    spec = RewardConfig(reward=reward_parts({"good": part}), reward_timeout_s=60.0, reward_retries=1)
     judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=Curtain())
 
     async def judged(*answers: str) -> list[Any]:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.experiments.config.rollout import reward_parts
-from corral.experiments.worker_specs import RewardSpec
+from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tests
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
@@ -95,8 +94,11 @@ def judge(tmp_path: Path) -> Callable[[str], float]:
     curtain, since it makes sandboxes."""
 
     def judge(answer: str) -> float:
-        spec = RewardSpec(
-            parts=reward_parts("corral.workers.rewards:unit_tests"), timeout_s=60.0, retries=0, processes=1
+        spec = RewardConfig(
+            reward=reward_parts("corral.workers.rewards:unit_tests"),
+            reward_timeout_s=60.0,
+            reward_retries=0,
+            reward_processes=1,
         )
         (tmp_path / "secrets").mkdir(exist_ok=True)
         judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=draw_curtain([tmp_path / "secrets"]))

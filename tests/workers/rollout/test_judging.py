@@ -18,8 +18,7 @@ from math_verify import parse, verify
 
 from corral.agents import Episode
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.rollout import reward_parts
-from corral.experiments.worker_specs import RewardSpec
+from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
@@ -116,7 +115,9 @@ def judges() -> Iterator[Any]:
             reward: a name of a function here, a whole import path, or parts.
         """
         named = f"{HERE}:{reward}" if isinstance(reward, str) and ":" not in reward else reward
-        spec = RewardSpec(parts=reward_parts(named), timeout_s=timeout_s, retries=retries, processes=processes)
+        spec = RewardConfig(
+            reward=reward_parts(named), reward_timeout_s=timeout_s, reward_retries=retries, reward_processes=processes
+        )
         opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, curtain=Curtain()))
         return opened[-1]
 
