@@ -35,7 +35,7 @@ from corral.workers.model.network import Network, TransferError
 
 def keys_in_order(parcel: Parcel, specs: DeclaredKeys) -> list[str]:
     """The parcel's keys as they travel."""
-    return sorted(parcel.keys, key=lambda key: (-np.dtype(find_declared(key, specs).dtype).itemsize, key))
+    return sorted(parcel.keys, key=lambda key: (-find_declared(key, specs).itemsize, key))
 
 
 @dataclass(frozen=True, slots=True)
