@@ -66,7 +66,9 @@ def test_a_trial_that_is_moved_twice_trains_as_one_that_was_never_stopped(
 def test_a_trial_whose_processes_are_killed_trains_as_one_that_nothing_happened_to(
     start_trial: Callable[..., Trial],
 ) -> None:
-    rows = rows_and_settings("grpo", {"allocation": "hf:d1+fsdp:d1", "ppo.n_minibatches": 2}, num_steps=30)
+    # With a window prompts are trained on in their order, and mini-batches follow from it.
+    settings = {"allocation": "hf:d1+fsdp:d1", "ppo.n_minibatches": 2, "rollout.reorder_window": 1}
+    rows = rows_and_settings("grpo", settings, num_steps=30)
     killed = start_trial("grpo", **rows, pause_s=0.05)
     killed.wait_for_steps(1)
     for victim in ("rollout_worker/0", "generation_server/0", "gserver_manager/0", "model_worker/0", "supervisor"):

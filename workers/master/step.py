@@ -146,7 +146,7 @@ class TrainerEpoch:
             batch = await source.poll(version=self._step, remaining=self._remaining())
             if batch is not None or self._is_complete():
                 self.epoch.context.presence.enter("train")
-                return sorted(batch or [])  # mini-batches follow from the order, and it from nobody's haste
+                return batch or []
             producers = source.waits_for()
             self.epoch.context.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=producers)
             started = time.monotonic()
