@@ -112,7 +112,12 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
         "states": EACH_ROLE,
         "step": f"{WORKER}::a_new_epoch_forgets_the_last_one_then_loads_and_only_then_asks_for_samples",
     },
-    Generate: AROUND | dict.fromkeys(("mfc", "uids", "orders", "version"), SAME_TRAINING),
+    Generate: AROUND
+    | dict.fromkeys(("mfc", "uids", "orders", "version"), SAME_TRAINING)
+    | {
+        "tries": "workers/model/test_generator.py"
+        "::answers_follow_from_prompt_and_step_and_are_others_after_a_try_without_a_finite_loss"
+    },
     Inference: AROUND
     | {
         "mfc": NAMED_KEYS,
