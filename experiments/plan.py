@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 W = TypeVar("W")
 
-SCHEMA_VERSION: Final = 10
+SCHEMA_VERSION: Final = 11
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -49,7 +49,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[10] = SCHEMA_VERSION
+    schema_version: Literal[11] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""
