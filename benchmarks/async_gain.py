@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))  # trials as the tests start them
 
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, StalenessGate, require_trainable  # noqa: E402
-from corral.workers.data.answer_seed import Draws  # noqa: E402
+from corral.workers.data.answer_seed import AnswerSeeds  # noqa: E402
 from corral.workers.manager.admission import Admission  # noqa: E402
 from corral.workers.manager.routing import Server, ServerTable  # noqa: E402
 from tests.integration.evidence import check_no_token_was_too_old  # noqa: E402
@@ -123,7 +123,7 @@ class Rows:
 def lengths_of(uid: str, step: int, number: int) -> list[int]:
     """Of the answers of one admission; some prompts have longer ones whenever they are asked."""
     of_prompt = Random(uid).gauss(0.0, SIGMA_OF_PROMPTS)
-    draws = (Random(seed).gauss(0.0, SIGMA_OF_ANSWERS) for seed in Draws(1, uid, step).seeds(number))
+    draws = (Random(seed).gauss(0.0, SIGMA_OF_ANSWERS) for seed in AnswerSeeds(1, uid, step).of_group(number))
     return [min(LONGEST, 1 + int(MEDIAN * math.exp(of_prompt + draw))) for draw in draws]
 
 

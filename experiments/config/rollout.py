@@ -211,7 +211,7 @@ class RolloutConfig(GenerationConfig):
     demonstrations: str | None = None
     """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy` and `sft_mix`."""  # noqa: E501
     length_schedule: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = {}
-    """Longest answers in tokens by the train step from which on they may be so long, {0: 512, 200: 1024}: at most `sampling.max_new_tokens`, which is said of all other steps. A prompt's step is its place in the order of prompts, so that an answer has the same limit whoever makes it anew."""  # noqa: E501
+    """Longest answers in tokens by the train step from which on they may be so long, {0: 512, 200: 1024}: at most `sampling.max_new_tokens`, which is said of all other steps. A prompt's step is the one that its answers are made for."""  # noqa: E501
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Prompts in flight at a time over all rollout workers; None is the train batch size."""
     reorder_window: int | None = Field(default=None, ge=1)

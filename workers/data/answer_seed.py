@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class AnswerSeeds:
     """The random numbers of the answers to a prompt.
 
     What could not be trained on does not come back token by token: what came too late is made anew for a later step,
@@ -27,7 +27,7 @@ class Draws:
     tries: int = 0
     """How often answers to it have had no finite loss."""
 
-    def seed(self, answer: int, *, call: int = 0) -> int:
+    def of(self, answer: int, *, call: int = 0) -> int:
         """The sampling seed of one answer, in [0, 2**63) as generation servers take it.
 
         Args:
@@ -35,8 +35,8 @@ class Draws:
             call: how many groups were sampled for this prompt before; an agent may ask several times.
         """
         name = f"{self.trial_seed}/{self.step}/{self.tries}/{call}/{answer}/{self.prompt}"
-        return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "big") >> 1
+        return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
 
-    def seeds(self, group_size: int) -> list[int]:
+    def of_group(self, group_size: int) -> list[int]:
         """Of every answer of a group."""
-        return [self.seed(answer) for answer in range(group_size)]
+        return [self.of(answer) for answer in range(group_size)]

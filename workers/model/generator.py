@@ -24,7 +24,7 @@ from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
@@ -67,7 +67,7 @@ class _Prompt:
     row: DatasetRow
     token_ids: list[int]
     teacher_prompt: npt.NDArray[np.int32] | None
-    draws: Draws
+    seeds: AnswerSeeds
 
     def dropped(self, because: str, *, version: str, cause: str = "") -> Generated:
         described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
@@ -144,8 +144,8 @@ class Generator:
         except ValueError as error:
             because = f"{BAD_ROW}: {error}"
             return Generated(SampleMetadata(uid, (), [], (version,), order, dropped_because=because), None)
-        draws = Draws(self._seed, uid, PolicyVersion.parse(version).step, tries)
-        return _Prompt(uid, order, row, ids, told, draws)
+        seeds = AnswerSeeds(self._seed, uid, PolicyVersion.parse(version).step, tries)
+        return _Prompt(uid, order, row, ids, told, seeds)
 
     def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
         """UserCodeError if the reward has failed on everything since the trial began."""
@@ -172,7 +172,7 @@ class Generator:
                 experts_from=None if generation.experts is None else 0,
             )
             for number, prompt in enumerate(prompts)
-            for answer, seed in enumerate(prompt.draws.seeds(generation.group_size))
+            for answer, seed in enumerate(prompt.seeds.of_group(generation.group_size))
         ]
         running = generation.max_running_requests
         outputs = generate_all(decoder, requests, batch_size=running, seed=self._seed, version=version)

@@ -27,7 +27,7 @@ from corral.experiments.errors import split_remedy
 from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
@@ -103,7 +103,7 @@ class GroupMaker:
     _failed_in_a_row: int = field(default=0, init=False)
 
     async def make(
-        self, uid: str, row: DatasetRow, draws: Draws
+        self, uid: str, row: DatasetRow, seeds: AnswerSeeds
     ) -> tuple[Sequence[JudgedEpisode], SequenceSample, Mapping[str, float]]:
         """The group of one prompt, with its statistics.
 
@@ -112,7 +112,7 @@ class GroupMaker:
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
         try:
-            group = await self.attempt(uid, row, draws)
+            group = await self.attempt(uid, row, seeds)
             rewards = [episode.total for episode in group.episodes]
             sample: SequenceSample | None = None
             statistics: dict[str, float] = {}
@@ -177,7 +177,7 @@ class GroupMaker:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
 
-    async def attempt(self, uid: str, row: DatasetRow, draws: Draws) -> Group:
+    async def attempt(self, uid: str, row: DatasetRow, seeds: AnswerSeeds) -> Group:
         """As `make`, but nothing follows from how many prompts fail in a row."""
         try:
             prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
@@ -186,9 +186,9 @@ class GroupMaker:
             raise RowError(*split_remedy(str(error))) from error
         try:
             if self.player is None:
-                answers = await self._answers(uid, row, prompt_ids, shown, draws)
+                answers = await self._answers(uid, row, prompt_ids, shown, seeds)
                 return Group(answers, teacher_prompt=told)
-            group = await self._episodes(self.player, uid, row, prompt_ids, draws)
+            group = await self._episodes(self.player, uid, row, prompt_ids, seeds)
             self.player.forget(uid)
             return group
         except RewardFailedError as error:
@@ -208,12 +208,12 @@ class GroupMaker:
         return self.client.sampling_by(max_new_tokens=longest, **own)
 
     async def _answers(
-        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], draws: Draws
+        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], seeds: AnswerSeeds
     ) -> list[JudgedEpisode]:
         """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
         num_made = self.group_size - len(shown)
-        seeds = draws.seeds(num_made + self.config.spare_answers)
-        answers = await self._client_of(row, draws.step).sample_group(uid, prompt_ids, seeds=seeds, enough=num_made)
+        numbers = seeds.of_group(num_made + self.config.spare_answers)
+        answers = await self._client_of(row, seeds.step).sample_group(uid, prompt_ids, seeds=numbers, enough=num_made)
         outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
         judged = await self.judge.judge(row.fields, outputs)
         branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
@@ -233,14 +233,14 @@ class GroupMaker:
         return [Branch([Segment(ids[:start]), Segment(ids[start:end], is_trained=True)])]
 
     async def _episodes(
-        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], draws: Draws
+        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], seeds: AnswerSeeds
     ) -> Group:
         """As many as end first, in the order of their numbers; the others are given up. One that fails is one of these,
         as long as there are enough without it.
         """
 
         async def episode(number: int) -> tuple[int, Played, Judged]:
-            played = await self._episode(player, uid, row, prompt_ids, draws, number=number)
+            played = await self._episode(player, uid, row, prompt_ids, seeds, number=number)
             if self.judge.takes_groups:
                 return number, played, Judged(math.nan)
             if played.done.reward is not None:
@@ -271,7 +271,14 @@ class GroupMaker:
         return Group(judged, num_failed)
 
     async def _episode(
-        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], draws: Draws, *, number: int
+        self,
+        player: EpisodePlayer,
+        uid: str,
+        row: DatasetRow,
+        prompt_ids: Sequence[int],
+        seeds: AnswerSeeds,
+        *,
+        number: int,
     ) -> Played:
         """One of a group, tried again as long as its agent fails."""
         num_episodes = self.group_size + self.config.spare_answers
@@ -280,7 +287,7 @@ class GroupMaker:
             answer = number + attempt * num_episodes
 
             def seed_of(turn: int, answer: int = answer) -> int:
-                return draws.seed(answer, call=turn)
+                return seeds.of(answer, call=turn)
 
             started = time.monotonic()
             try:
@@ -289,7 +296,7 @@ class GroupMaker:
                     row,
                     prompt_ids,
                     number=number,
-                    client=self._client_of(row, draws.step),
+                    client=self._client_of(row, seeds.step),
                     seed_of=seed_of,
                 )
                 span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.held_out import sums_of
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
@@ -54,10 +54,10 @@ class HeldOutProblems:
         Raises:
             RewardHostError: as `GroupMaker.make`.
         """
-        draws = Draws(self._seed, problem.row_id, 0)
+        seeds = AnswerSeeds(self._seed, problem.row_id, 0)
         try:
             row = replace(self._rows[problem.dataset][problem.row_id], temperature=None)  # all are sampled alike
-            episodes = (await self._groups.attempt(problem.uid, row, draws)).episodes
+            episodes = (await self._groups.attempt(problem.uid, row, seeds)).episodes
         except (PromptFailedError, RowError) as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
             return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))

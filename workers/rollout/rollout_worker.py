@@ -35,7 +35,7 @@ from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
 from corral.workers.delivery.messages import (
     UNTIL_A_COMMIT,
@@ -265,11 +265,11 @@ class RolloutWorker(Worker):
         """One group, from admission to the spool."""
         uid, order = prompt.uid, prompt.order
         dataset_epoch, row_id = split_uid(uid)
-        draws = Draws(self.context.plan.seed, uid, prompt.due_step, tries)
+        seeds = AnswerSeeds(self.context.plan.seed, uid, prompt.due_step, tries)
         routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         try:
-            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], draws)
+            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], seeds)
         except (PromptFailedError, RowError) as error:
             if isinstance(error, PromptFailedError):
                 reason, told = str(error), dict(error.statistics)

@@ -16,7 +16,7 @@ import pytest
 from corral.agents import Outcome
 from corral.experiments.exit_codes import WorkerExit
 from corral.workers.agents.program import outcome_of
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.rollout.turn_journal import TurnJournal
 from tests.workers.data.tiny_tokenizer import EOS, ids_of
 from tests.workers.rollout import some_agents
@@ -59,8 +59,8 @@ def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp
     np.testing.assert_array_equal(tensors["turn_rewards"], [0, 0, 0, 0, 0.25, 0, 0, 0] * 2)
     np.testing.assert_array_equal(tensors["episodes"], [0, 1])
     np.testing.assert_allclose(tensors["old_logprobs"], [0, 0, 0, -0.5, -0.5, 0, -0.5, -0.5] * 2)
-    draws = Draws(rig.plan.seed, "0:0", 0)
-    expected = {draws.seed(each, call=turn) for each in (0, 1) for turn in (0, 1)}
+    seeds = AnswerSeeds(rig.plan.seed, "0:0", 0)
+    expected = {seeds.of(each, call=turn) for each in (0, 1) for turn in (0, 1)}
     assert set(rig.server.seeds) == expected and len(rig.server.seeds) == 4
     [header] = rig.received
     assert [[(span.start, span.end) for span in spans] for spans in header.version_spans] == [[(0, 2), (2, 4)]] * 2
@@ -221,8 +221,8 @@ def test_episodes_are_dealt_to_all_processes(tmp_path: Path, folder: Path) -> No
 
 def test_each_try_has_other_answers(tmp_path: Path, folder: Path) -> None:
     rig, _ = one_group(tmp_path, plays("fails_at_first", reward_retries=1), group_size=1)
-    draws = Draws(rig.plan.seed, "0:0", 0)
-    assert rig.server.seeds == [draws.seed(answer, call=turn) for answer, turn in ((0, 0), (1, 0), (1, 1))]
+    seeds = AnswerSeeds(rig.plan.seed, "0:0", 0)
+    assert rig.server.seeds == [seeds.of(answer, call=turn) for answer, turn in ((0, 0), (1, 0), (1, 1))]
 
 
 @pytest.mark.parametrize("agent", ["always_raises", "is_not_there"])

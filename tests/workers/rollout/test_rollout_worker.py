@@ -13,7 +13,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
-from corral.workers.data.answer_seed import Draws
+from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.delivery.messages import VerdictKind
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
@@ -108,7 +108,7 @@ def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Pa
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
         assert rig.outcomes() == {"0": "finished"}
         assert asked.count(4) == asked.count(5) == 4, "each answer twice for each token"
-        assert sorted(rig.server.seeds) == sorted(Draws(rig.plan.seed, "0:0", 0).seeds(2) * 2)
+        assert sorted(rig.server.seeds) == sorted(AnswerSeeds(rig.plan.seed, "0:0", 0).of_group(2) * 2)
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 
@@ -200,9 +200,11 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path, verdict: Verdic
         first, *_, last = rig.received
         uid = first.uid.partition("#")[0]
         assert last.uid != first.uid and last.uid.partition("#")[0] == uid
-        of_each = {each: Draws(rig.plan.seed, each, 0).seeds(2) for each in ("0:0", "0:1")}
+        of_each = {each: AnswerSeeds(rig.plan.seed, each, 0).of_group(2) for each in ("0:0", "0:1")}
         assert sorted(rig.server.seeds[:4]) == sorted(sum(of_each.values(), []))
-        assert sorted(rig.server.seeds[4:]) == sorted(Draws(rig.plan.seed, uid, 0, tries).seeds(2)), "for the same step"
+        assert sorted(rig.server.seeds[4:]) == sorted(AnswerSeeds(rig.plan.seed, uid, 0, tries).of_group(2)), (
+            "for the same step"
+        )
 
 
 def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
