@@ -108,14 +108,14 @@ class AsyncPPOExperiment(PolicyExperiment):
         return {} if self.environment is None else self.environment.rows
 
     def placed_in(self, directory: Path) -> Self:
-        listed, trial = self.listed_rows, TrialDirectory(directory)
+        listed, trial, placed = self.listed_rows, TrialDirectory(directory), super().placed_in(directory)
         changes: dict[str, Any] = {}
         if "dataset" in listed:
-            changes["dataset"] = self.dataset.model_copy(update={"path": trial.tasks_path})
-        if self.evaluation is not None and HELD_OUT in listed:
-            rows = self.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
-            changes["evaluation"] = self.evaluation.model_copy(update={"dataset": rows})
-        return super().placed_in(directory).model_copy(update=changes)
+            changes["dataset"] = placed.dataset.model_copy(update={"path": trial.tasks_path})
+        if placed.evaluation is not None and HELD_OUT in listed:
+            rows = placed.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
+            changes["evaluation"] = placed.evaluation.model_copy(update={"dataset": rows})
+        return placed.model_copy(update=changes)
 
     @property
     def writes_deltas(self) -> bool:

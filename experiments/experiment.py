@@ -275,7 +275,8 @@ class Experiment(FrozenConfig):
         if self.evaluation is None:
             return None
         rows = locate_rows(self.evaluation.dataset, ("evaluation", "dataset"))
-        return self.evaluation.model_copy(update={"dataset": rows})
+        arguments = {"chat_template_kwargs": self.dataset.chat_template_kwargs}
+        return self.evaluation.model_copy(update={"dataset": rows.model_copy(update=arguments)})
 
     @cached_property
     def answers_held_out(self) -> bool:

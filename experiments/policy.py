@@ -305,7 +305,10 @@ class PolicyExperiment(Experiment):
         return {"reward": RewardConfig(**reward), "samples": self.samples}
 
     def length_limits(self) -> LengthLimits:
-        return LengthLimits(self.actor.path, max_prompt_tokens=self.dataset.max_prompt_tokens)
+        data = self.dataset
+        return LengthLimits(
+            self.actor.path, max_prompt_tokens=data.max_prompt_tokens, template_arguments=data.chat_template_kwargs
+        )
 
     def length_bounds(self) -> dict[str, int | None]:
         """What a prompt and its answer together have to fit, by name; None where nobody says it."""

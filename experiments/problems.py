@@ -13,7 +13,7 @@ from corral.experiments.checks.groups import check_containers, check_groups, che
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
@@ -35,6 +35,7 @@ def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
         return
     dataset = experiment.checked_dataset
     yield from dataset.problems
+    yield from _of_template_arguments(experiment)
     yield from experiment.find_own_problems()
     if dataset.num_rows is not None:
         yield from _of_batch(experiment, dataset.num_rows)
@@ -121,6 +122,19 @@ def _of_batch(experiment: Experiment, num_rows: int) -> Iterator[ConfigProblem]:
             f"at least {max(too_wide.values())}, or at most d{train_batch_size} in the allocation",
             path=path,
         )
+
+
+def _of_template_arguments(experiment: Experiment) -> Iterator[ConfigProblem]:
+    """Arguments that the model's chat template does not take, and held-out rows with others than the trial."""
+    given, key = experiment.dataset.chat_template_kwargs, "chat_template_kwargs"
+    if experiment.evaluation is not None and experiment.evaluation.dataset.chat_template_kwargs not in ({}, given):
+        rule, hint = f"evaluation.dataset.{key} differs from dataset.{key}", "held-out rows take those of dataset"
+        yield ConfigProblem(rule, f"{hint}; remove it", path=("evaluation", "dataset", key))
+    if given:
+        try:
+            assert experiment.length_limits().prompts.chat
+        except ValueError as error:
+            yield ConfigProblem(*split_remedy(str(error)), path=("dataset", key))
 
 
 def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iterator[ConfigProblem]:

@@ -42,6 +42,7 @@ class RowExperiment(Experiment):
         return LengthLimits(
             self.trained.path,
             max_prompt_tokens=self.dataset.max_prompt_tokens,
+            template_arguments=self.dataset.chat_template_kwargs,
             max_row_tokens=min(model.max_tokens_per_micro_batch for model in self.models.values()),
             max_sequence_tokens=min((length for length in contexts if length is not None), default=None),
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.condition import Condition
@@ -130,6 +130,9 @@ class DatasetConfig(SourceConfig):
     held-out row that is longer is refused, and a prompt that an agent makes is dropped."""
     shuffle: bool = True
     """Whether each pass over the data has an order of its own, drawn from the trial's seed."""
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    """Arguments for the model's chat template, such as {enable_thinking: false}, wherever it writes messages of the
+    trial: rows, held-out rows, sessions of agents, requests to the endpoint. Held-out rows have those of `dataset`."""
 
     sampler: ImportPath | None = None
     """A function that says how often a row is drawn, by the mean rewards of its last groups: list of numbers -> weight,

@@ -36,6 +36,7 @@ _WORDS_BY_KEY: Mapping[str, tuple[str, ...]] = {
     "gae_lambda": ("lam",),
     "max_new_tokens": ("max_completion_length", "max_response_length", "max_tokens"),
     "max_prompt_tokens": ("max_prompt_length",),
+    "chat_template_kwargs": ("apply_chat_template_kwargs", "enable_thinking"),
     "max_head_offpolicyness": ("max_staleness",),
     "rollout.reward": ("reward_fn",),
     "actor.path": ("model_path", "model_name_or_path"),

@@ -13,10 +13,11 @@ spoken again, there is no bridge: the conversation has to be rendered anew, and 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from corral.experiments.prompts.chat_template import ASKED, ChatTemplate, has_template
@@ -85,17 +86,31 @@ class ChatRenderer:
     """Whether the prompt ends with what stands before it."""
 
     @classmethod
-    def of_model(cls, directory: Path, tokenizer: Any = None) -> "ChatRenderer":
+    def of_model(
+        cls, directory: Path, tokenizer: Any = None, *, arguments: Mapping[str, Any] = MappingProxyType({})
+    ) -> "ChatRenderer":
         """
         Args:
             tokenizer: of the directory, where it is loaded already.
+            arguments: of the template, as transformers' `apply_chat_template` takes them, such as enable_thinking.
 
         Raises:
-            ValueError: naming what is missing: a template, a tokenizer, ends of answers.
+            ValueError: naming what is missing: a template, a tokenizer, ends of answers; or what the template does not
+                read.
         """
-        template = ChatTemplate.of_model(directory)
+        template = ChatTemplate.of_model(directory, arguments)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(directory)
-        stops = dict.fromkeys(eos_token_ids(directory))
+        return cls._of_template(template, tokenizer, eos_token_ids(directory))
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatRenderer":
+        """That of the same model with these arguments of its template over its own; raises as `of_model`."""
+        if not arguments:
+            return self
+        return self._of_template(self.template.with_arguments(arguments), self.tokenizer, self.stop_token_ids)
+
+    @classmethod
+    def _of_template(cls, template: ChatTemplate, tokenizer: Any, ends: Sequence[int]) -> "ChatRenderer":
+        stops = dict.fromkeys(ends)
         behind = tokenizer.encode(around_answer(template)[1], add_special_tokens=False).ids
         if behind and behind[0] in tokenizer.get_added_tokens_decoder():
             stops[behind[0]] = None
@@ -263,13 +278,15 @@ class ChatRenderer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def find_renderer(directory: Path, tokenizer: Any = None) -> ChatRenderer | None:
+def find_renderer(
+    directory: Path, tokenizer: Any = None, *, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> ChatRenderer | None:
     """That of a model; None if it has no template.
 
     Raises:
         ValueError: if it has one that cannot be used.
     """
-    return ChatRenderer.of_model(directory, tokenizer) if has_template(directory) else None
+    return ChatRenderer.of_model(directory, tokenizer, arguments=arguments) if has_template(directory) else None
 
 
 def _call_id(num_before: int, output_ids: Sequence[int], number: int) -> str:

@@ -9,13 +9,15 @@ loop controls, and generation blocks, which mark what a model said and change no
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,6 +28,7 @@ from corral.experiments.prompts.tool_calls import PROBE
 from corral.experiments.regular_file import read_regular
 
 ASKED = {"role": "user", "content": "q"}
+_GIVEN = ("messages", "tools", "add_generation_prompt")  # to each template, by what renders
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,12 +41,19 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     takes_text_arguments: bool = False
     """Whether it wants the arguments of calls as JSON text, as OpenAI has them; most templates want objects."""
+    reads: frozenset[str] = frozenset()
+    """Names of the variables that it reads."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Values of such variables beside messages and tools, such as enable_thinking."""
 
     @classmethod
-    def of_model(cls, directory: Path) -> "ChatTemplate":
+    def of_model(cls, directory: Path, arguments: Mapping[str, Any] = MappingProxyType({})) -> "ChatTemplate":
         """
+        Args:
+            arguments: as `with_arguments` takes them.
+
         Raises:
-            ValueError: if the model has none.
+            ValueError: if the model has none, or it takes no such arguments.
         """
         config = read_settings(directory / "tokenizer_config.json")
         sources = _sources(directory, config)
@@ -58,11 +68,23 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template of model {directory} is broken: {error}; download it again") from error
         tokens = {name: _text_of(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
-        template = cls(templates, tokens)
+        reads = set[str]().union(*(find_undeclared_variables(environment.parse(one)) for one in sources.values()))
+        template = cls(templates, tokens, reads=frozenset(reads - set(_GIVEN))).with_arguments(arguments)
         if template._can_show_a_call():
             return template
         other = replace(template, takes_text_arguments=True)
         return other if other._can_show_a_call() else template
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
+        """The same, with these arguments over its own.
+
+        Raises:
+            ValueError: if it reads no variable of such a name.
+        """
+        if unread := sorted(arguments.keys() - self.reads):
+            known = ", ".join(sorted(self.reads - set(_SPECIAL_TOKENS))) or "none"
+            raise ValueError(f"the model's chat template takes no argument {unread[0]!r}; it takes: {known}")
+        return replace(self, arguments={**self.arguments, **arguments})
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), asks: bool = True) -> str:
         """A conversation as text.
@@ -79,7 +101,10 @@ class ChatTemplate:
             messages = [with_text_arguments(message) for message in messages]
         try:
             return template.render(
-                messages=messages, tools=list(tools) or None, add_generation_prompt=asks, **self.special_tokens
+                {**self.special_tokens, **self.arguments},
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=asks,
             )
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error

@@ -1,9 +1,10 @@
 """LengthLimits: how long rows may be. Measured in tokens where a text alone could be too long."""
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from corral.experiments.prompts.messages import ToolSchema
 from corral.experiments.prompts.row_prompts import Answer, Prompt, PromptEncoder
@@ -30,6 +31,8 @@ class LengthLimits:
     answers are not trained on."""
     max_sequence_tokens: int | None = None
     """Of each of these sequences; None where the model does not say how many positions it has."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As those of `PromptEncoder`."""
 
     def find_excess(self, prompt: Prompt, answers: Sequence[Answer] = (), *, tools: Sequence[ToolSchema] = ()) -> str:
         """What of a row is too long; empty if nothing is.
@@ -68,7 +71,7 @@ class LengthLimits:
     @cached_property
     def prompts(self) -> PromptEncoder:
         """What tokens are made by."""
-        return PromptEncoder(self.model)
+        return PromptEncoder(self.model, self.template_arguments)
 
 
 def _at_most(text: str) -> int:

@@ -10,8 +10,8 @@ What is learned of a row comes from here, too: a prompt and an answer in one seq
 messages, messages  ──the template, the whole conversation──► ids       given: all but what the assistant says
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -44,6 +44,8 @@ class PromptEncoder:
 
     directory: Path
     """Of the model."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """`dataset.chat_template_kwargs`."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -53,7 +55,7 @@ class PromptEncoder:
     def chat(self) -> "ChatRenderer":
         from corral.experiments.prompts.chat import ChatRenderer  # only who renders messages pays for Jinja
 
-        return ChatRenderer.of_model(self.directory, self.tokenizer)
+        return ChatRenderer.of_model(self.directory, self.tokenizer, arguments=self.template_arguments)
 
     def encode_within(self, max_tokens: int, prompt: Prompt, *, tools: Sequence[ToolSchema] = ()) -> list[int]:
         """As `encode`; ValueError, too, if it has more tokens."""

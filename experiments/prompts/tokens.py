@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
-    """The `tokenizers.Tokenizer` of a model directory.
+    """The `tokenizers.Tokenizer` of a model directory, without the truncation and padding that were saved with it:
+    these are settings of whoever encoded a batch last, and transformers leaves them aside, too.
 
     Raises:
         ValueError: if its tokenizer.json cannot be used.
@@ -24,9 +25,12 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
 
     path = directory / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
         raise ValueError(f"cannot use the tokenizer {path}: {error}; download it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:

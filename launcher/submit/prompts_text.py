@@ -83,9 +83,10 @@ def as_seen(sequence: LearnedSequence, tokenizer: Any) -> Text:
 
 def _data_of(plan: RunPlan) -> tuple[DatasetSpec, PromptEncoder]:
     for worker in plan.all_of(RolloutWorkerSpec):
-        return worker.dataset, PromptEncoder(worker.tokenizer)
+        return worker.dataset, PromptEncoder(worker.tokenizer, worker.dataset.config.chat_template_kwargs)
     ranks = ((rank.dataset, rank.tokenizer) for rank in plan.all_of(ModelWorkerSpec))
-    return next((dataset, PromptEncoder(tokenizer)) for dataset, tokenizer in ranks if dataset is not None)
+    dataset, tokenizer = next((dataset, tokenizer) for dataset, tokenizer in ranks if dataset is not None)
+    return dataset, PromptEncoder(tokenizer, dataset.config.chat_template_kwargs)
 
 
 def _legend(spec: DatasetSpec) -> Text:

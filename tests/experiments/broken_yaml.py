@@ -825,6 +825,24 @@ CONTRADICTION_CASES = (
 
 FILE_CASES = (
     BrokenCase(
+        name="argument-of-the-template-misspelled",
+        overrides=("dataset.chat_template_kwargs={enable_thinkng: false}",),
+        files={"model/chat_template.jinja": "{{ messages[0].content }}{{ '?' if enable_thinking }}="},
+        words=("dataset.chat_template_kwargs", "takes no argument 'enable_thinkng'", "it takes: enable_thinking"),
+    ),
+    BrokenCase(
+        name="arguments-for-a-model-without-a-template",
+        overrides=("dataset.chat_template_kwargs={enable_thinking: false}",),
+        words=("dataset.chat_template_kwargs", "has no chat template", "use the instruction-tuned model"),
+    ),
+    BrokenCase(
+        name="held-out-rows-with-other-arguments-of-the-template",
+        overrides=(
+            "evaluation.dataset={path: heldout.jsonl, max_prompt_tokens: 16, chat_template_kwargs: {thinks: true}}",
+        ),
+        words=("evaluation.dataset.chat_template_kwargs differs", "held-out rows take those of dataset; remove it"),
+    ),
+    BrokenCase(
         name="missing-model-directory",
         edit=("  path: model", "  path: modle"),
         words=("modle", "does not exist", "config.json"),

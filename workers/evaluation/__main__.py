@@ -62,7 +62,8 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
         use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
     rows = load_held_out_rows(request.evaluation.dataset)
-    checked_prompts(rows.values(), PromptEncoder(request.weights), request.evaluation.dataset)
+    held_out = request.evaluation.dataset
+    checked_prompts(rows.values(), PromptEncoder(request.weights, held_out.chat_template_kwargs), held_out)
     async with served_problems(request, rows, gpus=gpus) as (problems, ended):
         logger.info("evaluating step %d, problem %d of %d", request.step, progress.num_done, len(rows))
         while progress.num_done < len(rows):

@@ -39,7 +39,7 @@ class HeldOutProblems:
         self, config: EvaluationConfig, model: Path, *, reward: RewardConfig, share: slice = slice(None)
     ) -> None:
         self._rows = list(load_held_out_rows(config.dataset).values())[share]
-        encoder = PromptEncoder(model)
+        encoder = PromptEncoder(model, config.dataset.chat_template_kwargs)
         self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
         self._judge = RewardJudge(reward, encoder.tokenizer, stop_token_ids=self._stop_token_ids, curtain=Curtain())

@@ -47,7 +47,8 @@ async def served_problems(
             raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
         return gpus
 
-    rollout, prompts = request.rollout, PromptEncoder(request.weights)
+    rollout = request.rollout
+    prompts = PromptEncoder(request.weights, request.evaluation.dataset.chat_template_kwargs)
     ends = eos_token_ids(request.weights)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-evaluation-"))) / "secrets"

@@ -102,7 +102,7 @@ class Generator:
         self._rows = load_planned_rows(spec.dataset)
         self._max_prompt_tokens = spec.dataset.config.max_prompt_tokens
         self._says_temperature = spec.dataset.config.names_temperatures
-        self._prompts = PromptEncoder(spec.tokenizer)
+        self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
         self._judge = RewardJudge(

@@ -54,6 +54,7 @@ class RowLoader:
         self._limits = LengthLimits(
             model,
             max_prompt_tokens=spec.config.max_prompt_tokens,
+            template_arguments=spec.config.chat_template_kwargs,
             max_row_tokens=max_row_tokens,
             max_sequence_tokens=context_length(model),
         )

@@ -76,6 +76,7 @@ async def open_player(
         config.agent,
         settings=config.agent_settings,
         model=prompts.directory,
+        template_arguments=prompts.template_arguments,
         timeout_s=config.agent_timeout_s,
         curtain=judge.curtain,
     )
@@ -83,7 +84,7 @@ async def open_player(
         program = EnvironmentProgram(config.environment, config, planned=planned, curtain=judge.curtain)
     processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
     endpoint = ModelEndpoint(
-        find_renderer(prompts.directory, prompts.tokenizer),
+        find_renderer(prompts.directory, prompts.tokenizer, arguments=prompts.template_arguments),
         prompts.tokenizer,
         model_name=_MODEL_NAME,
         max_model_len=config.episode.max_tokens or sys.maxsize,

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
+
+import msgspec
 
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
@@ -68,22 +71,30 @@ class AgentProgram:
     start_timeout_s = _IMPORT_TIMEOUT_S
 
     def __init__(
-        self, agent: str, *, settings: Mapping[str, Any], model: Path, timeout_s: float, curtain: Curtain
+        self,
+        agent: str,
+        *,
+        settings: Mapping[str, Any],
+        model: Path,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        timeout_s: float,
+        curtain: Curtain,
     ) -> None:
         """
         Args:
             model: folder with the tokenizer.
+            template_arguments: `dataset.chat_template_kwargs`.
             timeout_s: `rollout.agent_timeout_s`.
         """
         self._curtain = curtain
         self.name = f"agent {agent}"
-        self._setup = Setup(agent, dict(settings), str(model), timeout_s, os.getpid(), channel=-1, mark=-1)
+        arguments = dict(template_arguments)
+        self._setup = Setup(agent, dict(settings), str(model), timeout_s, os.getpid(), -1, -1, arguments)
         self.beat_s = self._setup.beat_s
 
     def prepare(self, channel: int, mark: int) -> Started:
-        setup = self._setup
-        parent = NOBODY if self._curtain.hidden else setup.parent
-        started = Setup(setup.agent, setup.settings, setup.model, setup.timeout_s, parent, channel, mark)
+        parent = NOBODY if self._curtain.hidden else self._setup.parent
+        started = msgspec.structs.replace(self._setup, parent=parent, channel=channel, mark=mark)
         return Started(command(started, sys.path), curtain=self._curtain)
 
     def greet(self, ready: Any) -> bool:

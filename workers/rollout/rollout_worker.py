@@ -215,7 +215,7 @@ class RolloutWorker(Worker):
             self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
         except ValueError as error:
             raise BadConfigurationError(str(error)) from error
-        self._prompts = PromptEncoder(spec.tokenizer)
+        self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
 
     # Prompts

@@ -82,6 +82,8 @@ class Setup(msgspec.Struct):
     """Descriptor of its side of the connection."""
     mark: int
     """Descriptor of the memory that it shares with the worker."""
+    template_arguments: dict[str, Any] = {}
+    """`dataset.chat_template_kwargs`."""
 
     @property
     def beat_s(self) -> float:
@@ -145,9 +147,8 @@ class Host:
         model = Path(setup.model)
         self._agent, self._setup = agent, setup
         tokenizer = load_tokenizer(model)
-        self._language = ModelLanguage(
-            tokenizer, stop_token_ids=eos_token_ids(model), renderer=find_renderer(model, tokenizer)
-        )
+        renderer = find_renderer(model, tokenizer, arguments=setup.template_arguments)
+        self._language = ModelLanguage(tokenizer, stop_token_ids=eos_token_ids(model), renderer=renderer)
         self._runs: dict[int, asyncio.Task[None]] = {}
         self._judged: dict[int, asyncio.Future[float]] = {}
         self._calls = itertools.count()

@@ -272,3 +272,29 @@ def test_a_template_of_its_own_file_comes_before_the_configurations(tmp_path: Pa
     both = ChatRenderer.of_model(directory)
     assert both.render([QUESTION]) == RENDERERS["qwen"].render([QUESTION])
     assert both.render([QUESTION], tools=[ADD]) == RENDERERS["llama"].render([QUESTION], tools=[ADD])
+
+
+def test_arguments_of_a_template_are_its_variables_and_those_of_a_request_go_before_those_of_the_trial(
+    tmp_path: Path,
+) -> None:
+    directory = write_chat_tokenizer(tmp_path, None)
+    source = (
+        TEMPLATES["qwen"]
+        + "{% if add_generation_prompt and not thinks %}{{ '<think>' + mood + '</think>' }}{% endif %}"
+    )
+    (directory / "chat_template.jinja").write_text(source)
+    renderer = ChatRenderer.of_model(directory, arguments={"thinks": False, "mood": "sad"})
+    asked, reference = [{"role": "user", "content": "1+1?"}], PreTrainedTokenizerFast.from_pretrained(directory)
+    for asked_for, rest in (({}, "sad</think>"), ({"mood": "glad"}, "glad</think>"), ({"thinks": True}, "assistant\n")):
+        other = renderer.with_arguments(asked_for)
+        everything = {"thinks": False, "mood": "sad", **asked_for}
+        expected = reference.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, **everything)
+        assert other.render(asked) == expected
+        assert other.tokenizer.decode(expected, skip_special_tokens=False).endswith(rest)
+    assert ChatRenderer.of_model(directory, arguments={"thinks": True}).tool_calls == renderer.tool_calls
+
+
+@pytest.mark.parametrize("name", ["thinkz", "messages", "tools", "add_generation_prompt"])
+def test_an_argument_that_the_template_does_not_take_is_refused_with_those_that_it_takes(name: str) -> None:
+    with pytest.raises(ValueError, match=f"takes no argument '{name}'; it takes"):
+        RENDERERS["qwen"].with_arguments({name: True})

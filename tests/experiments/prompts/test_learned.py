@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from corral.experiments.prompts.row_prompts import LearnedSequence, PromptEncoder
@@ -103,3 +104,15 @@ def test_a_template_that_is_missing_is_named(tmp_path: Path) -> None:
     encoder = PromptEncoder(write_chat_tokenizer(tmp_path, None))
     with pytest.raises(ValueError, match="has no chat template"):
         encoder.encode_learned((), TURNS)
+
+
+def test_the_truncation_and_padding_that_a_tokenizer_was_saved_with_change_no_prompt(tmp_path: Path) -> None:
+    whole, cut = (PromptEncoder(write_chat_tokenizer(tmp_path / name, "qwen")) for name in ("whole", "cut"))
+    saved = Tokenizer.from_file(str(cut.directory / "tokenizer.json"))
+    saved.enable_truncation(4, direction="left")
+    saved.enable_padding(length=40, direction="left")
+    saved.save(str(cut.directory / "tokenizer.json"))
+    reference = PreTrainedTokenizerFast.from_pretrained(cut.directory)
+    assert cut.encode("1+1?") == whole.encode("1+1?") == reference("1+1?")["input_ids"]
+    assert cut.encode([ASKED]) == whole.encode([ASKED])
+    assert cut.encode_learned((), TURNS) == whole.encode_learned((), TURNS)

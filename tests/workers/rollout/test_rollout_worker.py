@@ -62,13 +62,14 @@ def test_prompts_are_asked_as_text_as_messages_and_as_token_ids(tmp_path: Path) 
     asked: list[list[int]] = []
     prompts: list[Any] = ["1+1=", [{"role": "user", "content": "1+1"}], ids_of("1+1=")]
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}=")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ sign }}")
 
     def look(prompt: list[int]) -> int:
         asked.append(prompt)
         return 200
 
-    with RolloutRig(tmp_path, prompts, rollout={}) as rig:
+    arguments = {"chat_template_kwargs": {"sign": "="}}
+    with RolloutRig(tmp_path, prompts, rollout={}, dataset=arguments) as rig:
         rig.server.refuse = look
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
         assert set(rig.outcomes().values()) == {"finished"}
