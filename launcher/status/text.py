@@ -188,6 +188,9 @@ def _fold_line(line: str, width: int | None) -> list[str]:
 
 def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[str]:
     parts = [f"{status.experiment}/{status.trial}", status.state, f"step {_steps(status)}"]
+    if status.is_final and not status.step:
+        parts.append("nothing trained")
+    parts += [f"ALARM: {finding.topic}" for finding in status.findings if finding.is_alarm]
     if status.numbers:
         parts.append(status.numbers)
     if status.speed:

@@ -6,11 +6,14 @@ They look at what every trial has written anyway and decide nothing: a trial tha
 on as it is. A rule speaks only once enough steps have been seen, so nothing is said of a beginning.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.launcher.trial.history import Finding
 from corral.launcher.trial.metrics import is_number
 
@@ -42,6 +45,14 @@ RULES = (
         above=0.5,
         text="{value:.0%} of the prompts of these steps were dropped",
         remedy="rl-logs TRIAL --errors says why; where answers are all as good, take other prompts (dataset.sampler)",
+    ),
+    # What errors drop is not drawn by chance: the rest of the prompts is a chosen part.
+    Rule(
+        metric="data/dropped_for_errors",
+        above=0.03,
+        steps=1,
+        text="{value:.0%} of the prompts were dropped for errors",
+        remedy="rl-logs TRIAL --errors shows each error, with its file and line",
     ),
     # Schulman et al. 2017, https://arxiv.org/abs/1707.06347: beyond the clip a token teaches nothing more.
     Rule(
@@ -104,6 +115,7 @@ _NO_ENTROPY = 0.01  # nats per token
 _SOLVED = 0.95
 _ALIKE, _HALF = 0.8, 0.5  # of the answers: of a prompt that is solved they may well be the same
 _GROWTH_STEPS = 20
+_ERROR_STEPS = 20
 
 
 def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -120,7 +132,7 @@ def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
         values = [line[rule.metric] for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
         if len(values) == rule.steps and (mean := fmean(values)) > rule.above:
             text = rule.text.format(value=mean)
-            text = f"{text}, over {rule.steps} steps"
+            text = f"{text}, over {rule.steps if rule.steps > 1 else min(len(steps), _ERROR_STEPS)} steps"
             found.append(Finding(topic=rule.metric, text=text, details=rule.remedy, step=steps[-1]["step"]))
     return found
 
@@ -138,13 +150,25 @@ def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_dropped(steps: Sequence[dict[str, Any]]) -> None:
-    """Of what each step consumed, the share that was dropped."""
+    """Per step, the share of prompts that was dropped; over the last steps, the share that errors dropped."""
     names = ("data/samples_dropped", "data/samples_trained")
-    for before, line in zip(steps, steps[1:], strict=False):
+    recent = deque[tuple[float, float]](maxlen=_ERROR_STEPS)  # errors and prompts of a step
+    begin = [dict.fromkeys(names, 0.0)] if steps and steps[0]["step"] == 1 else []
+    for before, line in pairwise([*begin, *steps]):
         if all(is_number(one.get(name)) for one in (before, line) for name in names):
             dropped, trained = (line[name] - before[name] for name in names)
             if dropped >= 0 and trained > 0:  # else a failure took steps back
                 line["data/dropped_of_issued"] = dropped / (dropped + trained)
+                is_same_epoch = before.get("trainer_epoch") == line.get("trainer_epoch")
+                num_errors = _errors(line) - (_errors(before) if is_same_epoch else 0.0)
+                recent.append((num_errors, dropped + trained))
+                line["data/dropped_for_errors"] = sum(one[0] for one in recent) / sum(one[1] for one in recent)
+
+
+def _errors(line: Mapping[str, Any]) -> float:
+    """Prompts that errors have dropped since the trainer epoch began."""
+    kinds = (name.removeprefix("data/dropped/") for name in line if name.startswith("data/dropped/"))
+    return sum(line[f"data/dropped/{kind}"] or 0.0 for kind in kinds if "/" not in kind and kind != DROPPED_AS_FILTERED)
 
 
 def _add_growth(steps: Sequence[dict[str, Any]]) -> None:

@@ -48,6 +48,7 @@ class HeldOutBook:
     """The worker that has it."""
     _sums: dict[str, dict[str, float]] = field(default_factory=dict)
     _versions: set[str] = field(default_factory=set)
+    _failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_problems(self) -> int:
@@ -74,6 +75,7 @@ class HeldOutBook:
             for row_id in row_ids
         }
         self._out, self._sums, self._versions = {}, {name: {} for name in self.row_ids}, set()
+        self._failures = {}
         return True
 
     def has(self, worker: str, problems: Collection[HeldOutProblem]) -> None:
@@ -93,7 +95,9 @@ class HeldOutBook:
         self._out[problem] = worker
         return problem
 
-    def answered(self, problem: HeldOutProblem, *, sums: Mapping[str, float], versions: Collection[str]) -> None:
+    def answered(
+        self, problem: HeldOutProblem, *, sums: Mapping[str, float], versions: Collection[str], failure: str = ""
+    ) -> None:
         """What came out of a problem, unless that is known already."""
         is_here = problem in self._open or self._out.pop(problem, None) is not None
         if not is_here:
@@ -101,6 +105,8 @@ class HeldOutBook:
         self._open.pop(problem, None)
         self._sums[problem.dataset] = added(self._sums[problem.dataset], sums)
         self._versions.update(versions)
+        if failure:
+            self._failures.setdefault(problem.dataset, failure)
 
     def lose(self, worker: str, *, but: Collection[HeldOutProblem] = ()) -> None:
         """A worker has nothing any more, but for these."""
@@ -118,6 +124,7 @@ class HeldOutBook:
             num_done=self.num_problems - len(self._open) - len(self._out),
             sums=self._sums,
             versions=sorted(self._versions),
+            failures=self._failures,
         )
 
 
@@ -146,7 +153,7 @@ class Evaluations:
 
     def answered(self, answered: Answered) -> None:
         """What came out of a problem."""
-        self.book.answered(answered.problem, sums=answered.sums, versions=answered.versions)
+        self.book.answered(answered.problem, sums=answered.sums, versions=answered.versions, failure=answered.failure)
         if self.book.is_done:
             self._has_ended.set()
 

@@ -7,14 +7,14 @@ would be seen only later, in the middle of a collective whose sizes differ.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.journal import Journal, read_journal
 from corral.experiments.trial.log import LogWriter
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
@@ -36,6 +36,8 @@ class Epoch:
     writer: LogWriter
     recovery: RecoveryPoint
     disk: Disk
+    alarms: set[str] = field(default_factory=set)
+    """Topics whose newest notice of this attempt is an alarm; see `standing_alarms`."""
 
     @property
     def trial(self) -> TrialDirectory:
@@ -98,6 +100,19 @@ class Epoch:
         level = logging.WARNING if notice.is_alarm else logging.INFO
         logger.log(level, "%s", "; ".join([notice.text, notice.details, *notice.causes]))
         await self.note("train_notice", attempt=self.context.attempt, step=step, **msgspec.to_builtins(notice))
+        (self.alarms.add if notice.is_alarm else self.alarms.discard)(notice.topic)
+
+    async def end_alarm(self, topic: str, text: str, *, step: int) -> None:
+        """Says that the alarm about `topic` is over, if there is one."""
+        if topic in self.alarms:
+            await self.tell(TrainNotice(topic=topic, is_alarm=False, text=text, details="", causes=[]), step=step)
+
+
+def standing_alarms(trial: TrialDirectory, attempt: int) -> set[str]:
+    """Topics whose newest notice of an attempt is an alarm: an epoch may end those of the epoch before."""
+    notices = [event for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
+    newest = {event["topic"]: event["is_alarm"] for event in notices if event.get("attempt") == attempt}
+    return {topic for topic, is_alarm in newest.items() if is_alarm}
 
 
 def check_reallocations(graph: DataflowGraph, models: Mapping[str, LoadedModel]) -> None:

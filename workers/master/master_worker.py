@@ -135,7 +135,7 @@ from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import CommitFailedError, Commits
 from corral.workers.master.dealt_prompts import DealtPrompts, open_dealt
 from corral.workers.master.disk import Disk
-from corral.workers.master.epoch import Epoch
+from corral.workers.master.epoch import Epoch, standing_alarms
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.sample_source import DatasetSource, Drops, SampleSource, SequenceBuffer, TrajectorySource
 from corral.workers.master.server_evaluations import ServerEvaluations
@@ -221,7 +221,10 @@ class MasterWorker(Worker):
         start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
         logger.info("epoch %d goes on from %s", writer.epoch, start)
         async with Disk() as disk, AsyncExitStack() as stack:
-            epoch = Epoch(context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk)
+            alarms = await disk.run(standing_alarms, self.context.trial, self.context.attempt)
+            epoch = Epoch(
+                context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk, alarms=alarms
+            )
             weights = PublishedVersions(epoch, gang, publish=self._publish)
             say_head = partial(self._say, self.context.keys.committed())
             say_head(str(writer.state.head))

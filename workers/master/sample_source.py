@@ -207,12 +207,23 @@ class Drops:
     """Names of `dataset.sources`."""
     counts: Counter[str] = field(default_factory=Counter)
     """By metric: for each kind of reason, and of each source, where there are several."""
+    since_step: Counter[str] = field(default_factory=Counter)
+    """By reason, since the last train step."""
 
     def __call__(self, uid: str, reason: str) -> None:
         """The kind of a reason stands before its colon."""
         self.write(uid, reason)
+        self.since_step[reason] += 1
         name = f"data/dropped/{reason.partition(':')[0]}"
         self.counts.update([name, f"{name}/source/{source_of(uid)}"] if source_of(uid) in self.sources else [name])
+
+    def describe(self) -> str:
+        """`40 prompts dropped since the last train step, 38 of them: filtered: ...`; "" where none was."""
+        if not self.since_step:
+            return ""
+        (reason, most), *others = self.since_step.most_common(2)
+        share = f"{most} of them: {reason}" if others else reason
+        return f"{self.since_step.total()} prompts dropped since the last train step, {share}"
 
 
 class SampleHolders(Protocol):

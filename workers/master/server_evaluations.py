@@ -24,12 +24,14 @@ from corral.workers.master.best import BestWeights
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
 from corral.workers.requests.manager_messages import Evaluate, Evaluation, ManagerReply, ManagerRequest
+from corral.workers.requests.messages import TrainNotice
 from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.errors import StreamTimeoutError
 from corral.workers.streams.rpc import AsyncRequestClient
 
 logger = logging.getLogger(__name__)
 
+_TOPIC = "held-out problems without reward"
 _REQUEST_DEADLINE_S = 60.0  # the manager says after ten seconds how far it is
 
 
@@ -83,6 +85,7 @@ class ServerEvaluations(AsyncClosing):
     async def _run(self, version: PolicyVersion) -> None:
         asked = Evaluate(epoch=self._epoch.writer.epoch, version=str(version))
         self.progress = f"evaluation of version {version}"
+        is_told = False
         while True:
             try:
                 reply = await self._manager.request(asked, deadline_s=_REQUEST_DEADLINE_S)
@@ -91,7 +94,14 @@ class ServerEvaluations(AsyncClosing):
                 continue
             assert isinstance(reply, Evaluation)
             self.progress = f"evaluation of version {version}: {reply.num_done} of {reply.num_problems} problems"
-            if reply.is_complete and (reply.epoch, reply.version) == (asked.epoch, asked.version):
+            if (reply.epoch, reply.version) != (asked.epoch, asked.version):
+                continue
+            if reply.failures and not (is_told and not reply.is_complete):
+                await self._epoch.tell(alarm_of(reply), step=version.step)
+                is_told = True
+            if reply.is_complete:
+                if not reply.failures:
+                    await self._epoch.end_alarm(_TOPIC, "all held-out answers have a reward", step=version.step)
                 stats = stats_of(reply)
                 await self._epoch.disk.run(self._add_line, version, stats)
                 if self._best is not None:
@@ -101,6 +111,18 @@ class ServerEvaluations(AsyncClosing):
     def _add_line(self, version: PolicyVersion, stats: Mapping[str, float]) -> None:
         self._epoch.writer.check()  # the file is the present epoch's
         self._lines.add_metrics(version.step, stats)
+
+
+def alarm_of(evaluation: Evaluation) -> TrainNotice:
+    """The alarm about held-out answers that have no reward, with the first failure of each data set."""
+    lines = []
+    for name, failure in evaluation.failures.items():
+        sums = evaluation.sums[name]
+        num = sums["problems"] - sums["judged_problems"]
+        of_set = f" of {name}" if name else ""
+        lines.append(f"{num:.0f} of {sums['problems']:.0f} held-out problems{of_set} have no reward: {failure}")
+    details = f"evaluation of version {evaluation.version}; its means leave them out"
+    return TrainNotice(topic=_TOPIC, is_alarm=True, text=lines[0], details=details, causes=lines[1:])
 
 
 def stats_of(evaluation: Evaluation) -> dict[str, float]:

@@ -31,6 +31,7 @@ import msgspec
 from corral.experiments.trial.spans import STEPS, Span
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.lifecycle.worker import CannotContinueError
 from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
@@ -42,9 +43,12 @@ from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
+from corral.workers.requests.messages import TrainNotice
 
 logger = logging.getLogger(__name__)
 
+_DROPPED = "dropped prompts"  # topic of its alarm
+_DROPPED_BATCHES = 4  # that were dropped without a train step: more than 80% of the prompts
 _LOOK_INTERVAL_S = 1.0  # a server that refuses a version has read all of it twice before
 
 
@@ -105,6 +109,7 @@ class TrainerEpoch:
             SupersededError, StoppedError: another process decides about the trial now.
             GangLostError: a model worker is gone; a new epoch has to start from the last commit.
             NotFiniteError: the same, because the present weights or samples give no finite loss.
+            CannotContinueError: no step was trained, since all prompts were dropped.
             CommitFailedError: the same, because what is trained cannot be written.
         """
         async with self._watch, self.commits, self.on_servers or nullcontext():
@@ -115,6 +120,11 @@ class TrainerEpoch:
                 if batch is None:
                     return await self._stop()
                 await self._train(batch)
+            if not self._step:
+                raise CannotContinueError(
+                    f"nothing was trained: {self.drops.describe() or 'there are no prompts'}. Change the prompts, the "
+                    "reward or the setting that drops them"
+                )
             if not await self._evaluate_last():
                 return await self._stop()
             await self._commit_all()
@@ -148,11 +158,27 @@ class TrainerEpoch:
                 self.epoch.context.presence.enter("train")
                 return batch or []
             producers = source.waits_for()
-            self.epoch.context.presence.enter("wait for a batch", waiting_for=source.waiting_for(), waits_for=producers)
+            waiting_for = "; ".join(filter(None, [source.waiting_for(), self.drops.describe()]))
+            self.epoch.context.presence.enter("wait for a batch", waiting_for=waiting_for, waits_for=producers)
+            await self._tell_dropped()
             started = time.monotonic()
             await self._wait_for_news()
             for kind in {worker.partition("/")[0] for worker in producers} or {"dataset"}:
                 self._waits[f"time/wait_s/{kind}"] += time.monotonic() - started
+
+    async def _tell_dropped(self) -> None:
+        """An alarm where so many prompts were dropped that no batch comes together."""
+        dropped = self.drops.since_step.total()
+        if dropped < _DROPPED_BATCHES * self.epoch.spec.train_batch_size or _DROPPED in self.epoch.alarms:
+            return
+        notice = TrainNotice(
+            topic=_DROPPED,
+            is_alarm=True,
+            text=self.drops.describe(),
+            details=f"a train step needs {self.epoch.spec.train_batch_size} prompts",
+            causes=["the reward is the same for all answers, or fails: rl-samples TRIAL --dropped, rl-logs TRIAL"],
+        )
+        await self.epoch.tell(notice, step=self._step + 1)
 
     async def _is_to_stop(self) -> bool:
         """Whether somebody asks for it; what else has happened and ends this epoch is raised."""
@@ -210,6 +236,8 @@ class TrainerEpoch:
             return
         self._step += 1
         self._ledger.train(self._step, batch)
+        self.drops.since_step.clear()
+        await self.epoch.end_alarm(_DROPPED, "a train step has its prompts again", step=self._step)
         await self.source.note_trained(batch)
         spent = self._take_waits()
         spent["time/train_s"] = time.monotonic() - started - spent["time/publish_s"]

@@ -117,6 +117,8 @@ class Answered(MessageBody, frozen=True, tag="answered"):
     """As `sums_of` makes them."""
     versions: list[str] = []
     """That made tokens of the answers."""
+    failure: str = ""
+    """Why the answers have no reward."""
 
 
 class Evaluate(MessageBody, frozen=True, tag="evaluate"):
@@ -181,6 +183,8 @@ class Evaluation(MessageBody, frozen=True, tag="evaluation"):
     """Over the problems that are done, by name of the data set."""
     versions: list[str]
     """That made tokens of the answers."""
+    failures: dict[str, str] = {}
+    """Why answers have no reward: the first failure of each data set that has one."""
 
     @property
     def is_complete(self) -> bool:

@@ -60,7 +60,7 @@ class HeldOutProblems:
             episodes = (await self._groups.attempt(problem.uid, row, seeds)).episodes
         except (PromptFailedError, RowError) as error:
             logger.warning("the answers to held-out problem %s are left out of the means: %s", problem.uid, error)
-            return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers))
+            return Answered(problem=problem, sums=sums_of([], [], asked=self._num_answers), failure=str(error))
         lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]
         versions = {span.version for episode in episodes for answer in episode.answers for span in answer.spans}
         votes = [self._vote_of(episode) for episode in episodes] if self._vote else None

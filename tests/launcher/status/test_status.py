@@ -413,9 +413,12 @@ def test_what_train_steps_found_out_is_shown_and_an_alarm_with_its_causes() -> N
     fine = Finding(is_alarm=False, text="both sides agree", details="of 9 tokens", causes=(), step=1)
     status = describe(dataclasses.replace(HEALTHY, findings=(fine,)))
     assert status.note == "" and "\nfound      both sides agree\n" in render_trial(status)
-    alarm = Finding(is_alarm=True, text="both sides differ", details="by 2 nats", causes=("weights", "rest"), step=4)
+    alarm = Finding(
+        topic="gap", is_alarm=True, text="both sides differ", details="by 2 nats", causes=("weights", "rest"), step=4
+    )
     status = describe(dataclasses.replace(HEALTHY, findings=(alarm,)))
     assert status.state == "RUNNING" and "ALARM: both sides differ" in render_trials([status])
+    assert "  RUNNING  step -  ALARM: gap  " in render_trial(status).splitlines()[0]
     lines = "\nALARM      both sides differ, since step 4: by 2 nats\n           - weights\n           - rest\n"
     assert lines in render_trial(status)
 

@@ -27,6 +27,7 @@ HEALTHY = {
 SUFFERING: Mapping[str, Mapping[str, Any]] = {
     "no_eos_fraction": {"no_eos_fraction": 0.5},
     "data/dropped_of_issued": {"drops": 3},
+    "data/dropped_for_errors": {"drops": 0.2, "errors": 0.2},
     "ppo/clip_fraction": {"ppo/clip_fraction": 0.5},
     "train/skipped_early_stop": {"train/skipped_early_stop": 1.0},
     "ppo/capped_fraction": {"ppo/capped_fraction": 0.4},
@@ -38,8 +39,10 @@ SUFFERING: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def lines_of(num_steps: int, *, drops: float = 0.0, growth: float = 1.0, **changed: float) -> list[dict[str, Any]]:
-    """Each step trains two samples, and some are dropped."""
+def lines_of(
+    num_steps: int, *, drops: float = 0.0, errors: float = 0.0, growth: float = 1.0, **changed: float
+) -> list[dict[str, Any]]:
+    """Each step trains two samples, and some are dropped, of which some for errors."""
     return [
         {
             "step": step,
@@ -48,6 +51,9 @@ def lines_of(num_steps: int, *, drops: float = 0.0, growth: float = 1.0, **chang
             "response_length/mean": 40.0 * growth**step,
             "data/samples_trained": 2.0 * step,
             "data/samples_dropped": drops * step,
+            "data/dropped/reward_error": errors * step,
+            "data/dropped/reward_error/source/a": errors * step,
+            "data/dropped/filtered": (drops - errors) * step,
         }
         for step in range(1, num_steps + 1)
     ]
@@ -63,10 +69,23 @@ def test_a_rule_speaks_of_what_it_is_about_and_only_once_it_has_seen_enough(metr
     lines = lines_of(30, **SUFFERING[metric])
     (found,) = findings_of(lines)
     assert found.topic == metric and not found.is_alarm and found.step == 30 and found.details == rule.remedy
-    assert f"over {rule.steps} steps" in found.text and "{" not in found.text
+    num_steps = 20 if rule.steps == 1 else rule.steps
+    assert f"over {num_steps} steps" in found.text and "{" not in found.text
     assert findings_of(lines[: rule.steps - 1]) == []
-    recovered = lines_of(60)[30 : 30 + rule.steps]
+    recovered = lines_of(60)[30 : 30 + num_steps]
     assert findings_of([*lines, {"step": 30, "eval/accuracy": 0.5}, *recovered]) == []
+
+
+def test_errors_that_drop_a_few_per_cent_of_the_prompts_are_seen_from_the_first_step_on() -> None:
+    assert [found.text for found in findings_of(lines_of(1, drops=0.5, errors=0.2))] == [
+        "8% of the prompts were dropped for errors, over 1 steps"
+    ]
+    assert findings_of(lines_of(20, drops=0.5, errors=0.02)) == []
+    # A trainer epoch that begins counts its errors anew.
+    epochs = [line | {"trainer_epoch": 1 + line["step"] // 10} for line in lines_of(12, drops=0.2, errors=0.2)]
+    for line in epochs[9:]:
+        line["data/dropped/reward_error"] -= 0.2 * 9
+    assert "9% of the prompts were dropped for errors, over 12 steps" in [one.text for one in findings_of(epochs)]
 
 
 @pytest.mark.parametrize("trial", sorted(RECORDED))

@@ -46,6 +46,16 @@ def test_a_problem_counts_once_and_what_is_complete_says_which_versions_made_it(
     assert book.reply().versions == ["1.20", "1.21"]
 
 
+def test_the_first_failure_of_each_data_set_is_in_the_reply() -> None:
+    book = begun()
+    for problem in [dealt(book) for _ in range(4)]:
+        failure = "" if problem.row_id == "c" else f"{problem.dataset or 'own'}/{problem.row_id} fails"
+        book.answered(problem, sums=ONE, versions=[], failure=failure)
+    assert book.reply().failures == {"": "own/a fails", "hard": "hard/a fails"}
+    book.begin(NEXT)
+    assert book.reply().failures == {}
+
+
 def test_an_evaluation_takes_the_place_of_another_and_that_of_an_earlier_epoch_of_none() -> None:
     book = begun()
     late = dealt(book)

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
+from corral.workers.data.held_out import added, sums_of
 from corral.workers.data.prompts import is_held_out, split_uid
 from corral.workers.master.held_out import HeldOut, merge_goes
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
+from corral.workers.master.server_evaluations import alarm_of
+from corral.workers.requests.manager_messages import Evaluation
 
 
 @given(st.lists(st.lists(st.floats(0.0, 5.0), max_size=5), min_size=1, max_size=6))
@@ -108,3 +111,21 @@ def test_calls_make_what_an_evaluation_reads_and_nothing_else_a_go_at_a_time() -
 def test_a_call_with_problems_of_its_own_is_asked_once_and_gets_no_rows() -> None:
     ranks, stats = evaluate("actor_answers")
     assert (ranks.asked, stats) == ([("actor_answers", [])], {"loss": 0.0})
+
+
+def test_held_out_answers_without_a_reward_are_an_alarm_with_their_first_failure() -> None:
+    judged, unjudged = sums_of([1.0], [3]), sums_of([], [], asked=1)
+    evaluation = Evaluation(
+        epoch=1,
+        version="1.20",
+        num_problems=3,
+        num_done=3,
+        sums={"easy": added(judged, unjudged), "hard": unjudged},
+        versions=[],
+        failures={"easy": "reward_error: KeyError: 'result' (my_reward.py:3)", "hard": "agent_error: boom"},
+    )
+    notice = alarm_of(evaluation)
+    assert notice.is_alarm and notice.causes == ["1 of 1 held-out problems of hard have no reward: agent_error: boom"]
+    assert notice.text == (
+        "1 of 2 held-out problems of easy have no reward: reward_error: KeyError: 'result' (my_reward.py:3)"
+    )

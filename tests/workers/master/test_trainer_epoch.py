@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.history import Finding, JournalView
 from corral.workers.checkpoint.manifest import verify_manifest
+from corral.workers.master.epoch import standing_alarms
 from corral.workers.master.master_worker import MasterWorker
+from corral.workers.master.sample_source import BufferedSample
 from corral.workers.master.trainer_gang import GangLostError
 from corral.workers.requests.messages import TrainNotice, TrainReply
 from tests.workers.master.trials import (
@@ -116,6 +118,47 @@ def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
     assert view.findings() == (
         Finding(topic="t", is_alarm=True, text="they differ", details="by 2", causes=("rounding", "none"), step=2),
     )
+
+
+def test_a_trial_of_which_all_prompts_are_dropped_fails_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, trial = trial_of(tmp_path)
+
+    class AllDropped(Gang):
+        async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
+            samples = await super().load_rows(uids)
+            return [msgspec.structs.replace(sample, dropped_because="bad_row: it has no answer") for sample in samples]
+
+    assert run_master(plan, trial, AllDropped(), monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert "nothing was trained: 40 prompts dropped since the last train step, bad_row: it has no answer" in caplog.text
+    assert not TrialLog(trial.log_path).read().is_done and not trial.exports_path.exists()
+
+
+def test_an_alarm_about_dropped_prompts_stands_until_a_step_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(tmp_path)
+    real_source, standing = MasterWorker._source, list[set[str]]()
+
+    def make(worker: MasterWorker, *parts: Any) -> Any:
+        source, drops = real_source(worker, *parts), parts[4]
+        poll = source.poll
+
+        async def drop_first(**arguments: int) -> list[str] | None:
+            if not standing:
+                drops.since_step["filtered: the rewards of all 8 answers are 0"] += 40
+            standing.append(standing_alarms(trial, attempt=0))
+            return await poll(**arguments) if len(standing) > 1 else None
+
+        monkeypatch.setattr(type(source), "poll", lambda self, **arguments: drop_first(**arguments))
+        return source
+
+    monkeypatch.setattr(MasterWorker, "_source", make)
+    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert standing[:3] == [set(), {"dropped prompts"}, set()]
+    told = [event["text"] for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
+    assert "40 prompts dropped since the last train step, filtered: the rewards of all 8 answers are 0" in told
 
 
 # --- waiting for a batch --------------------------------------------------------------------------------------------
