@@ -64,7 +64,8 @@ class ColumnsConfig(FrozenConfig):
     """What teachers read in the prompt's place, in the same forms: the prompt with a hint, or behind a worked answer.
     Of a row without it they read the prompt. None: no row has one."""
     answer: str = Field(default="answer", min_length=1)
-    """The reference answer, a string or a number, which is taken as its text."""
+    """The reference answer. One that is learned is text, a number, which is taken as its text, or messages; one that
+    only rewards read may be anything that JSON has, such as a list of accepted answers."""
     chosen: str = Field(default="chosen", min_length=1)
     """The preferred answer of a pair: text, or messages."""
     rejected: str = Field(default="rejected", min_length=1)

@@ -115,17 +115,40 @@ class ArrowRows:
 
     def read(self, number: int) -> Any:
         at = bisect_right(self._starts, number) - 1
-        (row,) = self._batch(at).slice(number - self._starts[at], 1).to_pylist()
-        return row
+        batch = self._batch(at).slice(number - self._starts[at], 1)
+        return {name: value for name in batch.schema.names for value in _values(batch.column(name))}
 
     def columns(self, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         for number in range(len(self._starts) - 1):
             batch: pyarrow.RecordBatch = self._batch(number)
             has = batch.schema.names
             yield from zip(
-                *(plain(batch.column(name).to_pylist()) if name in has else repeat(None, len(batch)) for name in names),
+                *(plain(_values(batch.column(name))) if name in has else repeat(None, len(batch)) for name in names),
                 strict=True,
             )
+
+
+def _values(column: "pyarrow.Array") -> list[Any]:
+    """As JSON lines would have them."""
+    return [_without_fillers(value, column.type) for value in column.to_pylist(maps_as_pydicts="lossy")]
+
+
+def _without_fillers(value: Any, kind: "pyarrow.DataType") -> Any:
+    """All structs of a column have the same fields, so those that are null are left out: nobody can tell them from
+    those that a row does not have. Values of the type Json, which `datasets` gives to what differs from row to row, are
+    what their text says."""
+    from pyarrow import JsonType, StructType
+
+    if value is None:
+        return None
+    if isinstance(kind, JsonType):
+        return msgspec.json.decode(value)
+    if isinstance(kind, StructType):
+        given = {key: one for key, one in value.items() if one is not None}
+        return {key: _without_fillers(one, kind.field(key).type) for key, one in given.items()}
+    if isinstance(value, list):
+        return [_without_fillers(one, kind.value_type) for one in value]
+    return value
 
 
 def plain(value: Any) -> Any:

@@ -11,12 +11,13 @@ answer that is a number is the text of that number.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import takewhile
 from typing import Any
 
 from corral.experiments.config.data import ColumnsConfig, RowKind
 from corral.experiments.errors import closest, show_value
-from corral.experiments.prompts.messages import ToolSchema, check_tools, plain_messages
+from corral.experiments.prompts.messages import ToolSchema, check_tools, from_json_text, json_text, plain_messages
 from corral.experiments.prompts.row_prompts import Answer, Prompt, is_ids
 
 _MAX_ID_LENGTH = 128
@@ -115,7 +116,7 @@ class RowParser:
         return _common_beginning(*self._answers(fields))
 
     def _prompt(self, fields: Mapping[str, Any], key: str) -> Prompt:
-        prompt = fields.get(key)
+        prompt = _messages_or(fields.get(key))
         if isinstance(prompt, str) and prompt:
             return prompt
         if not isinstance(prompt, list) or not prompt:
@@ -171,12 +172,20 @@ class RowParser:
         answer = fields.get(key)
         if answer is None:
             raise _missing(fields, key, what, "write it as text")
-        if isinstance(answer, list) and self.learns_answers:
+        if self.learns_answers and isinstance(_messages_or(answer), list):
             return self._messages(fields, key)
+        if not self.learns_answers and isinstance(answer, bool | list | dict):
+            return json_text(answer)  # for people: rewards read the field itself
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
             hint = f'write it as text: "{show_value(answer)}"'
             raise RowError(f"{key!r} must be text or a number, got {show_value(answer)}", hint)
-        return str(answer)
+        return f"{Decimal(str(answer)):f}" if isinstance(answer, float) else str(answer)
+
+
+def _messages_or(value: Any) -> Any:
+    """Messages as JSON text, which CSV has them as, are messages; everything else as it is."""
+    said = from_json_text(value)
+    return said if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said) else value
 
 
 def row_id_of(given: object, number: int, key: str) -> str:

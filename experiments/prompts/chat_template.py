@@ -7,7 +7,6 @@ beside Jinja's own is what transformers gives it: raise_exception, strftime_now,
 loop controls, and generation blocks, which mark what a model said and change no text.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -22,7 +21,7 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from corral.experiments.prompts.messages import Message, ToolSchema, with_text_arguments
+from corral.experiments.prompts.messages import Message, ToolSchema, json_text, with_text_arguments
 from corral.experiments.prompts.tokens import read_settings
 from corral.experiments.prompts.tool_calls import PROBE
 from corral.experiments.regular_file import read_regular
@@ -100,12 +99,13 @@ class ChatTemplate:
         if self.takes_text_arguments:
             messages = [with_text_arguments(message) for message in messages]
         try:
-            return template.render(
+            text = template.render(
                 {**self.special_tokens, **self.arguments},
                 messages=messages,
                 tools=list(tools) or None,
                 add_generation_prompt=asks,
             )
+            return text.encode(errors="replace").decode()  # a half of a surrogate pair is no character
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -139,7 +139,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json_text(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

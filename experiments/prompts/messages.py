@@ -20,6 +20,7 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     Raises:
         ValueError: naming the message and what is wrong with it.
     """
+    messages = from_json_text(messages)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of at least one {"role": ..., "content": ...}')
     plain = []
@@ -31,21 +32,36 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     return plain
 
 
+def from_json_text(value: Any) -> Any:
+    """What JSON text of an object or a list says, as CSV and tables of text have them; everything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
 def check_tools(tools: object) -> tuple[ToolSchema, ...]:
-    """
+    """The same schemas as objects, whatever of them was JSON text.
+
     Raises:
         ValueError: if they are none.
     """
+    tools = from_json_text(tools)
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError('must be a list of {"type": "function", "function": {...}}')
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+    schemas = []
+    for number, tool in enumerate(map(from_json_text, tools)):
+        function = from_json_text(tool.get("function")) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f'[{number}] is no {{"type": "function", "function": {{"name": ..., ...}}}}')
-    return tuple(tools)
+        parameters = from_json_text(function.get("parameters"))
+        has_text = parameters is not function.get("parameters")
+        schemas.append({**tool, "function": {**function, "parameters": parameters} if has_text else function})
+    return tuple(schemas)
 
 
 def _plain_message(message: object) -> dict[str, Any]:
+    message = from_json_text(message)
     if not isinstance(message, Mapping):
         raise ValueError(f"is no object but {type(message).__name__}")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -55,7 +71,7 @@ def _plain_message(message: object) -> dict[str, Any]:
         plain["role"] = "system"
     if "content" in plain:
         plain["content"] = _joined_text(plain["content"])
-    elif plain["role"] == "assistant":
+    elif plain["role"] in ("assistant", "tool"):
         plain["content"] = ""  # some templates look into it, and to none is it another thing than to be missing
     else:
         raise ValueError("has no content")
@@ -63,7 +79,8 @@ def _plain_message(message: object) -> dict[str, Any]:
     if reasoning is not None:
         plain |= {"reasoning_content": reasoning, "thinking": reasoning}
     if "tool_calls" in plain:
-        if not isinstance(plain["tool_calls"], Sequence):
+        plain["tool_calls"] = from_json_text(plain["tool_calls"])
+        if not isinstance(plain["tool_calls"], list | tuple):
             raise ValueError(f"has tool_calls that are no list but {type(plain['tool_calls']).__name__}")
         plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
         if not plain["tool_calls"]:
@@ -71,12 +88,17 @@ def _plain_message(message: object) -> dict[str, Any]:
     return plain
 
 
+def json_text(value: Any, **how: Any) -> str:
+    """A value as JSON that may be sent as UTF-8: a half of a surrogate pair, which a model may say, is an escape."""
+    return json.dumps(value, **{"ensure_ascii": False, **how}).encode(errors="backslashreplace").decode()
+
+
 def with_text_arguments(message: Message) -> dict[str, Any]:
     """A plain message whose calls have their arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else json_text(arguments)
         calls.append({**call, "function": {**call["function"], "arguments": text}})
     return {**message, "tool_calls": calls} if calls else {**message}
 
@@ -94,7 +116,8 @@ def _joined_text(content: object) -> str:
 
 
 def _plain_call(call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    call = from_json_text(call)
+    function = from_json_text(call.get("function")) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError('has a tool call that is no {"id": ..., "function": {"name": ..., "arguments": ...}}')
     arguments = function.get("arguments")

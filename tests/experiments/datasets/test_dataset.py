@@ -1,5 +1,6 @@
 """Rows of every format are the same rows; parts, splits, transforms and pairs of them."""
 
+import csv
 import json
 import math
 import sys
@@ -9,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
@@ -22,6 +24,7 @@ from corral.experiments.datasets.row_parser import RowError, RowParser
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.located_rows import locate_rows
 from corral.experiments.inputs.users_process import importing_from
+from corral.experiments.prompts.messages import plain_messages
 from corral.workers.data.prompts import PlannedPrompts
 
 ROWS = [{"question": f"{number}+1?", "solution": str(number + 1)} for number in range(2500)]
@@ -99,6 +102,99 @@ def test_a_split_of_what_has_none_is_refused_and_more_held_out_files_need_none(t
     with pytest.raises(ConfigError, match="has no splits, and split asks for 'test'.*\n.*remove split"):
         Dataset.open(config, kind="answers")
     assert config.path is not None and len(Dataset.open(config.of_file(config.path), kind="answers")) == len(ROWS)
+
+
+def tool_rows() -> list[dict[str, Any]]:
+    """Conversations whose calls, and tools whose parameters, have different keys."""
+    rows = []
+    for name, given in (("weather", {"city": "Rome"}), ("add", {"a": 1, "b": {"c": [2, None]}}), ("now", {})):
+        schema = {"type": "object", "properties": {key: {"type": "string", "enum": [key]} for key in given}}
+        call = {"id": "1", "type": "function", "function": {"name": name, "arguments": given}}
+        called = {"role": "assistant", "tool_calls": [call]}
+        messages = [{"role": "user", "content": "q"}, called, {"role": "tool", "content": "r"}]
+        tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+        rows.append({"messages": messages, "tools": tools})
+    return rows
+
+
+def write_tools(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """CSV has JSON text for lists; `datasets` has its type Json for what differs from row to row."""
+    if form == "lines":
+        return write_lines(path, rows)
+    if form == "csv":
+        with path.with_suffix(".csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["messages", "tools"])
+            writer.writeheader()
+            writer.writerows({key: json.dumps(value) for key, value in row.items()} for row in rows)
+        return path.with_suffix(".csv")
+    if form.startswith("datasets"):
+        saved = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        saved.to_parquet(str(path)) if form == "datasets parquet" else saved.save_to_disk(str(path))
+        return path
+    if form in ("text", "texts"):
+        wrap: Callable[[Any], Any] = json.dumps if form == "text" else lambda each: [json.dumps(one) for one in each]
+        rows = [{key: wrap(value) for key, value in row.items()} for row in rows]
+    table = pyarrow.Table.from_pylist(rows)
+    if form == "stream":
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    elif form == "arrow":
+        pyarrow.feather.write_feather(table, path)
+    else:
+        pyarrow.parquet.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "form", ["lines", "csv", "parquet", "stream", "arrow", "datasets parquet", "datasets folder", "text", "texts"]
+)
+def test_calls_and_schemas_of_a_row_are_the_same_in_every_format(tmp_path: Path, form: str) -> None:
+    written = tool_rows()
+    if form in ("parquet", "stream", "arrow"):  # a struct has one kind of value per field
+        written = [row for row in written if row["tools"][0]["function"]["name"] != "now"]
+    path = write_tools(tmp_path / "rows", form, written)
+    rows = list(Dataset.open(DatasetConfig(path=path), kind="conversations").values())
+    assert len(rows) == len(written)
+    for row, expected in zip(rows, written, strict=True):
+        (answer,) = row.answers
+        assert answer == plain_messages(expected["messages"])
+        assert list(row.tools) == expected["tools"]
+    path = write_tools(tmp_path / "prompts", form, written)
+    columns = ColumnsConfig(prompt="messages")
+    for row, expected in zip(
+        Dataset.open(DatasetConfig(path=path, columns=columns), kind="prompts").values(), written, strict=True
+    ):
+        assert not isinstance(row.prompt, str) and plain_messages(row.prompt) == plain_messages(expected["messages"])
+
+
+def test_fields_of_a_table_for_rewards_have_no_keys_that_their_row_does_not_have(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "tests": {"a": 1}, "maps": {"x": 1}}, {"prompt": "q", "tests": {"b": [{"c": 2}, {"d": 3}]}}]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.set_column(
+        2, "maps", pyarrow.array([[("x", 1)], None], type=pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    read = [row.fields for row in Dataset.open(DatasetConfig(path=tmp_path / "rows.parquet"), kind="prompts").values()]
+    assert read == [rows[0], {**rows[1], "maps": None}]
+    where = DatasetConfig(path=tmp_path / "rows.parquet", where="len(tests) == 1")
+    assert len(Dataset.open(where, kind="prompts")) == 2
+
+
+@pytest.mark.parametrize("answer", [["2", "two"], {"value": 2}, True, []])
+def test_an_answer_that_only_rewards_read_may_be_anything(tmp_path: Path, answer: object) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": answer}])
+    (row,) = Dataset.open(DatasetConfig(path=path), kind="answers").values()
+    assert row.fields["answer"] == answer and row.answers == (json.dumps(answer),)
+    with pytest.raises(ValueError, match="'answer' "):
+        list(Dataset.open(DatasetConfig(path=path), kind="conversations").values())
+
+
+def test_an_answer_that_is_a_number_has_no_exponent_whatever_the_format(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1,0.00001\n2,10000000000000000\n")
+    rows = [{"prompt": "1", "answer": 1e-05}, {"prompt": "2", "answer": 1e16}]
+    for path in (write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "rows.csv"):
+        data = Dataset.open(DatasetConfig(path=path), kind="conversations")
+        assert [row.answers for row in data.values()] == [("0.00001",), ("10000000000000000",)]
 
 
 def test_what_json_has_no_word_for_is_text_in_rows_and_conditions(tmp_path: Path) -> None:
