@@ -71,7 +71,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "experiments": [
-        {"config", "exit_codes"},
+        {"config", "exit_codes", "own_python"},
         {"errors", "worker_specs"},
         {"regular_file"},
         {"prompts"},

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.own_python import own_python
+
 _DEADLINE_S = 600.0  # the library may have to write Parquet of its cache down as Arrow
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -23,7 +25,7 @@ def files_in_cache(name: str, *, subset: str | None, split: str | None) -> tuple
     Raises:
         ValueError: if they are not there, with the way out after a semicolon.
     """
-    command = [sys.executable, "-m", __name__, name, subset or "", split or ""]
+    command = own_python("-m", __name__, name, subset or "", split or "")
     try:
         done = subprocess.run(
             command, env={**os.environ, **_OFFLINE}, capture_output=True, timeout=_DEADLINE_S, check=False

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from corral.experiments.config.rollout import check_import_path_syntax
 from corral.experiments.errors import ConfigError, KeyPath, did_you_mean, display_path, split_remedy
-from corral.experiments.inputs.users_process import users_root
+from corral.experiments.inputs.users_process import add_users_root, check_not_hidden, users_root
 
 
 def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
@@ -87,9 +87,10 @@ def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[N
 
 
 def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
-    root = str(users_root())
-    sys.path.insert(0, root)
+    path_before = list(sys.path)
+    add_users_root()
     try:
+        check_not_hidden(import_path, users_root())
         return import_module(module_name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -104,7 +105,7 @@ def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
         text = f"cannot import {module_name}: {_place(error, _is_imported)}{_message(error)}"
         raise _refusal(text, import_path, path) from error
     finally:
-        sys.path.remove(root)
+        sys.path[:] = path_before
 
 
 def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:

@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, dotted, leaves
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
+from corral.experiments.own_python import own_python, python_path
 
 _GRACE_S = 10.0
 _SAYS_SO_AFTER_S = 1.0
@@ -30,7 +32,7 @@ _root: ContextVar[Path | None] = ContextVar("users_root", default=None)
 
 @contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """Modules of the user's own are those in this folder, and not those in the current one."""
+    """Modules of the user's own are those that a trial keeps in this folder, and not those in the current one."""
     token = _root.set(folder)
     try:
         yield
@@ -38,8 +40,33 @@ def importing_from(folder: Path) -> Iterator[None]:
         _root.reset(token)
 
 
+def add_users_root() -> None:
+    """Has this process import the user's modules, too.
+
+    A trial's kept code comes first. The current folder comes last: it may hold any file, and one that is named like a
+    module of Python or of a library must not replace that.
+    """
+    sys.path.insert(0 if _root.get() else len(sys.path), str(users_root()))
+
+
+def check_not_hidden(import_path: str, root: Path) -> None:
+    """
+    Raises:
+        ValueError: if the user's folder has a module of this name, and Python finds another one first.
+    """
+    name = import_path.partition(":")[0].partition(".")[0]
+    own = [path.resolve() for path in (root / f"{name}.py", root / name / "__init__.py") if path.is_file()]
+    spec = find_spec(name) if own else None
+    found = spec.origin if spec is not None else None
+    if found is not None and Path(found).resolve() not in own:
+        raise ValueError(
+            f"{own[0]} is not what Python imports as {name}: the environment has a module of this name ({found}); "
+            "rename yours"
+        )
+
+
 def users_root() -> Path:
-    """The folder that modules are looked for in first.
+    """The folder that modules of the user's own are looked for in.
 
     Raises:
         ConfigError: if it is the current one, and that is not there any more.
@@ -62,8 +89,9 @@ def users_process(module: str, *arguments: str, said: Path) -> Iterator["subproc
     """
     with said.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            own_python("-m", module, *arguments),
             cwd=users_root(),
+            env=os.environ | python_path(os.environ, *([kept] if (kept := _root.get()) else [])),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -21,6 +21,7 @@ from pathlib import Path
 from corral.experiments.config.presets import PRESETS, SHOWING
 from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
+from corral.experiments.own_python import own_python
 
 EXAMPLES = "demo/"
 UNTRAINED, AFTER_SFT, AFTER_TOOLS_SFT = "model", "sft", "tools_sft"
@@ -228,7 +229,7 @@ def run(recipe: Path, *, root: Path, trial: str, data: Path, overrides: Sequence
 def make_data(root: Path) -> Path:
     """The arithmetic data and an untrained model; returns their folder."""
     data = root / "demo-data"
-    subprocess.run([sys.executable, "-m", "corral.workers.data.arithmetic", "--out", str(data)], check=True)
+    subprocess.run(own_python("-m", "corral.workers.data.arithmetic", "--out", str(data)), check=True)
     return data
 
 

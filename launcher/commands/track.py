@@ -1,7 +1,5 @@
 """rl-track: a trial's numbers, to where people look at those of all their runs."""
 
-import os
-import sys
 import time
 from functools import partial
 from typing import Annotated
@@ -23,12 +21,13 @@ def track(
     fileroot: Fileroot = None,
 ) -> None:
     """Hand a trial's numbers to a tracker, each train step and evaluation once."""
+    from corral.experiments.inputs.users_process import add_users_root
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.tracking.hand_on import hand_on
     from corral.launcher.tracking.tracker import TrackedTrial
     from corral.launcher.trial.find import default_fileroot
 
-    sys.path.insert(0, os.getcwd())
+    add_users_root()
     files = PatientFiles()
     facts = find_in_time(files, trial, fileroot or default_fileroot())
     tracked = files.run(lambda: TrackedTrial.of(facts.directory), facts.directory.plan_path)

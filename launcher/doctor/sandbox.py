@@ -1,14 +1,15 @@
 """Asks the half of corral that makes sandboxes whether it can make one on this machine."""
 
 import subprocess
-import sys
+
+from corral.experiments.own_python import own_python
 
 _TIMEOUT_S = 60.0  # Python from a cold file server
 
 
 def why_no_sandbox() -> str:
     """The reason in words, with a way out; "" if one was made."""
-    command = [sys.executable, "-m", "corral.workers.sandbox"]
+    command = own_python("-m", "corral.workers.sandbox")
     try:
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -11,8 +11,8 @@ that corral ever causes, and nothing but the path of the request is in it.
 """
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -24,14 +24,17 @@ import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.own_python import own_python, python_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.evaluation import EvaluationRequest, read_result
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.evaluation.plan import scheduling_of, write_request
 from corral.launcher.evaluation.status import EvaluationStatus, JobRecord, cause_of, jobs_folder, record_path
+from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.containers import contain
-from corral.launcher.runners.local import visible_gpus
+from corral.launcher.runners.guard import guarded
+from corral.launcher.runners.local import LocalTask, visible_gpus
 from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
 from corral.scheduling.scheduling import AllocationNeeds, Scheduling, option_name
@@ -39,6 +42,8 @@ from corral.scheduling.scheduling import AllocationNeeds, Scheduling, option_nam
 _MAX_CONTINUATIONS = 10
 _MAX_PARALLEL = 16
 _SIGNAL_BEFORE_END_S = 60
+_LOOK_PAUSE_S = 0.1
+_GUARD_END_S = 10.0
 _PARAMETERS = ("partition", "account", "qos", "constraint", "nodelist", "exclude")  # that SlurmExecutor has
 
 
@@ -148,18 +153,19 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     gpus = visible_gpus()[: resources.scheduling.gpu]  # whoever says "here" takes what there is
     log_path = _private(jobs_folder(folder)) / f"step-{request.step:08d}.log"
     process = start_process(
-        _command(write_request(directory, request), gpus=len(gpus)),
-        environment=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        guarded(_command(write_request(directory, request), gpus=len(gpus))),
+        environment=os.environ | python_path(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         log_path=log_path,
-        preexec_fn=die_with_parent(),
+        preexec_fn=die_with_parent(signal.SIGTERM),
     )
+    task = LocalTask(process)
     try:
-        returncode = process.wait(timeout=resources.minutes * 60)
-    except subprocess.TimeoutExpired as error:
-        message = f"the evaluation of step {request.step} took more than {resources.minutes} min"
-        raise TimeoutError(message) from error
+        if not wait_until(lambda: task.poll() is not None, timeout_s=resources.minutes * 60, pause_s=_LOOK_PAUSE_S):
+            raise TimeoutError(f"the evaluation of step {request.step} took more than {resources.minutes} min")
     finally:
-        process.kill()
+        task.end(kill=True)
+        wait_until(lambda: task.poll() is not None, timeout_s=_GUARD_END_S)  # it ends what the evaluation has started
+    returncode = task.poll()
     result = read_result(request.result)
     if result is not None:
         return EvaluationStatus(step=request.step, state="DONE", result=result)
@@ -168,7 +174,7 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
 
 
 def _command(request: Path, *, gpus: int) -> list[str]:
-    return [sys.executable, "-u", "-m", "corral.workers.evaluation", str(request), "--gpus", str(gpus)]
+    return own_python("-u", "-m", "corral.workers.evaluation", str(request), "--gpus", str(gpus))
 
 
 def evaluation_command(request: Path, resources: EvaluationResources, directory: TrialDirectory) -> tuple[str, ...]:

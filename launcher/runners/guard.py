@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.own_python import own_python
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.flocks import open_directory
 from corral.experiments.trial.memory_groups import memory_groups
@@ -52,11 +53,11 @@ _TRACKER_GRACE_S: Final = 3.0
 _MODULE: Final = "corral.launcher.runners.guard"
 
 
-def guarded(command: Sequence[str]) -> tuple[str, ...]:
+def guarded(command: Sequence[str]) -> list[str]:
     """The command under a guard; an interpreter stays the first word, which a container replaces by its own."""
     if command[0] == sys.executable:
-        return sys.executable, "-m", _MODULE, "--python", *command[1:]
-    return sys.executable, "-m", _MODULE, "--program", *command
+        return own_python("-m", _MODULE, "--python", *command[1:])
+    return own_python("-m", _MODULE, "--program", *command)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

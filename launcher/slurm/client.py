@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from corral.experiments.own_python import python_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError, UncertainSubmissionError
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.files.patience import PATIENCE_S, insist
@@ -115,7 +116,7 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
         name: value
         for name, value in source.items()
         if name in _KEPT or not (name.startswith(SLURM_PREFIXES) or name in dropped)
-    }
+    } | python_path(source)
 
 
 class SlurmClient:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.own_python import own_python
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.cluster import PlacedTrial, supervisor_alive_path
@@ -60,7 +61,7 @@ def render_script(trial: PlacedTrial) -> str:
     check_plain_text(path, what="trial directory")
     variables = {
         "sbatch_lines": sbatch_lines(sbatch_options(trial)),
-        "supervisor": shlex.join([sys.executable, "-m", "corral.launcher.supervisor", "--trial", path]),
+        "supervisor": shlex.join(own_python("-m", "corral.launcher.supervisor", "--trial", path)),
         "directory": path,
         "python": sys.executable,
     }

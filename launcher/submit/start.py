@@ -12,12 +12,12 @@ import logging
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal
@@ -36,7 +36,7 @@ from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submittin
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR_COMMAND = (sys.executable, "-m", "corral.launcher.supervisor")
+SUPERVISOR_COMMAND = tuple(own_python("-m", "corral.launcher.supervisor"))
 _SUPERVISOR_START_TIMEOUT_S = 600.0  # a process that lives is believed to be starting: a loaded machine takes its time
 _SUPERVISOR_END_TIMEOUT_S = 30.0
 

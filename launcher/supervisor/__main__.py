@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.launcher.files.file_thread import FileThread
@@ -31,7 +32,7 @@ _MAX_SUPERVISOR_RESTARTS = 20  # in a row, each before it has run for supervisio
 def main(
     arguments: Sequence[str],
     *,
-    own_command: Sequence[str] = (sys.executable, "-m", "corral.launcher.supervisor"),
+    own_command: Sequence[str] = tuple(own_python("-m", "corral.launcher.supervisor")),
     worker_command: "WorkerCommand | None" = None,
 ) -> int:
     """`python -m corral.launcher.supervisor --trial DIR`; the keeper adds --kept and the attempt for the real one.

@@ -13,13 +13,13 @@ one if it is killed; whatever ends it ends what it has started.
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
@@ -355,7 +355,7 @@ class Supervisor:
     def _write_page(self, state: EndState) -> None:
         if not self.directory.metrics_path.exists():
             return
-        command = [sys.executable, "-m", "corral.launcher.page", str(self.directory.path), state]
+        command = own_python("-m", "corral.launcher.page", str(self.directory.path), state)
         try:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_PAGE_TIMEOUT_S, preexec_fn=die_with_parent()

@@ -7,10 +7,10 @@ extra jobs --NodesEvent(allocation)--> UnitNodes.drive --unit by unit--> UnitMac
 unit machine --CheckNodes(unit)--> UnitNodes.check --allocation--> extra jobs
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from corral.experiments.own_python import own_python
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRecord
@@ -39,12 +39,12 @@ def worker_command(
         "--attempt": attempt.attempt,
         "--incarnation": incarnation,
     }
-    return [sys.executable, "-m", "corral.workers", *(str(part) for option in values.items() for part in option)]
+    return own_python("-m", "corral.workers", *(str(part) for option in values.items() for part in option))
 
 
 def tracker_command(directory: TrialDirectory, to: str) -> list[str]:
     """The command line of a tracker."""
-    return [sys.executable, "-m", "corral.launcher.tracking", str(directory.path), to]
+    return own_python("-m", "corral.launcher.tracking", str(directory.path), to)
 
 
 def units_of_plan(plan: RunPlan) -> list[UnitSpec]:

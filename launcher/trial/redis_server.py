@@ -23,7 +23,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.tether import die_with_parent
 from corral.experiments.trial.trust import Trust
@@ -203,7 +203,7 @@ class RedisServer:
 
     def _start_processes(self, folder: Path, listener: int) -> int:
         """Returns where in the log this start begins."""
-        front = [sys.executable, "-m", tls_front.__name__, str(listener), str(folder / _SOCKET)]
+        front = own_python("-m", tls_front.__name__, str(listener), str(folder / _SOCKET))
         front.append(str(self.trust.secrets_directory.absolute()))
         hashed = hashlib.sha256(self.password.encode()).hexdigest()
         configuration = _CONFIGURATION.format(hash=hashed, prefix=self.key_prefix)

@@ -13,6 +13,7 @@ from corral.experiments.plan import RunPlan
 from tests.integration.evidence import check_every_sample_was_consumed_once, check_nothing_is_left
 from tests.integration.test_stop_and_resume import check_stopped, last_committed_step
 from tests.integration.trial_helpers import RECIPES, Material, Trial
+from tests.misleading import write_misleading_modules
 from tests.test_customize import DOCUMENT, FILES
 
 
@@ -39,6 +40,7 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
+    write_misleading_modules(folder)  # of these none takes part
     file = customized(folder)
     monkeypatch.chdir(folder)  # where a user's files lie, and rl-submit is started
     trial = start_trial(

@@ -92,7 +92,8 @@ def sglang_environment(
         num_ranks: its tensor-parallel processes.
         cpus: those that this process may use.
     """
-    environment = {**inherited, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # Its own processes begin with `python -c`, which would search the current folder first.
+    environment = {**inherited, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     if not has_gpu:
         path = [str(STAND_INS), *filter(None, [inherited.get("PYTHONPATH")])]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": ":".join(path)}

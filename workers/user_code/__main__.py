@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
+from corral.experiments.inputs.users_process import check_not_hidden
 from corral.experiments.trial.directory import atomic_write
 from corral.workers.modules import loading_modules
 from corral.workers.sandbox.availability import why_no_sandbox
@@ -89,6 +90,8 @@ class _Look:
 
     def _load(self, import_path: str) -> Any:
         try:
+            for root in self._question.roots:
+                check_not_hidden(import_path, root)
             return load_callable(import_path)
         except BaseException as error:  # SystemExit too: nothing that a module does ends the look
             is_missing = isinstance(error, ModuleNotFoundError) and not self._used.is_own(error.name or "")
@@ -141,7 +144,7 @@ def _algorithms() -> Any:
 def main(argv: list[str]) -> None:
     """Answers the question in the first file, in the second one."""
     question = Question.model_validate_json(Path(argv[0]).read_bytes())
-    sys.path[:0] = [str(root) for root in question.roots]
+    sys.path += [str(root) for root in question.roots]
     _Look(question, Path(argv[1])).run()
 
 

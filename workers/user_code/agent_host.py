@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
+from corral.experiments.own_python import own_python
 from corral.experiments.prompts.chat import find_renderer
 from corral.experiments.prompts.row_prompts import is_ids
 from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
@@ -297,4 +298,4 @@ def main(argument: str) -> None:
 def command(setup: Setup, path: Sequence[str]) -> list[str]:
     """Starts a host that finds modules where the worker does."""
     code = f"import os, sys; sys.path[:] = sys.argv[2:]; from {__name__} import main; main(sys.argv[1]); os._exit(0)"
-    return [sys.executable, "-P", "-c", code, msgspec.json.encode(setup).decode(), *path]
+    return own_python("-c", code, msgspec.json.encode(setup).decode(), *path)

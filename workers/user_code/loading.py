@@ -1,7 +1,6 @@
 """`package.module:name` in a configuration -> the function or class of the user's own, as the trial has kept it."""
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -35,9 +34,6 @@ def use_kept_code(folder: Path, digests: Mapping[str, str]) -> None:
                 f"{path} is not what the trial was started with; stop the trial, and rl-submit --resume tries the code "
                 "as it is now and goes on with it"
             )
-    # `python -m` looks in the current folder first: there may lie another version of a module, or one not kept.
-    if sys.path and Path(sys.path[0] or os.curdir).absolute() == Path.cwd():
-        sys.path.pop(0)
     sys.path.insert(0, str(folder))
 
 

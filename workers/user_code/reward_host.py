@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.rewards.contract import StopTrialError
 from corral.workers.sandbox.availability import why_no_sandbox
@@ -234,4 +235,4 @@ def command(
     """Starts a host that finds modules where the worker does."""
     call = f"main(sys.argv[1], int(sys.argv[2]), settings=sys.argv[3], is_hidden={is_hidden})"
     code = f"import sys; sys.path[:] = sys.argv[4:]; from {__name__} import main; {call}"
-    return [sys.executable, "-P", "-c", code, import_path, str(descriptor), json.dumps(settings), *path]
+    return own_python("-c", code, import_path, str(descriptor), json.dumps(settings), *path)

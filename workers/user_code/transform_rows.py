@@ -6,6 +6,7 @@ SOURCE is a `SourceConfig` as JSON, whose files, rows and function are read. It 
 function fails, or returns what is no row.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 
 from corral.experiments.config.data import SourceConfig
 from corral.experiments.datasets.formats import open_rows
+from corral.experiments.inputs.users_process import check_not_hidden
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.loading import load_callable
 
@@ -44,8 +46,9 @@ def transform_rows(function: Any, files: tuple[Path, ...], wanted: slice, output
 def main(source: str, output: str) -> int:
     """The exit status."""
     asked = SourceConfig.model_validate_json(source)
-    sys.path.insert(0, "")
+    sys.path.append(os.getcwd())
     try:
+        check_not_hidden(str(asked.transform), Path.cwd())
         function = load_callable(str(asked.transform))
         transform_rows(function, asked.files, asked.first_and_last, Path(output))
     except Exception as error:  # whatever a user's module raises when it is imported

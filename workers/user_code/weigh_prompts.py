@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from corral.experiments.own_python import own_python
 from corral.workers.user_code.blame import describe_error
 from corral.workers.user_code.loading import load_callable
 
@@ -51,4 +52,4 @@ def main(import_path: str) -> None:
 def command(import_path: str, path: Sequence[str]) -> list[str]:
     """Starts one that finds modules where the master does."""
     code = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import main; main(sys.argv[1])"
-    return [sys.executable, "-P", "-c", code, import_path, *path]
+    return own_python("-c", code, import_path, *path)

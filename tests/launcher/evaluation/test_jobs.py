@@ -358,7 +358,7 @@ def test_an_evaluation_runs_in_the_image_of_the_training_ranks(tmp_path: Path) -
         return evaluation_command(tmp_path / "r.json", asked, directory)
 
     assert contained("apptainer")[:2] == ("apptainer", "exec")
-    evaluation = ("python3.11", "-u", "-m", "corral.workers.evaluation", str(tmp_path / "r.json"), "--gpus", "0")
-    assert contained("apptainer")[-7:] == evaluation
+    evaluation = ("python3.11", "-P", "-u", "-m", "corral.workers.evaluation", str(tmp_path / "r.json"), "--gpus", "0")
+    assert contained("apptainer")[-8:] == evaluation
     with pytest.raises(ConfigError, match="pyxis"):
         contained("pyxis")

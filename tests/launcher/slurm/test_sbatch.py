@@ -206,7 +206,7 @@ def test_hostile_paths_reach_the_supervisor_as_they_are(name: str, tmp_path: Pat
     script = tmp_path / "trial.sbatch"
     script.write_text(render(f"/scratch/{name}", python=str(python)))
     said = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True)
-    assert said.stdout.splitlines() == ["-m", "corral.launcher.supervisor", "--trial", f"/scratch/{name}"]
+    assert said.stdout.splitlines() == ["-P", "-m", "corral.launcher.supervisor", "--trial", f"/scratch/{name}"]
     assert not (tmp_path / "canary").exists()
 
 
@@ -283,7 +283,7 @@ def test_a_site_may_bring_its_own_template(tmp_path: Path) -> None:
     assert "#SBATCH --nodes=1" in lines and "\r" not in script
     assert lines[-3:] == [
         "module load cuda",
-        "exec /opt/python -m corral.launcher.supervisor --trial '/scratch/it'\"'\"'s'",
+        "exec /opt/python -P -m corral.launcher.supervisor --trial '/scratch/it'\"'\"'s'",
         "",
     ]
 

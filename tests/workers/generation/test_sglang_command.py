@@ -92,6 +92,7 @@ def test_a_machine_without_a_gpu_gets_what_it_lacks_and_one_with_a_gpu_gets_noth
         "PYTHONPATH": "/mine",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",
     }
 
 
