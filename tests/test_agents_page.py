@@ -1,6 +1,7 @@
 """The files of docs/agents.md, run as they stand there."""
 
 import asyncio
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,6 +218,8 @@ def test_a_branch_goes_on_behind_a_turn_and_leaves_the_rest_as_it_is(tmp_path: P
     with pytest.raises(KeyError, match="no turn 3"):
         session.reward(1.0, turn=3)
     with pytest.raises(ValueError, match="must be a finite number"):
-        session.note(loss=float("nan"))
+        session.reward(float("nan"), turn=0)
+    session.note(loss=float("nan"), size=10**400)  # a note costs no episode, whatever its number
+    assert math.isnan(session.record.notes["loss"]) and session.record.notes["size"] == math.inf
     with pytest.raises(ValueError, match="a model with a chat template"):
         asyncio.run(session.say([{"role": "user", "content": "3"}]))

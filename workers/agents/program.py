@@ -16,6 +16,7 @@ from pathlib import Path
 
 from corral.workers.agents.contract import Outcome, Task
 from corral.workers.agents.session import Session
+from corral.workers.data.side_numbers import side_number
 
 _LAST_WORDS = 2000  # bytes of what it said, where it fails
 
@@ -74,7 +75,7 @@ def outcome_of(output: str) -> Outcome | None:
     except ValueError:
         return None
     numbers = said if isinstance(said, dict) else {"reward": said}
-    values = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+    values = {name: side_number(value) for name, value in numbers.items() if isinstance(value, int | float)}
     if not math.isfinite(values.get("reward", math.nan)):
         return None
     return Outcome(values.pop("reward"), metrics=values)

@@ -18,6 +18,7 @@ from typing import Any
 
 from corral.workers.agents.contract import AsksOnError, Endpoint, EpisodeEndedError, Message, Turn, Words
 from corral.workers.agents.language import ModelLanguage, Point, Reply
+from corral.workers.data.side_numbers import side_number
 
 _MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
@@ -187,15 +188,12 @@ class Session:
         number = turn.number if isinstance(turn, Turn) else turn
         if number not in self._behind:
             raise KeyError(f"the episode has no turn {number}; it has {sorted(self._behind)}")
-        self.record.turn_rewards.append((number, _finite(value, "a turn's reward")))
+        reward = float(value)
+        if not math.isfinite(reward):
+            raise ValueError(f"a turn's reward must be a finite number, got {reward}")
+        self.record.turn_rewards.append((number, reward))
 
     def note(self, **numbers: float) -> None:
-        """Numbers of the episode, whose means over a train step stand in `metrics.jsonl` as `notes/NAME`."""
-        self.record.notes |= {name: _finite(value, f"the note {name}") for name, value in numbers.items()}
-
-
-def _finite(value: float, what: str) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {number}")
-    return number
+        """Numbers of the episode, whose means over a train step stand in `metrics.jsonl` as `notes/NAME`; a mean leaves
+        out those that are not finite."""
+        self.record.notes |= {name: side_number(value) for name, value in numbers.items()}

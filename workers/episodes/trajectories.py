@@ -33,6 +33,7 @@ from corral.scheduling.keys import (
 )
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.side_numbers import finite_means
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import Rows, nothing_known
@@ -97,7 +98,7 @@ def group_statistics(episodes: Sequence[JudgedEpisode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.parts.items():
             values.setdefault(name, []).append(value)
-    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+    means = finite_means(values)
     waits = values.get(REWARD_SECONDS)
     made = {tuple(token for answer in episode.answers for token in answer.output_ids) for episode in episodes}
     alike = {DUPLICATES: (len(episodes) - len(made)) / (len(episodes) - 1)} if len(episodes) > 1 else {}
@@ -196,7 +197,8 @@ def _turn_rewards(segment: Segment) -> Array:
 
 
 def _numbers_of_parts(episode: JudgedEpisode, parts: Sequence[str]) -> Array:
-    return np.asarray([episode.parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts], np.float32)
+    with np.errstate(over="ignore"):  # a part without weight may say any number
+        return np.asarray([episode.parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts], np.float32)
 
 
 def _padded(text: str, size_bytes: int) -> Array:

@@ -20,7 +20,6 @@ gate, are optimisations that make rejections rare.
 """
 
 import logging
-import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -35,6 +34,7 @@ import msgspec
 from corral.scheduling.policy_version import Lineage, PolicyVersion
 from corral.scheduling.staleness import ReadySamples, ReorderWindow, require_trainable
 from corral.workers.data.prompts import GROUP_REWARD, source_of
+from corral.workers.data.side_numbers import finite_means
 from corral.workers.master.dealt_prompts import DealtPrompts
 from corral.workers.requests.messages import MetadataReply, Rejection
 
@@ -191,10 +191,8 @@ def mean_scalars(samples: Iterable[BufferedSample]) -> dict[str, float]:
     for sample in samples:
         for name, value in sample.scalars.items():
             values[name].append(value)
-    return {
-        name: max(numbers) if name.endswith("/max") else math.fsum(numbers) / len(numbers)
-        for name, numbers in sorted(values.items())
-    }
+    largest = {name: max(values.pop(name)) for name in [*values] if name.endswith("/max")}
+    return dict(sorted((finite_means(values) | largest).items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from corral.experiments.trial.spans import Span
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.prompts import GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
+from corral.workers.data.side_numbers import finite_means
 from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
@@ -322,6 +323,6 @@ def statistics_of(group: Group) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             values.setdefault(f"notes/{name}", []).append(value)
-    means = {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+    means = finite_means(values)
     means |= {f"episode/ended/{reason}": ends[reason] / len(episodes) for reason in (*_LIMITS, "other")}
     return means | {"episode/failed": float(group.num_failed)}

@@ -109,9 +109,10 @@ class RewardJudge:
             texts = [json.dumps(asdict(episode)) for episode in episodes]
         else:
             texts = [episode.turns[-1] if episode.turns else "" for episode in episodes]
-        timeout_s = self._reward.reward[name].timeout_s or self._reward.reward_timeout_s
+        part = self._reward.reward[name]
+        timeout_s = part.timeout_s or self._reward.reward_timeout_s
         groups = [[text] for text in texts] if takes == "answer" else [texts]
-        calls = [self._try(name, Call(problem, group, timeout_s)) for group in groups]
+        calls = [self._try(name, Call(problem, group, timeout_s, part.weight != 0.0)) for group in groups]
         return [one for group in await all_or_first_error(*calls) for one in group]
 
     def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
@@ -122,7 +123,8 @@ class RewardJudge:
                 said.append(part_remark(name, one.said.encode()[-size:].decode(errors="ignore")))
             statistics[f"{REWARD_PART}{name}"] = one.reward
             statistics |= {f"{REWARD_PART}{name}/{what}": value for what, value in one.statistics.items()}
-        weighted = [part.weight * one.reward for part, one in zip(parts.values(), judged, strict=True)]
+        each = zip(parts.values(), judged, strict=True)
+        weighted = [part.weight * one.reward for part, one in each if part.weight != 0.0]
         try:
             return Judged(checked_reward(math.fsum(weighted)), statistics, "\n".join(said))
         except (OverflowError, ValueError) as error:

@@ -65,11 +65,12 @@ class _Look:
         self._write()
 
     def _try_reward(self, name: str, found: Any) -> None:
+        part = self._question.rewards[name]
         try:
-            reward = configured(found, self._question.rewards[name].settings, key="settings")
+            reward = configured(found, part.settings, key="settings")
         except ValueError as error:
             raise UnfitError(str(error)) from error
-        try_reward(reward, self._question.problem, self._question.answers)
+        try_reward(reward, self._question.problem, self._question.answers, is_weighed=part.weight != 0.0)
 
     def _try_sandbox(self, loaded: Mapping[str, Any]) -> bool:
         """Makes a sandbox where something runs in one; whether none is missing."""

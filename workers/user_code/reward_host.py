@@ -53,6 +53,8 @@ class Call(msgspec.Struct):
     answers: list[str]
     """One, unless the reward takes groups; each an episode as JSON if it takes these."""
     timeout_s: float
+    is_weighed: bool = True
+    """Whether something is trained on what it says."""
 
 
 class Outcome(msgspec.Struct):
@@ -149,7 +151,7 @@ def _serve_calls(channel: socket.socket, reward: Callable[..., Any]) -> None:
             call = msgspec.msgpack.decode(receive_all(connection), type=Call)
             try:
                 with _watched(connection, call):
-                    outcome = Outcome(checked_rewards(reward, _call(reward, call), len(call.answers)))
+                    outcome = Outcome(_checked(reward, call, _call(reward, call)))
             except BaseException as error:
                 outcome = _failed(error)
             _reply(connection, outcome)
@@ -181,7 +183,7 @@ async def _await_call(connection: socket.socket, reward: Callable[..., Any]) -> 
                 awaited = asyncio.ensure_future(_call(reward, call))
                 done, _ = await asyncio.wait([awaited], timeout=call.timeout_s)
                 if done:
-                    outcome = Outcome(checked_rewards(reward, awaited.result(), len(call.answers)))
+                    outcome = Outcome(_checked(reward, call, awaited.result()))
                 else:
                     outcome = Outcome(cause=_late(call) + standing_in(next(iter(awaited.get_stack(limit=1)), None)))
                     awaited.cancel()
@@ -193,6 +195,10 @@ async def _await_call(connection: socket.socket, reward: Callable[..., Any]) -> 
 def _call(reward: Callable[..., Any], call: Call) -> Any:
     problem = json.loads(call.problem)  # unlike msgspec's: NaN, integers of any size, half a surrogate pair
     return reward(problem, as_taken(what_it_takes(reward), call.answers))
+
+
+def _checked(reward: Callable[..., Any], call: Call, value: Any) -> list[Judged]:
+    return checked_rewards(reward, value, len(call.answers), is_weighed=call.is_weighed)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from corral.workers.agents.contract import Episode
+from corral.workers.data.side_numbers import side_number
 from corral.workers.user_code.blame import describe_error, shown_path
 
 Takes = Literal["answer", "answers", "episodes"]
@@ -25,7 +26,7 @@ class Judged(msgspec.Struct, frozen=True):
 
     reward: float
     statistics: dict[str, float] = {}
-    """Other numbers, by name."""
+    """Other numbers, by name, finite or not."""
     said: str = ""
     """In words, for people."""
 
@@ -63,25 +64,35 @@ def as_taken(takes: Takes, texts: Sequence[str]) -> str | list[str] | list[Episo
     return list(texts) if takes == "answers" else [Episode(**json.loads(text)) for text in texts]
 
 
-def checked_rewards(reward: Callable[..., Any], value: Any, num_answers: int) -> list[Judged]:
+def checked_rewards(
+    reward: Callable[..., Any], value: Any, num_answers: int, *, is_weighed: bool = True
+) -> list[Judged]:
     """What a reward returned, one for each answer: a number, or a pair of it and numbers by name, or text by the name
-    `said`; TypeError or ValueError if it is not."""
+    `said`; TypeError or ValueError if it is not.
+
+    Args:
+        is_weighed: whether something is trained on the number; that of a part without weight need not be finite.
+    """
     values: Iterable[Any] = [value] if what_it_takes(reward) == "answer" else value
-    rewards = [_judged(*one) if isinstance(one, tuple) and len(one) == 2 else _judged(one) for one in values]
+    number_of = checked_reward if is_weighed else side_number
+    pairs = [one if isinstance(one, tuple) and len(one) == 2 else (one, {}) for one in values]
+    rewards = [_judged(number_of(one), statistics) for one, statistics in pairs]
     if len(rewards) != num_answers:
         raise ValueError(f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}")
     return rewards
 
 
-def _judged(value: Any, statistics: Any = MappingProxyType({})) -> Judged:
+def _judged(reward: float, statistics: Any) -> Judged:
     numbers = {str(name): number for name, number in statistics.items()}
     said = numbers.pop("said") if isinstance(numbers.get("said"), str) else ""
     said = said[-_MOST_SAID:].encode(errors="replace").decode()
-    return Judged(checked_reward(value), {name: checked_reward(number) for name, number in numbers.items()}, said)
+    return Judged(reward, {name: side_number(number) for name, number in numbers.items()}, said)
 
 
-def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: Sequence[str]) -> None:
-    """Calls the reward on answers to one problem until it judges one.
+def try_reward(
+    reward: Callable[..., Any], problem: Mapping[str, Any], answers: Sequence[str], *, is_weighed: bool = True
+) -> None:
+    """Calls the reward on answers to one problem until it judges one; is_weighed as in `checked_rewards`.
 
     Raises:
         UnfitError: if it can never be called, or judged none of them.
@@ -103,7 +114,7 @@ def try_reward(reward: Callable[..., Any], problem: Mapping[str, Any], answers: 
             causes.append(describe_error(error))
             continue
         try:
-            checked_rewards(reward, value, len(group))
+            checked_rewards(reward, value, len(group), is_weighed=is_weighed)
             return
         except (AttributeError, TypeError, ValueError) as error:
             rule = f"{error}" if is_of_groups else "a reward is a finite number"

@@ -1,13 +1,16 @@
 """A judged group becomes a sample whose values stand where their tokens were predicted."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.trajectories import REWARD_SECONDS, group_statistics, make_sample
 from corral.workers.master.sample_source import BufferedSample, mean_scalars
+from corral.workers.rollout.group_maker import Group, statistics_of
 from tests.workers.episodes.one_turn import judged_answers
 
 
@@ -42,6 +45,21 @@ def test_what_parts_of_a_reward_say_is_a_mean_of_the_group_and_then_of_the_step_
     nothing = {"order": 0, "owner": 0, "num_tokens": (), "versions": frozenset(), "keys": frozenset()}
     samples = [BufferedSample(uid="0:a", scalars=each, **nothing) for each in (means, slower, {})]
     assert mean_scalars(samples) == {"reward/seconds": 4.0, "reward/seconds/max": 7.0, "reward/part/right": 3.0}
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_mean_leaves_out_numbers_that_are_not_finite_and_counts_them(odd: float) -> None:
+    answer = PartialAnswer(5, [7], [-0.1], [VersionSpan("1.3", 0, 1)], stopped=True)
+    said = [{"a": 1.0, "b": odd, "c": 1e308}, {"a": odd, "b": -odd, "c": 1e308}, {"a": 3.0, "b": math.inf}]
+    episodes = judged_answers([1, 2], [answer] * 3, [1.0, 0.0, 0.0])
+    by_parts = group_statistics([replace(each, parts=parts) for each, parts in zip(episodes, said, strict=True)])
+    noted = [replace(each, metrics=notes) for each, notes in zip(episodes, said, strict=True)]
+    by_notes = {name.removeprefix("notes/"): value for name, value in statistics_of(Group(noted)).items()}
+    expected = {"a": 2.0, "a/not_finite": 1.0, "b/not_finite": 3.0, "c": 1e308}
+    for means in (by_parts, by_notes):
+        assert {name: value for name, value in means.items() if name[0] in "abc"} == expected
+    sample = make_sample("0:a", [replace(each, parts={"reward/part/a": 1e300}) for each in episodes], parts=("a",))
+    assert np.isinf(sample.data["reward_parts"]).all()
 
 
 def test_what_is_said_of_an_answer_in_words_goes_along_as_far_as_there_is_room() -> None:

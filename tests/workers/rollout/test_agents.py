@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,11 @@ def test_a_program_that_knows_the_api_alone_plays_an_episode(tmp_path: Path) -> 
         ("12", Outcome(12.0)),
         ("1\n0.5\n", Outcome(0.5)),
         ('{"reward": 1, "calls": 2, "why": "right"}', Outcome(1.0, metrics={"calls": 2.0})),
+        (
+            '{"reward": 1, "cost": Infinity, "size": 1' + "0" * 400 + "}",
+            Outcome(1.0, metrics={"cost": inf, "size": inf}),
+        ),
+        (f"{10**400}", None),
         ('{"score": 1}', None),
         ("1\nthe answer is 1", None),
         ("NaN", None),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from math_verify import parse, verify
@@ -94,6 +95,10 @@ async def counts(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[s
     return len(answer), {"digits": sum(map(str.isdigit, answer))}
 
 
+def says_more(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, float]]:
+    return 1.0, {"more": problem["value"], "huge": 10**400}
+
+
 class Scales(FrozenConfig):
     factor: float
 
@@ -155,6 +160,21 @@ def test_whatever_a_reward_raises_on_every_try_is_a_failure_with_its_cause(error
 def test_a_reward_that_is_no_finite_float32_is_a_failure(judges: Any) -> None:
     failures = judged(judges(), *({"do": "", "value": value} for value in (math.nan, math.inf, -math.inf, 1e39)))
     assert all("last: ValueError: a reward must be a finite float32" in str(failure) for failure in failures)
+
+
+def test_numbers_that_nothing_is_trained_on_cost_no_answer_though_they_are_not_finite(judges: Any) -> None:
+    parts = {
+        "right": {"function": f"{HERE}:says_more"},
+        "unweighed": {"function": f"{HERE}:does", "weight": 0.0},
+        "async": {"function": f"{HERE}:awaits", "weight": 0.0},
+    }
+    for value in (math.nan, math.inf, 1e39):
+        problem = {"do": "", "value": value}
+        (one,) = asyncio.run(judges(parts).judge(problem, [ANSWER]))
+        assert one.reward == 1.0
+        for name in ("right/more", "unweighed", "async"):
+            np.testing.assert_equal(one.statistics[f"reward/part/{name}"], value)
+        assert one.statistics["reward/part/right/huge"] == math.inf
 
 
 def test_slow_rewards_run_at_the_same_time_and_beside_those_that_hang_and_die(judges: Any) -> None:
