@@ -17,7 +17,7 @@ def stub_command(
     from corral.launcher.supervisor.unit_specs import worker_command  # not at the top: keepers do without
 
     real = worker_command(directory, kind, index, attempt, incarnation)
-    return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[3:]]
+    return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[real.index("corral.workers") + 1 :]]
 
 
 if __name__ == "__main__":
