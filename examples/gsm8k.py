@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ASKED = "Think step by step, and end with the answer behind four hash signs, as in #### 72."
-_NUMBER = re.compile(r"####\s*\$?(-?[\d,]+(?:\.\d+)?)")
+_NUMBER = re.compile(r"####(?:[\s*$({\\]|boxed){0,12}([-\u2212]?)[\s$\\]{0,3}(\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d/])")
 
 
 def problem(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -19,9 +19,9 @@ def problem(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def number_of(text: str) -> str | None:
-    """The number behind the last `####`, without separators of thousands."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    """The number behind the last `####`, without separators of thousands. It may be bold, in a box, or dollars."""
+    *_, (sign, digits) = _NUMBER.findall(text) or [("", "")]
+    return f"{'-' if sign else ''}{digits.replace(',', '')}" if digits else None
 
 
 def score(problem: Mapping[str, Any], answer: str) -> float:

@@ -28,6 +28,21 @@ from corral.workers.rewards.endpoint import SHOWN, EndpointDownError, ask, witho
 _MOST_SAID = 4000  # characters of a reply that are kept: what comes last, the verdict with them
 
 
+_NUMBER = r"-?\d+(?:\.\d+)?"
+_SCALE = (  # (0-10), from 1 to 10, out of 10, /10: not the verdict, which follows it
+    r"(?:[\s*_]{0,4}[(\[]?\s?(?:\b(?:on|a|scale|range|from|between|of|in)\b\s{0,3}){0,6}"
+    rf"(?:{_NUMBER}\s?(?:[-,]|\u2013|to|and)\s?{_NUMBER}|(?:/|\b(?:out|max|maximum)\b)[^\d\n]{{0,5}}\d+)"
+    r"\s?[)\]]?[\s*_]{0,4}(?=[:=-]|is\b|\n))"
+)
+_LINK = (
+    r"(?:[^\w-]|-(?!\d)|\b(?:is|was|would|will|should|be|of|as|for|the|this|that|answer|response|an?|it|final)\b){0,40}"
+)
+_VERDICT = (
+    r"(?i)(?<!perfect )(?<!maximum )(?<!highest )(?<!lowest )(?<!full )(?:verdict|score|rating|grade)s?\b"
+    rf"{_SCALE}?{_LINK}(?<![\d.])({_NUMBER})"
+    r"(?!\d|[.,]\d|\s?(?:[-+*=]|\u2013|to\b)\s?\d|\s(?:means|indicates)\b)"
+)
+
 Verdict = tuple[float, dict[str, str]]
 """The number, and `said`: what the model has said."""
 
@@ -77,8 +92,9 @@ class Judge(EndpointConfig):
     """As the endpoint calls it."""
     prompt: str
     """What it is asked: a format string with `{answer}` and fields of the row, `{problem[question]}`."""
-    verdict: FindingPattern = r"(?i:verdict|score|rating)[^\w-]*(-?\d+(?:\.\d+)?)"
-    """Where the number is in what it says: the first group of the last match."""
+    verdict: FindingPattern = _VERDICT
+    """Where the number is in what it says: the first group of the last match. Without a setting: behind verdict, score,
+    rating or grade, and behind the scale, if it is named: "Score (0-10): 7"."""
     lowest: float = 0.0
     """A number below is none."""
     highest: float = 10.0

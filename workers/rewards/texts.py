@@ -25,35 +25,55 @@ def no_reward(problem: Problem, answer: str) -> float:
     return 0.0
 
 
-_LETTER = r"[\s(*$`\"\\]{0,20}([A-Z])(?![\w'])"
-_CHOICES = re.compile(
-    rf"\\boxed\{{\s*(?:\\(?:text|math)\w*\{{)?{_LETTER}"
-    rf"|(?i:\b(?:answer|choice|option)(?:\s+is)?\s*:?){_LETTER}"
-    rf"|<answer>{_LETTER}"
+# A letter, and whether others of a list follow it: "A, B and C" chooses none, "B, and A is wrong" does.
+_OPEN = r"[\s(*_$`\"'\\（【\[“]{0,20}(?:\\?(?:text|math|bm)\w*\{[\s(*]*)?"
+_CLOSE = r"[)\]*_$`\"'}\\）】”]{0,10}"
+_OTHER = rf"{_OPEN}[A-Z]{_CLOSE}(?!['\w]|\s(?:[a-z]+s|was|can)\b)"  # and not: A is wrong
+_MORE = rf"{_CLOSE}\s{{0,3}}(?:(?:,\s?)?(?:\b(?:and|or)\b|[&/、和或])|,){_OTHER}"
+_LETTER = rf"{_OPEN}(?!I\s+[a-z])([A-Z])(?!\w|'\w)({_MORE})?"
+_VERB = (
+    r"(?:[\s*_]{0,4}(?:[:：=]|[是为選选]|-(?=\s)|\b(?:is|was|be|to|would|should|must|has|will|the|this|question|letter|option"
+    r"|choice|therefore|thus|hence|probably|clearly|indeed|only|correct)\b)){1,8}"
 )
-_ALONE = re.compile(r"^\s*\*{0,2}\(?([A-Z])(?:[).:].*)?\*{0,2}\s*$")
+_STATEMENTS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"\\boxed\{{{_LETTER}",
+        rf"<answer>{_LETTER}",
+        rf"(?i:(?:\b(?:answer|choice|option)|答案){_VERB}){_LETTER}",
+        rf"(?i:\banswer|答案|[选選]){_LETTER}",
+        rf"(?i:\b(?:choose|chose|select|pick|go(?:ing)? with)(?:\s+(?:option|choice|answer|letter))?){_LETTER}",
+        rf"(?i:\b(?:it|this|that)(?:{_VERB}|'s)){_LETTER}(?!\s+[a-z])",
+        rf"(?i:\b(?:therefore|thus|hence|so)\b,?){_LETTER}(?={_CLOSE}[.!]?[ \t]{{0,3}}(?:\n|$))",
+        rf"(?<![\w']){_LETTER}{_CLOSE}\s?(?:is|must be|would be)\s+(?:the\s+)?(?:correct|right|best|answer)\b",
+    )
+)
+_ALONE = re.compile(r"[\s*_$`(（【\[“\\]{0,8}([A-Z])()(?:[).:）】].*|[\s*_$`)\]”\\]{0,8})")
+_MENTIONED = re.compile(rf"(?i:\b(?:option|choice)){_LETTER}(?!{_CLOSE}\s+(?:is|was)\s+(?:not|wrong|in|false))")
 
 
 def multiple_choice(problem: Problem, answer: str) -> float:
     """1.0 if the letter that the answer chooses is the row's `answer`, else 0.0.
 
-    The last of "the answer is (B)", "Answer: B", "option B", "\\boxed{B}" and "<answer>B" counts; without any of
-    them, a last line that is the letter alone or begins with "B)" or "B.". A letter is a capital.
+    The last statement of a choice counts: "the answer is (B)", "Answer: B", "I choose B", "B is correct", "so B.",
+    "\\boxed{B}" or "<answer>B"; without any, a last line that is the letter alone or begins with "B)" or "B."; without
+    such a line, the last "option B". Several letters, "A and B", choose none. A letter is a capital.
 
     Raises:
         ValueError: if the row's answer is no letter.
     """
-    wanted = _ALONE.match(str(problem["answer"]))
+    wanted = _ALONE.fullmatch(str(problem["answer"]))
     if wanted is None:
         raise ValueError(f"the answer of a row of multiple choice is a capital letter, got {problem['answer']!r:.40}")
     return float(_chosen(answer) == wanted[1])
 
 
 def _chosen(answer: str) -> str:
-    if named := list(_CHOICES.finditer(answer)):
-        return str(next(filter(None, named[-1].groups())))
-    alone = _ALONE.match(answer.strip().rpartition("\n")[2])
-    return alone[1] if alone else ""
+    statements = [found for pattern in _STATEMENTS for found in pattern.finditer(answer)]
+    alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])
+    mentions = list(_MENTIONED.finditer(answer))
+    last = max(statements, key=lambda found: found.start(1), default=alone or (mentions[-1] if mentions else None))
+    return "" if last is None or last[2] else str(last[1])
 
 
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
@@ -61,9 +81,10 @@ _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 
 class Format(FrozenConfig):
     """1.0 if the whole answer has a form, else 0.0. Without a setting the form is that of DeepSeek-R1 (2025,
-    https://arxiv.org/abs/2501.12948, table 1): <think>...</think> <answer>...</answer>, each tag once."""
+    https://arxiv.org/abs/2501.12948, table 1): <think>...</think> <answer>...</answer>, each tag once. The
+    first tag may be missing: the prompts of many models end with it."""
 
-    pattern: Pattern = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+    pattern: Pattern = rf"\s*(?:<think>)?{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
     """What all of the answer has to match; `.` matches line breaks, too."""
 
     def __call__(self, problem: Problem, answer: str) -> float:

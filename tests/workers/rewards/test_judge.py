@@ -235,3 +235,91 @@ class Characters:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+
+VERDICTS = {
+    "Score (0-10): 7": 7.0,
+    "Rating (1-10): 8": 8.0,
+    "The score is 6.": 6.0,
+    "Scores: 7": 7.0,
+    "Score: 7": 7.0,
+    "score 7": 7.0,
+    "Score: 7/10": 7.0,
+    "Score: **7**": 7.0,
+    "**Score:** 7": 7.0,
+    "**Score**: 7": 7.0,
+    "Score = 7": 7.0,
+    "Final score: 7 out of 10": 7.0,
+    "I'd give it a score of 7": 7.0,
+    "I give a score of 7.": 7.0,
+    "Rating: 8.5": 8.5,
+    "Score (out of 10): 7": 7.0,
+    "Score [0-10]: 7": 7.0,
+    "Score [0, 10]: 7": 7.0,
+    "Score on a scale of 0 to 10: 7": 7.0,
+    "Score (on a scale from 0 to 10): 7": 7.0,
+    "Score from 0 to 10: 7": 7.0,
+    "Score out of 10: 7": 7.0,
+    "Score (/10): 7": 7.0,
+    "Score/10: 7": 7.0,
+    "Score (max 10): 7": 7.0,
+    "Verdict: 1": 1.0,
+    "Score - 7": 7.0,
+    "Score – 7": 7.0,
+    "Score: 7. The scale is 0-10": 7.0,
+    "Score: 7\nExplanation: a score of 10 means perfect": 7.0,
+    "Score: 8, 2 less than the perfect score of 10": 8.0,
+    "Score:\n7": 7.0,
+    "Score: [7]": 7.0,
+    "Score: [[7]]": 7.0,
+    "Score: <7>": 7.0,
+    "Score is: 7": 7.0,
+    "The score for this answer is 7": 7.0,
+    "The score of the answer is 7": 7.0,
+    "The score should be 7": 7.0,
+    "Grade: 7": 7.0,
+    "SCORE: 7": 7.0,
+    "Score: 3\nNo, Score: 9": 9.0,
+    "Score (0-10) is 7": 7.0,
+    "Score (0–10): 7": 7.0,
+    "Score (0-10):\n7": 7.0,
+    "Score 0-10: 7": 7.0,
+    "Score: 10/10": 10.0,
+    "Score (0-10) = 7": 7.0,
+    "Score: 7 points": 7.0,
+    "Score:7": 7.0,
+    '"score": 7': 7.0,
+    '{"score": 7}': 7.0,
+    "Score (0.0 to 1.0): 0.7": 0.7,
+    "Score (-1 to 1): 0.5": 0.5,
+    "rating of 7": 7.0,
+    "Score (1 to 10): 7": 7.0,
+    "Score (between 0 and 10): 7": 7.0,
+    "Score (range 0-10): 7": 7.0,
+    "Score: 7 (scale 0-10)": 7.0,
+    "Score: 7 (0-10)": 7.0,
+}
+NO_VERDICTS = (
+    "Score: -3",
+    "Score: 7,5",
+    "Score: 7-8",
+    "Score: N/A",
+    "Score: seven",
+    "Score: 70",
+    "Score (0-10)",
+    "Score: 3 + 4 = 7",
+    "7",
+    "Score: 7 to 8",
+    "Score from 0 to 10",
+)
+
+
+def test_a_verdict_is_found_in_its_usual_spellings_and_its_scale_is_none() -> None:
+    judge = Judge(url="http://127.0.0.1:1/v1", prompt="{answer}")
+    assert {said: judge._verdict_of(said)[0] for said in VERDICTS} == VERDICTS
+
+
+@pytest.mark.parametrize("said", NO_VERDICTS)
+def test_what_is_no_single_number_in_range_is_a_failure_and_no_verdict(said: str) -> None:
+    with pytest.raises(ValueError, match="no verdict|is not between"):
+        Judge(url="http://127.0.0.1:1/v1", prompt="{answer}")._verdict_of(said)
