@@ -6,6 +6,13 @@ import pytest
 
 from corral.workers.rewards.mathematics import math
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _is_loaded() -> None:
+    """What math-verify loads with its first comparison is not within the time limit of a test's."""
+    math({"answer": "$x^2 - 1$"}, r"\boxed{(x-1)(x+1)}")
+
+
 EQUAL = {
     "42": "so the answer is 42",
     r"\frac{1}{2}": r"\boxed{0.5}",
