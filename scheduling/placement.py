@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from corral.scheduling.scheduling import GIB_MB, ExperimentScheduling, Scheduling, TasksGroup
+from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id, worker_id
 
 SLACK_CPUS = 1
@@ -46,13 +47,16 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
-    """What one node of the partition has; all nodes of an allocation are alike."""
+    """What jobs get of one node of the partition; all nodes of an allocation are alike."""
 
     cpus: int
     gpus: int
     mem_mb: int
     threads_per_core: int = 1
     """How many of the CPUs are one core: SLURM gives a step whole cores, whatever part of one it asks for."""
+    memory: MemoryRules = COUNTED_MEMORY
+    rules: str = ""
+    """Why jobs get less than the node has, for people."""
 
     def __post_init__(self) -> None:
         if self.cpus < 1 or self.gpus < 0 or self.mem_mb < 1 or self.threads_per_core < 1:
@@ -60,8 +64,10 @@ class NodeShape:
 
     @property
     def amounts(self) -> Amounts:
-        """All that it has."""
-        return {"cpu": self.cpus, "mem": self.mem_mb, "gpu": self.gpus}
+        """All that jobs get."""
+        per_cpu = self.memory.max_mb_per_cpu
+        mem_mb = self.mem_mb if per_cpu is None else min(self.mem_mb, self.cpus * per_cpu)
+        return {"cpu": self.cpus, "mem": mem_mb, "gpu": self.gpus}
 
     def whole_cores(self, cpus: int) -> int:
         """CPUs of the cores that a step which asks for so many has to itself."""

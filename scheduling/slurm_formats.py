@@ -2,11 +2,13 @@
 
 A value that SLURM would reject, or read as something else, is refused here with the rule and the way out: after
 `sbatch` the same mistake costs a wait in the queue, and a newline inside a value would start a line of the script.
+`MemoryRules` says how SLURM counts the memory that is asked for.
 """
 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 
 _MINUTE_S = 60
@@ -76,6 +78,28 @@ def parse_memory_mb(text: str) -> int:
         raise ValueError(f"memory {text!r} is not a size; write megabytes (20480) or a number with K, M, G or T (20G)")
     megabytes = float(match["number"]) * _MEMORY_UNITS_MB[match["unit"].upper()]
     return int(-(-megabytes // 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRules:
+    """How a site gives out memory."""
+
+    is_counted: bool = True
+    """Whether SLURM counts memory; where it does not, jobs ask for none, whatever it says of a node's memory."""
+    has_default: bool = False
+    """Whether a job that asks for none gets some (DefMemPerCPU, DefMemPerNode)."""
+    max_mb_per_node: int | None = None
+    """The most that a job may ask for on each node; None is no limit."""
+    max_mb_per_cpu: int | None = None
+    """The most beside each of its CPUs; None is no limit."""
+
+    def cpus(self, cpus: int, mem_mb: int) -> int:
+        """CPUs that a job has to ask for which wants so many beside so much memory."""
+        return cpus if self.max_mb_per_cpu is None else max(cpus, -(-mem_mb // self.max_mb_per_cpu))
+
+
+COUNTED_MEMORY = MemoryRules()
+"""Of a site without limits."""
 
 
 _CLOCK = r"(?P<clock>[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)(?:\s?(?P<half>[AaPp][Mm]))?"

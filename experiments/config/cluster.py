@@ -1,6 +1,7 @@
 """Where a trial runs and how it is kept alive: shared folder, network, Redis, SLURM layout, restart budgets."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field
 from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import AskedLayout, JobOptions, OptionalMemoryMb, Scheduling
+from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules
 from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)
@@ -46,18 +48,25 @@ class ClusterConfig(FrozenConfig):
     def node_shape(self, found: NodeShape | None = None) -> NodeShape:
         """Shape of a node to plan with: what is set here, else what was found on the cluster, else an assumption."""
         other = found or ASSUMED_NODE
-        return NodeShape(
+        return replace(
+            other,
             cpus=other.cpus if self.cpus_per_node is None else self.cpus_per_node,
             gpus=other.gpus if self.gpus_per_node is None else self.gpus_per_node,
             mem_mb=other.mem_mb if self.mem_per_node is None else self.mem_per_node,
             threads_per_core=other.threads_per_core if self.threads_per_core is None else self.threads_per_core,
         )
 
-    def memory_option(self, *, mem_mb: int, cpus: int) -> tuple[Literal["mem", "mem-per-cpu"], str]:
-        """The option of sbatch that asks for memory beside so many CPUs on each node, and its value."""
+    def memory_option(self, *, mem_mb: int, cpus: int, rules: MemoryRules = COUNTED_MEMORY) -> dict[str, str]:
+        """The option of sbatch that asks for memory beside so many CPUs on each node, with its value.
+
+        Args:
+            rules: where memory is not counted there is no option, or the one that undoes a default.
+        """
+        if not rules.is_counted:
+            return {"mem": "0"} if rules.has_default else {}
         if self.mem_request == "cpu":
-            return "mem-per-cpu", f"{-(-mem_mb // cpus)}M"
-        return "mem", f"{mem_mb}M"
+            return {"mem-per-cpu": f"{-(-mem_mb // cpus)}M"}
+        return {"mem": f"{mem_mb}M"}
 
     def gpu_option(self, gpus: int, gpu_type: str | None) -> tuple[str, str | None]:
         """The option of sbatch that asks for so many GPUs of each node, and its value, if it has one."""

@@ -164,7 +164,7 @@ def look_at_cluster(fileroot: Path, *, partition: str | None, is_quick: bool) ->
     client = SlurmClient()
     try:
         config = client.settings()
-        nodes, partitions = client.nodes(), client.partitions()
+        nodes, partitions = client.nodes(in_detail=True), client.partitions()
     except SlurmUnreachableError as error:
         advice = "see scontrol ping; trials that run go on meanwhile"
         return False, [fail("slurm", str(error).splitlines()[0], advice)]

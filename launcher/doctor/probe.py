@@ -26,6 +26,7 @@ from corral.launcher.doctor.node import FIRST_PORT, exchange, is_there
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.sbatch import render_shipped
 from corral.launcher.slurm.verdict import job_of_scontrol
+from corral.scheduling.slurm_formats import MemoryRules
 
 TIMEOUT_S = 60.0
 EXIT_NO_CANARY = 41
@@ -89,7 +90,9 @@ def probe(
             python=sys.executable,
         )
         atomic_write(script, os.fsencode(text))
-        job_id = client.submit(_options(partition, num_nodes, cluster or ClusterConfig()), script)
+        job_id = client.submit(
+            _options(partition, num_nodes, cluster or ClusterConfig(), client.memory_rules(partition)), script
+        )
         return _collect(client, folder, job_id, timeout_s)
     finally:
         if job_id:
@@ -98,14 +101,15 @@ def probe(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _options(partition: str | None, num_nodes: int, cluster: ClusterConfig) -> list[str]:
-    memory, amount = cluster.memory_option(mem_mb=_MEM_MB, cpus=1)
+def _options(partition: str | None, num_nodes: int, cluster: ClusterConfig, rules: MemoryRules) -> list[str]:
+    cpus = rules.cpus(1, _MEM_MB)
+    memory = cluster.memory_option(mem_mb=_MEM_MB, cpus=cpus, rules=rules)
     return [
         "--job-name=rl-doctor",
         f"--nodes={num_nodes}",
         "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        f"--{memory}={amount}",
+        f"--cpus-per-task={cpus}",
+        *(f"--{name}={amount}" for name, amount in memory.items()),
         "--time=1",
         "--output=/dev/null",  # a folder that the node does not see would fail the job without a word
         "--chdir=/",

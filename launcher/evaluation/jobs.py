@@ -36,7 +36,7 @@ from corral.launcher.runners.containers import contain
 from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.local import LocalTask, visible_gpus
 from corral.launcher.runners.runner import start_process
-from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError, clean_environment, is_installed
+from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, clean_environment, is_installed
 from corral.scheduling.scheduling import AllocationNeeds, Scheduling, option_name
 
 _MAX_CONTINUATIONS = 10
@@ -118,8 +118,10 @@ def submit_to_slurm(
     executor = submitit.AutoExecutor(
         folder=_private(jobs_folder(folder)), cluster="slurm", slurm_max_num_timeout=_MAX_CONTINUATIONS
     )
-    plan, cpus = resources.plan, resources.scheduling.cpu
-    memory, amount = plan.cluster.memory_option(mem_mb=resources.scheduling.mem, cpus=cpus)
+    plan, parameters = resources.plan, resources.slurm
+    mem_mb, rules = resources.scheduling.mem, SlurmClient().memory_rules(parameters.get("partition"))
+    cpus = rules.cpus(resources.scheduling.cpu, mem_mb)
+    memory = plan.cluster.memory_option(mem_mb=mem_mb, cpus=cpus, rules=rules)
     executor.update_parameters(
         name=f"eval.{plan.trial.trial}",
         timeout_min=resources.minutes,
@@ -128,8 +130,7 @@ def submit_to_slurm(
         slurm_signal_delay_s=min(_SIGNAL_BEFORE_END_S, resources.minutes * 15),
         slurm_array_parallelism=_MAX_PARALLEL,
         slurm_comment=f"evaluation of {directory.path}",
-        **{f"slurm_{memory.replace('-', '_')}": amount},
-        **{f"slurm_{name}": value for name, value in resources.slurm.items()},
+        **{f"slurm_{name.replace('-', '_')}": value for name, value in {**memory, **parameters}.items()},
     )
     with _outside_of_any_job():
         try:

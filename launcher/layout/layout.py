@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules
 from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id
 
 AllocationRole = Literal["head", "component", "group", "elastic"]
@@ -28,14 +29,16 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     role: AllocationRole
     num_nodes: int
     cpus_per_node: int
-    """Largest sum of a node's steps, and the supervisor's core on the head."""
+    """Largest sum of a node's steps, and the supervisor's core on the head; more where the memory takes more CPUs."""
     mem_mb_per_node: int
+    """0 where the site does not count memory."""
     gpus_per_node: int
     gpu_type: str | None = None
     options: dict[str, str] = {}
     """Scheduling fields that are set for the whole allocation, by their field name (`partition`, `time_limit`, ...)."""
     extra_arguments: tuple[str, ...] = ()
     """Further options of sbatch, checked."""
+    memory: MemoryRules = COUNTED_MEMORY
 
     @property
     def is_extra_job(self) -> bool:
@@ -57,6 +60,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Node of the allocation; names are known only once SLURM has started it."""
     cpus: int
     mem_mb: int
+    """0 where the site does not count memory."""
     gpus: int = 0
     gpu_indices: tuple[int, ...] = ()
     """The worker's GPUs among those that the allocation has on its node. Exact with `slice`; with `per_task` SLURM

@@ -226,7 +226,7 @@ def _place_pool(
             allocation=number,
             node_index=node,
             cpus=shape.whole_cores(task.cpu),
-            mem_mb=task.mem,
+            mem_mb=task.mem if shape.memory.is_counted else 0,
             gpus=task.gpu,
             gpu_indices=gpus,
             gpu_binding=(task.gpu_binding or "per_task") if task.gpu else "none",
@@ -237,16 +237,20 @@ def _place_pool(
     tasks = [group.scheduling for group in pool.groups.values()]
     extra = chain(plan.launch.extra_sbatch_arguments, *(task.extra_sbatch_arguments for task in tasks))
     slack_cpus, slack_mem_mb = (shape.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if role == "head" else (0, 0)
+    cpus = max(sum(step.cpus for step in node) for node in on_nodes) + slack_cpus
+    mem_mb = max(sum(step.mem_mb for step in node) for node in on_nodes) + slack_mem_mb
+    mem_mb = mem_mb if shape.memory.is_counted else 0
     allocation = Allocation(
         name="head" if role == "head" else next(iter(steps if role == "elastic" else pool.groups)),
         role=role,
         num_nodes=placement.num_nodes,
-        cpus_per_node=max(sum(step.cpus for step in node) for node in on_nodes) + slack_cpus,
-        mem_mb_per_node=max(sum(step.mem_mb for step in node) for node in on_nodes) + slack_mem_mb,
+        cpus_per_node=shape.whole_cores(shape.memory.cpus(cpus, mem_mb)),
+        mem_mb_per_node=mem_mb,
         gpus_per_node=max(sum(step.gpus for step in node) for node in on_nodes),
         gpu_type=pool.gpu_type,
         options={name: value for name, value in asked.items() if value is not None},
         extra_arguments=tuple(dict.fromkeys(extra)),
+        memory=shape.memory,
     )
     return allocation, steps
 
@@ -281,8 +285,9 @@ def _place(
     except PlacementError as error:
         raise UnsatisfiableError.of(
             f"trial can never start: {error}",
-            hint="a node's shape is what sinfo shows, or cluster.cpus_per_node, cluster.mem_per_node and "
-            "cluster.gpus_per_node",
+            hint="a node's shape is what SLURM gives to jobs"
+            + (f" ({shape.rules})" if shape.rules else "")
+            + ", or cluster.cpus_per_node, cluster.mem_per_node and cluster.gpus_per_node",
             path=_path_of(error),
         ) from error
 

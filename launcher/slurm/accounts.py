@@ -144,9 +144,12 @@ _QOS_FIELDS = ("Name", "Flags", "MaxWall", *map(str, Scope), *_COUNTS_OF_QOS)
 _ACCOUNT_FIELDS = ("Account", "ParentName", Scope.ALL.value, *_GROUP_COUNTS)
 
 
-def read_accounts(client: SlurmClient, user: str) -> Accounts:
-    """Asks accounting, where there is one; what it does not answer is unknown."""
-    config = answer_or({}, client.settings)
+def read_accounts(client: SlurmClient, user: str, config: Mapping[str, str]) -> Accounts:
+    """Asks accounting, where there is one; what it does not answer is unknown.
+
+    Args:
+        config: the cluster's settings.
+    """
     if not keeps_accounts(config):
         return Accounts(is_kept=False if "AccountingStorageType" in config else None)
     cluster = f"cluster={config.get('ClusterName', '')}"

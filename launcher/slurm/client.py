@@ -23,6 +23,7 @@ from corral.launcher.files.patience import PATIENCE_S, insist
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
     Node,
+    memory_rules,
     parse_key_values,
     parse_nodes,
     parse_records,
@@ -32,7 +33,7 @@ from corral.launcher.slurm.parse import (
 )
 from corral.launcher.slurm.verdict import QUEUE_FORMAT, jobs_of_squeue
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
-from corral.scheduling.slurm_formats import SLURM_PREFIXES
+from corral.scheduling.slurm_formats import SLURM_PREFIXES, MemoryRules
 
 
 class Complaint(StrEnum):
@@ -171,6 +172,12 @@ class SlurmClient:
         """The cluster's configuration."""
         return parse_settings(self._run(["scontrol", "show", "config"]))
 
+    def memory_rules(self, partition: str | None) -> MemoryRules:
+        """How a partition gives out memory: of a list its first, None is the default one."""
+        partitions = self.partitions()
+        default = next((name for name, settings in partitions.items() if settings.get("Default") == "YES"), "")
+        return memory_rules(self.settings(), partitions.get((partition or default).partition(",")[0], {}))
+
     def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
         """Rows of accounting's tables; `what` is as after `sacctmgr show`."""
         return parse_rows(self._run(["sacctmgr", "-n", "-P", "show", *what, f"format={','.join(fields)}"]), fields)
@@ -201,9 +208,14 @@ class SlurmClient:
             time.sleep(_END_STEPS_PAUSE_S)
         return steps
 
-    def nodes(self, partitions: str | None = None) -> list[Node]:
-        """The nodes of these partitions, separated by commas, or all; once for each partition they are in."""
-        return parse_nodes(self._run(nodes_command(partitions)))
+    def nodes(self, partitions: str | None = None, *, in_detail: bool = False) -> list[Node]:
+        """The nodes of these partitions, separated by commas, or all; once for each partition they are in.
+
+        Args:
+            in_detail: without what the site keeps of each for the system, which is a second question.
+        """
+        details = self._run(["scontrol", "show", "node", "-o"]) if in_detail else ""
+        return parse_nodes(self._run(nodes_command(partitions)), details)
 
     def partitions(self, *, with_hidden: bool = False) -> dict[str, dict[str, str]]:
         """Settings of every partition, by its name; those that this user may not see only if they are asked for."""

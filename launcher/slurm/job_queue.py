@@ -148,7 +148,8 @@ class SlurmQueue:
         # Not at the top: rl-status is to start fast, and few jobs wait for a limit.
         from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
 
-        accounts, partitions = read_accounts(self._client, user_name()), self._client.partitions()
+        config, partitions = answer_or({}, self._client.settings), self._client.partitions()
+        accounts = read_accounts(self._client, user_name(), config)
 
         def charge(values: Mapping[str, str]) -> Charge:
             partition = values.get("Partition", "")

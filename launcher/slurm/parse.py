@@ -1,19 +1,23 @@
 """SLURM's text -> values. Pure; what a newer SLURM adds to it is kept or skipped, never an error.
 
 sinfo -o NODE_FORMAT --parse_nodes--> Node      scontrol -o --parse_key_values, parse_records--> settings
+scontrol show node   --/                        settings --memory_rules--> whether and how much memory jobs may ask for
 squeue -s            --parse_steps--> step ids by name
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from corral.scheduling.slurm_formats import MemoryRules
+
+_NO_LIMIT = 1 << 62
 NODE_FORMAT = "%N|%P|%c|%m|%G|%f|%t|%z"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node in one partition, as sinfo shows it."""
+    """One node in one partition, with what jobs can get of it."""
 
     name: str
     partition: str
@@ -26,6 +30,17 @@ class Node:
     state: str
     threads_per_core: int = 1
     """How many of its CPUs are one core; 1 where SLURM counts cores only, whatever the hardware has."""
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Why jobs get less CPUs (`cpu`) or memory (`mem`) than the node has, for people."""
+
+    def at_most(
+        self, *, cpus: int = _NO_LIMIT, cpu_rule: str = "", mem_mb: int = _NO_LIMIT, mem_rule: str = ""
+    ) -> "Node":
+        """The node for jobs that get no more than this, with the rules that say so."""
+        lowered = {"cpu": cpu_rule} if cpus < self.cpus else {}
+        lowered |= {"mem": mem_rule} if mem_mb < self.mem_mb else {}
+        cpus, mem_mb = min(self.cpus, cpus), min(self.mem_mb, mem_mb)
+        return replace(self, cpus=cpus, mem_mb=mem_mb, rules={**self.rules, **lowered}) if lowered else self
 
     @property
     def gpus(self) -> int:
@@ -88,28 +103,70 @@ def keeps_accounts(settings: Mapping[str, str]) -> bool:
     return bool(storage) and not storage.endswith("/none") and storage != "(null)"
 
 
-def parse_nodes(text: str) -> list[Node]:
-    """sinfo's lines; numbers may end in `+` where nodes differ."""
+def memory_rules(config: Mapping[str, str], partition: Mapping[str, str]) -> MemoryRules:
+    """How a partition gives out memory; what its own settings say replaces what the cluster's say."""
+    select, of_partition = config.get("SelectTypeParameters"), partition.get("SelectTypeParameters", "NONE")
+    parameters = select if of_partition == "NONE" else of_partition
+    limits = [
+        [limit_of(one, f"{what}MemPer{each}") for each in ("Node", "CPU")]
+        for what in ("Max", "Def")
+        for one in (partition, config)
+    ]
+    (per_node, per_cpu), default = (own if any(own) else wide for own, wide in (limits[:2], limits[2:]))
+    return MemoryRules(
+        is_counted=parameters is None or "MEMORY" in parameters.upper(),
+        has_default=any(default),
+        max_mb_per_node=per_node,
+        max_mb_per_cpu=per_cpu,
+    )
+
+
+def limit_of(settings: Mapping[str, str], name: str) -> int | None:
+    """A limit among settings; None for UNLIMITED, or if it is not there."""
+    text = settings.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def parse_nodes(text: str, details: str = "") -> list[Node]:
+    """sinfo's lines; numbers may end in `+` where nodes differ.
+
+    Args:
+        details: `scontrol show node -o`, which alone says what a site keeps for the system.
+    """
     nodes = []
+    records = parse_records(details, key="NodeName")
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 8:
             continue
         name, partition, cpus, mem_mb, gres, features, state, cores = fields
-        nodes.append(
-            Node(
-                name=name,
-                partition=partition.rstrip("*"),
-                is_default_partition=partition.endswith("*"),
-                cpus=_leading_int(cpus),
-                mem_mb=_leading_int(mem_mb),
-                gpus_by_type=parse_gpus(gres),
-                features=tuple(feature for feature in features.split(",") if feature and feature != "(null)"),
-                state=state,
-                threads_per_core=_threads_per_core(_leading_int(cpus), cores),
-            )
+        node = Node(
+            name=name,
+            partition=partition.rstrip("*"),
+            is_default_partition=partition.endswith("*"),
+            cpus=_leading_int(cpus),
+            mem_mb=_leading_int(mem_mb),
+            gpus_by_type=parse_gpus(gres),
+            features=tuple(feature for feature in features.split(",") if feature and feature != "(null)"),
+            state=state,
+            threads_per_core=_threads_per_core(_leading_int(cpus), cores),
         )
+        nodes.append(_without_kept(node, records.get(name, {})))
     return nodes
+
+
+def _without_kept(node: Node, details: Mapping[str, str]) -> Node:
+    """The node without the cores and the memory that its site keeps for the system."""
+    # CPUSpecList holds CPUs of the whole cores that CoreSpecCount names; SLURM before 22.05 has no CPUEfctv.
+    cores = limit_of(details, "CoreSpecCount") or 0
+    cpus = limit_of(details, "CPUEfctv") or node.cpus - cores * node.threads_per_core
+    kept_mb = limit_of(details, "MemSpecLimit") or 0
+    return node.at_most(
+        cpus=cpus,
+        mem_mb=node.mem_mb - kept_mb,
+        cpu_rule=f"{cpus} of {node.cpus} CPUs (CoreSpecCount)",
+        mem_rule=f"{node.mem_mb - kept_mb} of {node.mem_mb} MB (MemSpecLimit)",
+    )
 
 
 def _threads_per_core(cpus: int, cores: str) -> int:

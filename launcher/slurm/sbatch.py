@@ -153,14 +153,16 @@ def _allocation_options(
         "allocation": allocation.name,
         **({} if attempt is None else {"attempt": attempt}),
     }
-    memory, amount = plan.cluster.memory_option(mem_mb=allocation.mem_mb_per_node, cpus=allocation.cpus_per_node)
+    memory = plan.cluster.memory_option(
+        mem_mb=allocation.mem_mb_per_node, cpus=allocation.cpus_per_node, rules=allocation.memory
+    )
     options = [
         f"--job-name={job_name(plan.trial.experiment, plan.trial.trial, allocation.name)}",
         f"--comment={json.dumps(tag, separators=(',', ':'))}",
         f"--nodes={allocation.num_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={allocation.cpus_per_node}",
-        f"--{memory}={amount}",
+        *(f"--{name}={amount}" for name, amount in memory.items()),
     ]
     if allocation.gpus_per_node:
         name, value = plan.cluster.gpu_option(allocation.gpus_per_node, allocation.gpu_type)

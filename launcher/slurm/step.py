@@ -111,7 +111,7 @@ def srun_command(
         f"--nodelist={place.host}",
         # Overlapping steps get the same cores, as SLURM counts theirs as free: each asks for all that they have.
         f"--cpus-per-task={place.sliced_cpus if is_sliced else step.cpus}",
-        f"--mem={step.mem_mb}M",
+        *([f"--mem={step.mem_mb}M"] if step.mem_mb else []),
         *gpu_options,
         "--kill-on-bad-exit=1",
         "--unbuffered",

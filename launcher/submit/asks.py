@@ -155,7 +155,7 @@ def shapes_for(asks: Sequence[Ask], plan: RunPlan, facts: ClusterFacts) -> Mappi
         names = {node.name for ask in here for node in _may_run_on(ask, name, facts)}
         allowed = [node for node in facts.members(name) if node.name in names]
         able = [node for node in allowed if all(one.size(node, gpu_type) >= size for one, size in most.items())]
-        shape = most_common_shape(able or allowed, gpu_type=gpu_type)
+        shape = most_common_shape(able or allowed, gpu_type=gpu_type, memory=facts.memory(name))
         if shape is not None:
             shapes[name] = shape
             if name == facts.default_partition:

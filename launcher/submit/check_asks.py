@@ -159,6 +159,11 @@ def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
             f"no launch.time_limit, and partition {partition!r} has none either: "
             "SLURM never starts such a job early in a gap (backfill)"
         )
+    if not facts.memory(partition).is_counted:
+        yield (
+            f"SLURM does not count memory in partition {partition!r} (SelectTypeParameters): the trial asks for none, "
+            "and its workers are placed by CPUs and GPUs alone unless cluster.mem_per_node is set"
+        )
     asked = facts.asked(ask.values)
     if facts.are_down(asked):
         yield f"partition {' and '.join(asked)} is DOWN: the job waits until it is UP again"

@@ -20,9 +20,9 @@ from corral.experiments.errors import ConfigProblem, ConfigSource, KeyPath, Unsa
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.slurm.client import hostnames_command, nodes_command
-from corral.launcher.slurm.parse import Node
+from corral.launcher.slurm.parse import Node, limit_of
 from corral.launcher.submit.asks import asks_of, leaves_time, limit_that_fits, raise_problems, shapes_for
-from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, limit_of
+from corral.launcher.submit.cluster import ClusterFacts, counted, hosts
 from corral.launcher.submit.plan_text import describe, share_of_node
 from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
@@ -67,6 +67,8 @@ def summary_of(parts: Sequence["Part"]) -> list[str]:
         if members := facts.members(name):
             lines.append(f"partition {name} ok")
             lines.append(f"{sum(node.state.startswith('idle') for node in members)} of {len(members)} nodes idle")
+            if whole := facts.granularity(name):
+                lines.append(f"jobs get whole {whole}, and are charged for them")
         else:
             lines.append(f"partition {name} shows no nodes here, not checked")
     return lines

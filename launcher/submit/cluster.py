@@ -1,8 +1,9 @@
 """What the checks before a submission know of a cluster: a few questions, more where a trial names more.
 
-scontrol show partition, sinfo                          -> partitions, nodes of those that the trial names
-scontrol show reservation                               -> reservations: a trial's own, and others' nodes
-scontrol show config, sacctmgr where there is accounting -> accounts, QOS and their limits
+scontrol show config                      -> how memory is counted, whether there is accounting
+scontrol show partition, node, sinfo      -> partitions, nodes of those that the trial names, with what jobs get of them
+scontrol show reservation                 -> reservations: a trial's own, and others' nodes
+sacctmgr where there is accounting        -> accounts, QOS and their limits
 """
 
 import re
@@ -10,23 +11,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from corral.experiments.plan import RunPlan
 from corral.launcher.cluster.errors import answer_or
 from corral.launcher.slurm.accounts import Accounts, read_accounts, seconds_of
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.parse import Node
+from corral.launcher.slurm.parse import Node, limit_of, memory_rules
 from corral.launcher.terminal import first_few
 from corral.scheduling.placement import NodeShape
-from corral.scheduling.slurm_formats import expand_host_list, parse_time_limit
+from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules, expand_host_list, parse_time_limit
 
 _NO_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
     """A cluster as SLURM describes it."""
+
+    config: Mapping[str, str] = field(default_factory=dict)
+    """`scontrol show config`; empty if SLURM did not say."""
 
     nodes: Sequence[Node]
     """Once for each partition that a node is in."""
@@ -55,23 +60,50 @@ class ClusterFacts:
         """The names for people, the default one with SLURM's star."""
         return ", ".join(f"{name}*" if name == self.default_partition else name for name in self.partition_names)
 
-    def members(self, partition: str) -> list[Node]:
+    def members(self, partition: str) -> Sequence[Node]:
         """The nodes of a partition, each with what its jobs may have of it."""
-        settings = self.settings(partition)
-        most_cpus, most_mem_mb = (limit_of(settings, one.node_limit) or _NO_LIMIT for one in _RESOURCES[:-1])
-        return [
-            replace(node, cpus=min(node.cpus, most_cpus), mem_mb=min(node.mem_mb, most_mem_mb))
-            for node in self.nodes
-            if node.partition == partition
-        ]
+        return self._members_by_partition.get(partition, ())
+
+    @cached_property
+    def _members_by_partition(self) -> Mapping[str, Sequence[Node]]:
+        members: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            members.setdefault(node.partition, []).append(self._limited(node))
+        return members
+
+    def _limited(self, node: Node) -> Node:
+        """A node with what jobs may have of it in its partition."""
+        rules, most_cpus = self.memory(node.partition), limit_of(self.settings(node.partition), "MaxCPUsPerNode")
+        node = node.at_most(cpus=most_cpus or _NO_LIMIT, cpu_rule="MaxCPUsPerNode")
+        if not rules.is_counted:
+            return replace(node, mem_mb=_NO_LIMIT)
+        node = node.at_most(mem_mb=rules.max_mb_per_node or _NO_LIMIT, mem_rule="MaxMemPerNode")
+        per_cpu = rules.max_mb_per_cpu or _NO_LIMIT
+        return node.at_most(mem_mb=node.cpus * per_cpu, mem_rule=f"{node.cpus} CPUs x MaxMemPerCPU {per_cpu}")
+
+    def memory(self, partition: str) -> MemoryRules:
+        """How a partition gives out memory."""
+        return memory_rules(self.config, self.settings(partition))
+
+    def granularity(self, partition: str) -> str:
+        """What a job always gets whole, and pays for, by which rule; "" if that is no more than it asks for."""
+        if self.config.get("SelectType", "").endswith("linear"):
+            return "nodes (select/linear)"
+        if self.settings(partition).get("OverSubscribe") == "EXCLUSIVE":
+            return "nodes (OverSubscribe=EXCLUSIVE)"
+        of_partition = self.settings(partition).get("SelectTypeParameters", "NONE")
+        parameters = self.config.get("SelectTypeParameters", "") if of_partition == "NONE" else of_partition
+        return "sockets (CR_Socket)" if "CR_SOCKET" in parameters.upper() else ""
 
     def biggest(self, partition: str, resource: "Resource", gpu_type: str | None) -> tuple[int, str]:
         """The most that jobs may have of it on one node of a partition, and a sentence that names these nodes."""
         members = self.members(partition)
         most = max(resource.size(node, gpu_type) for node in members)
-        names = some_of(node.name for node in members if resource.size(node, gpu_type) == most)
-        rule = f"; {resource.node_limit}" if limit_of(self.settings(partition), resource.node_limit) == most else ""
-        return most, f"the biggest node of partition {partition!r} has {most} ({names}{rule})"
+        biggest = [node for node in members if resource.size(node, gpu_type) == most]
+        rule = next((f"; {node.rules[resource.of_task]}" for node in biggest if resource.of_task in node.rules), "")
+        return most, (
+            f"the biggest node of partition {partition!r} has {most} ({some_of(node.name for node in biggest)}{rule})"
+        )
 
     def allowed(self, partition: str, options: Mapping[str, str]) -> list[Node]:
         """The nodes of a partition that a job with these options may get beside those that it names."""
@@ -136,28 +168,24 @@ def read_cluster(
     """
     partitions = client.partitions()
     wanted = sorted({name or default_of(partitions) or "" for name in wanted_partitions})
+    config = answer_or({}, client.settings)
     hidden = [name for name in wanted if name and name not in partitions]
     is_narrow = not wants_all_nodes and all(name in partitions for name in wanted)
-    nodes = client.nodes(",".join(wanted) if is_narrow else None)
+    nodes = client.nodes(",".join(wanted) if is_narrow else None, in_detail=True)
     closed = answer_or(None, client.partitions, with_hidden=True) if hidden else None
     return ClusterFacts(
+        config=config,
         nodes=nodes,
         partitions=partitions,
         closed={name: closed[name].get("AllowGroups", "") for name in hidden if closed and name in closed},
         reservations=answer_or(None, client.reservations),
-        accounts=read_accounts(client, accounts_of) if accounts_of is not None else Accounts(),
+        accounts=read_accounts(client, accounts_of, config) if accounts_of is not None else Accounts(),
     )
 
 
 def default_of(partitions: Mapping[str, Mapping[str, str]]) -> str | None:
     """The partition of jobs that name none."""
     return next((name for name, settings in partitions.items() if settings.get("Default") == "YES"), None)
-
-
-def limit_of(settings: Mapping[str, str], name: str) -> int | None:
-    """A partition's limit of nodes, or of what jobs may have of each; None for UNLIMITED, or if it is not there."""
-    text = settings.get(name, "")
-    return int(text) if text.isdigit() else None
 
 
 def seconds_of_moment(text: str) -> float | None:
@@ -178,8 +206,6 @@ class Resource(NamedTuple):
     """The field of an allocation, for each of its nodes."""
     setting: str
     """The key below `cluster` that describes a node's."""
-    node_limit: str
-    """A partition's limit of it on each node."""
     of_accounts: str
     """As accounting counts it."""
     size: Callable[[Node, str | None], int]
@@ -192,11 +218,9 @@ def gpus_of(node: Node, gpu_type: str | None) -> int:
 
 
 _RESOURCES = (
-    Resource("CPUs", "cpu", "cpus_per_node", "cpus_per_node", "MaxCPUsPerNode", "cpu", lambda node, _: node.cpus),
-    Resource(
-        "MB of memory", "mem", "mem_mb_per_node", "mem_per_node", "MaxMemPerNode", "mem", lambda node, _: node.mem_mb
-    ),
-    Resource("GPUs", "gpu", "gpus_per_node", "gpus_per_node", "", "gres/gpu", gpus_of),
+    Resource("CPUs", "cpu", "cpus_per_node", "cpus_per_node", "cpu", lambda node, _: node.cpus),
+    Resource("MB of memory", "mem", "mem_mb_per_node", "mem_per_node", "mem", lambda node, _: node.mem_mb),
+    Resource("GPUs", "gpu", "gpus_per_node", "gpus_per_node", "gres/gpu", gpus_of),
 )
 
 
@@ -205,7 +229,9 @@ def counted(plan: RunPlan) -> Sequence[Resource]:
     return _RESOURCES[:-1] if plan.cluster.gpu_request == "none" else _RESOURCES
 
 
-def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> NodeShape | None:
+def most_common_shape(
+    nodes: Sequence[Node], *, gpu_type: str | None = None, memory: MemoryRules = COUNTED_MEMORY
+) -> NodeShape | None:
     """The shape that most of the nodes share, with GPUs of one type only if it is given; None of no nodes."""
     real = [node for node in nodes if node.cpus > 0 and node.mem_mb > 0]
     usable = [node for node in real if node.is_up] or real
@@ -216,7 +242,15 @@ def most_common_shape(nodes: Sequence[Node], *, gpu_type: str | None = None) -> 
     cpus, gpus, mem_mb = max(counts, key=lambda shape: (counts[shape], shape))
     # Whole cores of the thickest kind are whole cores of any: a step that asks for them fits every node.
     threads = max(node.threads_per_core for node in usable)
-    return NodeShape(cpus=cpus, gpus=gpus, mem_mb=mem_mb, threads_per_core=threads)
+    rules = next(node.rules for node in usable if (node.cpus, node.mem_mb) == (cpus, mem_mb))
+    return NodeShape(
+        cpus=cpus,
+        gpus=gpus,
+        mem_mb=mem_mb,
+        threads_per_core=threads,
+        memory=memory,
+        rules=", ".join(rules.values()),
+    )
 
 
 def hosts(options: Mapping[str, str], name: str) -> list[str]:

@@ -324,7 +324,8 @@ def share_of_node(allocation: Allocation) -> str:
     """What it asks for of each node: '9 CPUs, 4 h100 GPUs, 33 GiB'."""
     kind = f"{allocation.gpu_type} " if allocation.gpu_type else ""
     gpus = f", {allocation.gpus_per_node} {kind}GPUs" if allocation.gpus_per_node else ""
-    return f"{allocation.cpus_per_node} CPUs{gpus}, {_memory(allocation.mem_mb_per_node)}"
+    memory = f", {_memory(allocation.mem_mb_per_node)}" if allocation.mem_mb_per_node else ""
+    return f"{allocation.cpus_per_node} CPUs{gpus}{memory}"
 
 
 def _nodes(layout: Layout, index: int) -> Iterator[str]:

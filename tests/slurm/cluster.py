@@ -7,6 +7,7 @@
     running_cluster(threads_per_core=2)                      the same 8 CPUs, on 4 cores
     running_cluster(limits_memory=True)                      real cgroups: who uses more than it asked for is killed
     running_cluster(settings={"MaxMemPerCPU": 1000})         other lines of slurm.conf
+    running_cluster(of_nodes="CoreSpecCount=2")              more about every node
     running_cluster(job_submit="function slurm_job_submit...")   a site's job_submit.lua
 
 The fixtures `accounting_cluster` and `threaded_cluster` of conftest.py share one of their kind. To run what is made for
@@ -83,6 +84,8 @@ class Shape:
     """job_submit.lua, which sees every job before SLURM takes it."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """More lines of slurm.conf, or others in place of those that are there."""
+    of_nodes: str = ""
+    """More settings of every node."""
 
 
 class Cluster:
@@ -243,7 +246,7 @@ class Cluster:
         nodes = "\n".join(
             f"NodeName=n{index + 1} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={shape.cpus} Sockets=1 "
             f"CoresPerSocket={shape.cpus // shape.threads_per_core} ThreadsPerCore={shape.threads_per_core} "
-            f"RealMemory={shape.mem_mb} {gres} State=UNKNOWN"
+            f"RealMemory={shape.mem_mb} {gres} {shape.of_nodes} State=UNKNOWN"
             for index, port in enumerate(ports[1:-1])
         )
         text = f"""
@@ -378,6 +381,7 @@ def running_cluster(
     limits_memory: bool = False,
     job_submit: str | None = None,
     settings: Mapping[str, object] | None = None,
+    of_nodes: str = "",
 ) -> Iterator[Cluster]:
     """A cluster for the length of a with statement; the arguments are those of `Shape`."""
     shape = Shape(
@@ -390,6 +394,7 @@ def running_cluster(
         limits_memory=limits_memory,
         job_submit=job_submit,
         settings=settings or {},
+        of_nodes=of_nodes,
     )
     directory = Path(tempfile.mkdtemp(prefix="slurm."))
     directory.chmod(0o755)  # munged refuses a socket that its clients could not reach

@@ -35,7 +35,7 @@ class Slurm(SlurmClient):
             raise SlurmUnreachableError("scontrol did not answer within 10 s")
         return self.values
 
-    def nodes(self, partitions: str | None = None) -> list[Node]:
+    def nodes(self, partitions: str | None = None, *, in_detail: bool = False) -> list[Node]:
         return [node for node in self.known_nodes if partitions is None or node.partition in partitions.split(",")]
 
 

@@ -54,6 +54,10 @@ class SiteWithAccounts(SlurmClient):
         return parse_rows({"user": USER, "assoc": ACCOUNTS, "qos": QOS}[what[0]], fields)
 
 
+def _read(site: SiteWithAccounts) -> Accounts:
+    return read_accounts(site, "me", site.settings())
+
+
 def of(holder: Holder, name: str = "x", *, wall_s: int | None = None, **amounts: Mapping[str, int]) -> Limits:
     by_scope = {Scope[scope.upper()]: amount for scope, amount in amounts.items()}
     return Limits(holder=holder, name=name, amounts=by_scope, wall_s=wall_s)
@@ -64,7 +68,7 @@ def said(demand: Demand, *ladder: Limits) -> list[str]:
 
 
 def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
-    accounts = read_accounts(SiteWithAccounts(), "me")
+    accounts = _read(SiteWithAccounts())
     assert accounts.has_limits and accounts.is_kept and accounts.default_account == "lab"
     lab, on_gpu, team = accounts.associations
     assert (lab.name, lab.qos, lab.default_qos) == ("lab", ("deny", "normal"), "normal")
@@ -95,7 +99,7 @@ def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
     ids=str,
 )
 def test_limits_are_asked_in_the_order_of_slurm(asked: dict[str, Any], ladder: list[str]) -> None:
-    accounts = read_accounts(SiteWithAccounts(), "me")
+    accounts = _read(SiteWithAccounts())
     found = accounts.ladder(**{"partition": "cpu", "partition_qos": "N/A", **asked})
     names = [f"{limits.holder} {limits.name}" for limits in found]
     wanted = [name for name in ladder if not name.endswith("?")]  # a QOS that nobody knows has no limits
@@ -112,12 +116,12 @@ def test_limits_are_asked_in_the_order_of_slurm(asked: dict[str, Any], ladder: l
 )
 def test_a_site_without_accounts_is_not_asked_for_them(config: str, is_kept: bool | None) -> None:
     site = SiteWithAccounts(config)
-    assert read_accounts(site, "me") == Accounts(is_kept=is_kept)
+    assert _read(site) == Accounts(is_kept=is_kept)
     assert site.asked == []
 
 
 def test_limits_that_nobody_enforces_do_not_count() -> None:
-    accounts = read_accounts(SiteWithAccounts(CONFIG.replace("associations,limits,qos", "associations")), "me")
+    accounts = _read(SiteWithAccounts(CONFIG.replace("associations,limits,qos", "associations")))
     assert not accounts.has_limits
     assert accounts.ladder(account=None, qos="deny", partition="p", partition_qos="part") == []
 
@@ -127,7 +131,7 @@ def test_accounting_that_does_not_answer_is_unknown() -> None:
         def accounting_rows(self, what: Sequence[str], fields: Sequence[str]) -> list[dict[str, str]]:
             raise SlurmError("slurmdbd is away")
 
-    accounts = read_accounts(Silent(), "me")
+    accounts = _read(Silent())
     assert accounts.is_kept and accounts.ladder(account=None, qos="deny", partition="p", partition_qos="part") == []
 
 

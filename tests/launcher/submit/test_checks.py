@@ -11,6 +11,7 @@ import pytest
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Place, UnsatisfiableError, located
 from corral.experiments.plan import RunPlan
+from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.accounts import Accounts, Limits
 from corral.launcher.slurm.client import Complaint, SlurmError, complaint_of
@@ -55,6 +56,123 @@ PARTITIONS: Mapping[str, Mapping[str, str]] = {
 
 def _facts(text: str = SITE, **values: Any) -> ClusterFacts:
     return ClusterFacts(nodes=parse_nodes(text), partitions=values.pop("partitions", PARTITIONS), **values)
+
+
+_DETAILS = "NodeName=n1 CoresPerSocket=8 CPUTot=8 {0} RealMemory=8000 State=IDLE ThreadsPerCore=1 Partitions=debug"
+
+
+def _site(details: str = "", *, config: Mapping[str, str] | None = None, **partition: str) -> ClusterFacts:
+    """Four nodes of 8 CPUs and 8000 MB in one partition."""
+    names = [f"n{number}" for number in range(1, 5)]
+    nodes = parse_nodes(
+        "".join(f"{name}|debug*|8|8000|(null)|(null)|idle|1:8:1\n" for name in names),
+        "\n".join(_DETAILS.format(details).replace("n1", name) for name in names) if details else "",
+    )
+    return ClusterFacts(nodes=nodes, partitions={"debug": {"Default": "YES", **partition}}, config=config or {})
+
+
+def _task(**resources: int) -> RunPlan:
+    """Master and manager of one CPU each, and one model worker."""
+    task = Scheduling(**({"cpu": 1, "mem": 64} | resources))
+    plan = _plan(model_workers=1, servers=0)
+    return _replanned(plan, model_worker=TasksGroup(count=1, scheduling=task))
+
+
+def _planned(plan: RunPlan, facts: ClusterFacts) -> Layout:
+    return plan_layout(plan, shapes_for(asks_of(plan, NO_SOURCE), plan, facts))
+
+
+@pytest.mark.parametrize("details", ["CPUEfctv=6 CoreSpecCount=2 CPUSpecList=6-7", "CoreSpecCount=2 MemSpecLimit=0"])
+def test_cores_that_a_site_keeps_for_the_system_are_not_planned_with(details: str) -> None:
+    facts, plan = _site(details), _task(cpu=5)
+    _check(plan, facts)
+    assert _planned(plan, facts).head.num_nodes == 2  # with those of master, manager and supervisor there are 8
+    with pytest.raises(UnsatisfiableError, match=r"wants 7 CPUs.* has 6 .*6 of 8 CPUs \(CoreSpecCount\)"):
+        _check(_task(cpu=7), facts)
+    with pytest.raises(UnsatisfiableError) as caught:
+        _planned(_task(cpu=6), facts)  # which fits a node, but for the supervisor's CPU
+    assert "a node has 6, of which 1 stays free" in str(caught.value)
+    assert "6 of 8 CPUs (CoreSpecCount)" in str(caught.value)
+
+
+def test_two_threads_of_each_core_that_is_kept_are_away() -> None:
+    (node,) = parse_nodes("n1|debug*|8|8000|(null)|(null)|idle|1:4:2\n", "NodeName=n1 CPUTot=8 CoreSpecCount=1")
+    assert node.cpus == 6
+
+
+def test_memory_that_a_site_keeps_for_the_system_is_not_planned_with() -> None:
+    facts = _site("CPUEfctv=8 MemSpecLimit=1000")
+    assert {node.mem_mb for node in facts.members("debug")} == {7000}
+    with pytest.raises(UnsatisfiableError, match=r"7000 .*7000 of 8000 MB \(MemSpecLimit\)"):
+        _check(_task(mem=7001), facts)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CORE"},
+        {"SelectType": "select/linear", "SelectTypeParameters": "NONE"},
+    ],
+)
+def test_where_memory_is_not_counted_jobs_ask_for_none_and_are_placed_by_cpus(config: Mapping[str, str]) -> None:
+    facts, plan = _site(config=config), _task(mem=1 << 20)
+    _, warnings = _check(plan, facts)
+    assert any("does not count memory" in line for line in warnings)
+    layout = _planned(plan, facts)
+    assert layout.head.mem_mb_per_node == 0 and {step.mem_mb for step in layout.steps.values()} == {0}
+    assert plan.cluster.memory_option(mem_mb=0, cpus=1, rules=layout.head.memory) == {}
+    # A default would be asked for, and not be had.
+    with_default = _planned(plan, _site(config=config, DefMemPerCPU="100")).head.memory
+    assert plan.cluster.memory_option(mem_mb=0, cpus=1, rules=with_default) == {"mem": "0"}
+
+
+def test_a_partition_may_count_memory_where_the_cluster_does_not() -> None:
+    config = {"SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CORE"}
+    assert _site(config=config, SelectTypeParameters="CR_CORE_MEMORY").memory("debug").is_counted
+    assert not _site(config=config, SelectTypeParameters="NONE").memory("debug").is_counted
+
+
+def test_memory_given_in_the_configuration_places_workers_where_slurm_counts_none() -> None:
+    facts = _site(config={"SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CORE"})
+    plan = _plan(cluster={"mem_per_node": 4096}, model_workers=3, servers=0)
+    task = Scheduling(cpu=1, mem=2900)
+    layout = _planned(_replanned(plan, model_worker=TasksGroup(count=3, scheduling=task)), facts)
+    assert layout.head.num_nodes == 3 and layout.head.mem_mb_per_node == 0
+
+
+@pytest.mark.parametrize("source", ["cluster", "partition"])
+@pytest.mark.parametrize("mem_request", ["node", "cpu"])
+def test_memory_takes_cpus_where_a_cpu_may_have_so_much(mem_request: str, source: str) -> None:
+    limit = {"MaxMemPerCPU": "500"}
+    facts = _site(config=limit) if source == "cluster" else _site(config={"MaxMemPerCPU": "100"}, **limit)
+    plan = _plan(cluster={"mem_request": mem_request}, task={"mem": 700}, model_workers=1, servers=0)
+    _check(plan, facts)
+    layout = _planned(plan, facts)
+    assert (layout.head.num_nodes, layout.head.cpus_per_node, layout.head.mem_mb_per_node) == (1, 7, 3 * 700 + 1024)
+    option = plan.cluster.memory_option(mem_mb=3124, cpus=7, rules=layout.head.memory)
+    assert option == ({"mem": "3124M"} if mem_request == "node" else {"mem-per-cpu": "447M"})
+
+
+def test_memory_that_would_take_more_cpus_than_a_node_has_is_refused_by_the_limits_name() -> None:
+    with pytest.raises(UnsatisfiableError, match=r"wants 5120 MB.* has 4000 .*8 CPUs x MaxMemPerCPU 500"):
+        _check(_task(mem=5120), _site(config={"MaxMemPerCPU": "500"}))
+    with pytest.raises(UnsatisfiableError, match=r"wants 5120 MB.* has 4500 .*MaxMemPerNode"):
+        _check(_task(mem=5120), _site(config={"MaxMemPerNode": "4500"}))
+    # A partition's limit of either kind replaces the cluster's.
+    _check(_task(mem=5120), _site(config={"MaxMemPerCPU": "500"}, MaxMemPerNode="7000"))
+
+
+@pytest.mark.parametrize(
+    ("config", "partition", "words"),
+    [
+        ({"SelectType": "select/linear", "SelectTypeParameters": "CR_MEMORY"}, {}, "nodes (select/linear)"),
+        ({}, {"OverSubscribe": "EXCLUSIVE"}, "nodes (OverSubscribe=EXCLUSIVE)"),
+        ({"SelectTypeParameters": "CR_SOCKET_MEMORY"}, {}, "sockets (CR_Socket)"),
+    ],
+)
+def test_a_plan_says_what_jobs_get_whole(config: Mapping[str, str], partition: Mapping[str, str], words: str) -> None:
+    found, _ = _check(_task(), _site(config=config, **partition))
+    assert f"jobs get whole {words}, and are charged for them" in found
 
 
 def _plan(*, cluster: Mapping[str, Any] | None = None, **values: Any) -> RunPlan:

@@ -73,7 +73,7 @@ class Slurm(SlurmClient):
     def queue(self) -> list[Job]:
         return [job_of(job_id, tag={"corral": 1, "trial_uuid": self.uuid}) for job_id in (OWN, *sorted(self.alive))]
 
-    def nodes(self, partitions: str | None = None) -> list[Any]:
+    def nodes(self, partitions: str | None = None, *, in_detail: bool = False) -> list[Any]:
         return []
 
     def _may(self, command: str) -> None:

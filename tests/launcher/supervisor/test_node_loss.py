@@ -195,7 +195,7 @@ class Client(SlurmClient):
             raise SlurmUnreachableError("scontrol did not answer within 20 s")
         return None if self.left is None else {"JobId": job_id, "JobState": "RUNNING", "NodeList": self.left}
 
-    def nodes(self, partitions: str | None = None) -> list[Node]:
+    def nodes(self, partitions: str | None = None, *, in_detail: bool = False) -> list[Node]:
         if self.states is None:
             raise SlurmUnreachableError("sinfo did not answer within 20 s")
         return [
