@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import resource
 import socket
 import sys
 import threading
@@ -55,7 +54,6 @@ WORKER_CLASSES: dict[str, str] = {
 }
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _ALLOCATOR_SETTINGS = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"})
-_OPEN_FILES = 65536  # a connection of a stream takes five; many sites start processes with 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     worker_id = f"{arguments.kind}/{arguments.index}"
     faulthandler.enable()
     plan = RunPlan.from_json(arguments.plan.read_bytes())
-    _allow_open_files()
     _let_segments_grow(arguments.kind)
     trial = TrialDirectory(plan.trial.directory)
     try:
@@ -195,14 +192,6 @@ def _configure_logging(worker_id: str, secrets: TrialSecrets) -> None:
     handler.addFilter(SecretFilter(secrets.values()))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-
-
-def _allow_open_files() -> None:
-    """As many as the site permits: a worker that runs out of them loses connections, one here and one there."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 import typer
 
 from corral.experiments.exit_codes import CommandExit
+from corral.experiments.trial.login_shell import leave_login_shell
 from corral.launcher.commands.common import Fileroot, fail, leaving, run, terminal_width, wait_for_trial
 from corral.scheduling.scheduling import AskedLayout
 
@@ -74,6 +75,7 @@ def submit(
     fileroot: Fileroot = None,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
+    leave_login_shell()  # what is tried here of the user's code takes CPU time, and may ask a model on this machine
     _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
     cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
     if resume is not None:

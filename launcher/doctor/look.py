@@ -21,10 +21,12 @@ from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python, sglang_version, verifiers_version
 from corral.experiments.loading.profile import find_profiles, merge, read_profile
+from corral.experiments.trial.login_shell import low_hard_limits
 from corral.launcher.doctor.judge import (
     Finding,
     fail,
     judge_config,
+    judge_limits,
     judge_partitions,
     judge_probe,
     judge_sandbox,
@@ -53,6 +55,7 @@ def look_here(fileroot: Path) -> Iterator[Finding]:
     python = environment_python(EnvironmentConfig(id="any"))
     yield _optional("environments", "verifiers", python, verifiers_version, without="no rollout.environment")
     yield judge_sandbox("sandbox", why_no_sandbox())
+    yield judge_limits("limits", low_hard_limits())
     yield from _profiles()
     gpus = visible_gpus()
     yield ok("gpus", f"{len(gpus)} GPUs on this machine" if gpus else "no GPU on this machine")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.trial.directory import atomic_write
+from corral.experiments.trial.login_shell import low_hard_limits
 from corral.launcher.doctor.sandbox import why_no_sandbox
 from corral.launcher.files.patience import wait_until
 from corral.launcher.slurm.client import SlurmClient, SlurmError
@@ -47,6 +48,7 @@ def answer(folder: Path, *, rank: int, num_nodes: int) -> dict[str, Any]:
         "canary": {"mode": canary.st_mode & 0o777, "owner": canary.st_uid},
         "runtimes": [name for name in ("apptainer", "singularity", "enroot") if shutil.which(name)],
         "sandbox_error": why_no_sandbox(),
+        "limits": low_hard_limits(),
     }
     try:
         find_redis_executable()

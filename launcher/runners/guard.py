@@ -30,6 +30,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.own_python import own_python
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.flocks import open_directory
+from corral.experiments.trial.login_shell import leave_login_shell
 from corral.experiments.trial.memory_groups import memory_groups
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     sweep()
+    leave_login_shell(*filter(None, [os.environ.get("CORRAL_BIND_ADDRESS")]))
     command = [*([sys.executable] if arguments[0] == "--python" else []), *arguments[1:]]
     with contextlib.ExitStack() as stack:
         environment, record = _own_surroundings(stack)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from corral.experiments.own_python import own_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.login_shell import leave_login_shell
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.recorder import Recorder
@@ -45,6 +46,7 @@ def main(
     parser.add_argument("--kept", action="store_true", help="a keeper holds the lock and starts this again")
     parser.add_argument("--signalled", action="append", default=[], help="a signal that the one before did not hear")
     options = parser.parse_args(arguments)
+    leave_login_shell()
     directory = TrialDirectory(options.trial.resolve())
     if not options.kept:
         try:

@@ -6,7 +6,6 @@ A Redis is built with TLS or without; this works with either, and it listens on 
 """
 
 import asyncio
-import resource
 import socket
 import sys
 from contextlib import suppress
@@ -51,8 +50,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _main(descriptor: str, behind: str, secrets_directory: str) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two descriptors for each connection of the trial
     asyncio.run(serve(socket.socket(fileno=int(descriptor)), Path(behind), Trust(Path(secrets_directory))))
 
 

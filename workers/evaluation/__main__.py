@@ -33,6 +33,7 @@ from corral.experiments.trial.evaluation import (
     progress_path,
     read_result,
 )
+from corral.experiments.trial.login_shell import leave_login_shell
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
@@ -152,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # left to the parent
+    leave_login_shell()
     die_with_parent(parent=os.getppid())()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s: %(message)s")
     try:

@@ -66,9 +66,8 @@ async def _post(endpoint: EndpointConfig, path: str, body: Mapping[str, Any]) ->
     key = _key(endpoint)
     timeout = aiohttp.ClientTimeout(total=endpoint.request_timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    by_proxy = not endpoint.url.startswith("http://127.0.0.1:")  # to this machine itself none leads
     # A connection each: next to what a language model takes it is nothing, and none is left over.
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=by_proxy) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
         async with session.post(f"{endpoint.url.rstrip('/')}/{path}", json=body) as response:
             if response.status in _BUSY:
                 asks_for = response.headers.get("Retry-After", "")

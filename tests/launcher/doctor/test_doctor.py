@@ -15,6 +15,7 @@ import pytest
 from corral.launcher.doctor.judge import (
     Finding,
     judge_config,
+    judge_limits,
     judge_partitions,
     judge_probe,
     judge_version,
@@ -66,7 +67,7 @@ def test_a_usual_site_is_fine() -> None:
         ("SLURM_VERSION", "master", "slurm.version", "warn", "SLURM master"),
         ("AccountingStorageType", "accounting_storage/none", "config.accounting", "ok", "off"),
         ("MinJobAge", "2 sec", "config.min_job_age", "warn", "2 s"),
-        ("SelectType", "select/linear", "config.select", "fail", "whole nodes"),
+        ("SelectType", "select/linear", "config.select", "warn", "whole nodes"),
         ("SelectType", "select/cons_res", "config.select", "warn", "cons_res"),
         ("SelectTypeParameters", "CR_CORE", "config.select", "warn", "memory"),
         ("JobRequeue", "0", "config.requeue", "ok", "JobRequeue=0"),
@@ -250,6 +251,16 @@ def test_whether_sandboxes_can_be_made_is_told_and_they_do_not_have_to_be(
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = by_check(look_here(tmp_path))["sandbox"]
     assert finding.level == "warn" and "no bwrap in the PATH" in finding.said
+
+
+def test_hard_limits_that_end_a_worker_are_told_with_their_numbers() -> None:
+    program = "from corral.experiments.trial.login_shell import low_hard_limits; print(*low_hard_limits(), sep=';')"
+    command = f'ulimit -t 900 -n 512; exec "{sys.executable}" -c "{program}"'
+    low = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60).stdout.strip().split(";")
+    assert {"900 s of CPU time (ulimit -t)", "512 open files (ulimit -n)"} <= set(low)
+    finding = judge_limits("limits", low)
+    assert finding.level == "warn" and "900 s of CPU time" in finding.said
+    assert judge_limits("limits", []).level == "ok"
 
 
 def test_some_commands_missing_is_worse_than_all() -> None:

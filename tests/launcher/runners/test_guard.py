@@ -1,7 +1,9 @@
 """What a worker leaves goes with it, whoever is killed: its processes, its temporary files, its names in memory."""
 
+import ast
 import mmap
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,6 +61,28 @@ class Guarded:
             wait_until(lambda pid=pid: process_start_ticks(pid) is None, f"the end of {pid}")
         wait_until(lambda: not self.temporary.exists(), "its temporary folder")
         assert not [name for name in set(os.listdir("/dev/shm")) - self.names if name.startswith("sem.mp-")]
+
+
+def test_a_worker_has_what_the_hard_limits_allow_whatever_the_soft_ones_of_the_login_shell() -> None:
+    show = (
+        "import resource, sys; "
+        "print(*[resource.getrlimit(getattr(resource, f'RLIMIT_{name}')) for name in sys.argv[1:]], sep=';')"
+    )
+    names = {"CPU": "-t 600", "AS": "-v 9000000", "DATA": "-d 9000000", "FSIZE": "-f 9000000", "NPROC": "-u 5000"}
+    limits = "".join(f"ulimit -S {option}; " for option in (*names.values(), "-s 512", "-n 256"))
+    command = shlex.join(guarded([sys.executable, "-c", show, *names, "STACK", "NOFILE"]))
+    done = subprocess.run(["bash", "-c", f"{limits} exec {command}"], capture_output=True, text=True, timeout=60)
+    *raised, stack, files = [ast.literal_eval(pair) for pair in done.stdout.strip().split(";")]
+    assert all(soft == hard for soft, hard in raised), dict(zip(names, raised, strict=True))
+    assert stack[0] == 8 << 20  # an unlimited one is no default of threads
+    assert files[0] == min(files[1], 1 << 20)
+
+
+def test_what_a_worker_asks_of_its_own_node_goes_to_no_proxy() -> None:
+    command = guarded([sys.executable, "-c", "import os; print(os.environ['no_proxy'])"])
+    environment = {**os.environ, "no_proxy": "site.example", "CORRAL_BIND_ADDRESS": "10.1.2.3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "site.example,127.0.0.1,localhost,::1,10.1.2.3", done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

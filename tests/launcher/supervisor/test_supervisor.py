@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
@@ -51,6 +54,21 @@ def test_a_trial_that_is_done_ends_complete_and_leaves_nothing(make_trial: MakeT
     assert {event["worker"] for event in trial.events("worker_started")} == {
         f"{worker.kind}/{worker.index}" for worker in trial.plan.workers
     }
+
+
+def test_no_process_of_a_trial_keeps_the_soft_limits_of_the_shell_that_submitted(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, hard))
+    try:
+        trial.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trial.wait_for_workers()
+    limits = {pid: Path(f"/proc/{pid}/limits").read_text() for pid in trial.processes()}
+    _stop(trial)
+    assert len(limits) >= 5  # keeper, supervisor, Redis, and at least a guard and a worker
+    assert not [pid for pid, text in limits.items() if re.search(r"Max file size +1099511627776 ", text)]
 
 
 def test_a_worker_that_crashes_is_restarted_alone_with_its_exit_on_record(make_trial: MakeTrial) -> None:
