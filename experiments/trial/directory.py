@@ -142,7 +142,6 @@ class TrialDirectory:
                 f"trial directory {self.path} already exists; choose another trial name, continue that trial with "
                 f"`rl-submit --resume`, or move the directory away"
             ) from None
-        self.path.chmod(0o700)
         for folder in _FOLDERS:
             (self.path / folder).mkdir(mode=0o700)
         fsync_directory(self.path)

@@ -202,7 +202,9 @@ def _private(folder: Path) -> Path:
         hint = "evaluate on this machine with --local, or move the trial to a path without %"
         raise ConfigError.of(f"submitit takes the % in {folder} for a placeholder", hint=hint)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    before = folder.stat().st_mode
+    if before & 0o077:  # made by others; a folder's other bits say whose group has what is put into it
+        folder.chmod(before & ~0o077)
     return folder
 
 

@@ -118,6 +118,28 @@ def test_a_new_trial_directory_is_closed_to_others_and_has_its_folders(tmp_path:
         assert folder.is_dir()
 
 
+@pytest.mark.parametrize("umask", [0o002, 0o027, 0o077])
+def test_a_project_folder_gives_its_group_to_all_of_a_trial(umask: int, tmp_path: Path) -> None:
+    group = next((one for one in (*os.getgroups(), 65534) if one != os.getgid()), os.getgid())
+    try:
+        os.chown(tmp_path, -1, group)
+    except PermissionError:
+        pytest.skip("this user has no second group")
+    tmp_path.chmod(0o2775)
+    before = os.umask(umask)
+    try:
+        trial = TrialDirectory.of(tmp_path / "corral", experiment="exp", trial="trial")
+        trial.create()
+        atomic_write(trial.path / "weights" / "file", b"x")
+        link_files(trial.path / "weights", trial.path / "exports" / "step-1")
+    finally:
+        os.umask(before)
+    inside = [trial.path, *trial.path.rglob("*")]
+    assert {path.stat().st_gid for path in inside} == {group}
+    assert all(path.stat().st_mode & stat.S_ISGID for path in inside if path.is_dir())
+    assert not trial.path.stat().st_mode & 0o077
+
+
 def test_a_taken_name_is_refused_with_the_way_out(tmp_path: Path) -> None:
     trial = TrialDirectory.of(tmp_path, experiment="math", trial="t1")
     trial.create()
