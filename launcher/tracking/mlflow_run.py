@@ -7,7 +7,9 @@ that is left. MLflow chooses the ids of runs: the trial's is a tag.
 """
 
 import os
+import re
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,18 @@ from corral.launcher.tracking.tracker import TrackedTrial, emptied, package
 
 _TAG = "corral_trial"
 _MOST = 1000  # metrics in a request
+_LONGEST_NAME = 240  # of 250 characters; what tells two apart follows
+
+
+def mlflow_name(key: str) -> str:
+    """The key of a metric in the letters that MLflow takes, which refuses a whole request for one other.
+
+    Example:
+        mlflow_name("eval/pass@4") == "eval/pass_at_4"
+    """
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", key.replace("@", "_at_"))
+    parts = [part for part in plain.split("/") if part.strip(".")]  # no path out of a folder, and none with gaps
+    return "/".join(parts)[:_LONGEST_NAME] or "_"
 
 
 class MLflowRun:
@@ -40,11 +54,22 @@ class MLflowRun:
         self._client = client
         self._run = client.create_run(number, run_name=trial.trial, tags={_TAG: trial.uuid}).info.run_id
         self._waiting: list[Any] = []
+        self._name_by_key: dict[str, str] = {}
 
     def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        self._waiting += [self._metric(name, value, int(1000 * time_s), step) for name, value in values.items()]
+        self._waiting += [
+            self._metric(self._name(key), value, int(1000 * time_s), step) for key, value in values.items()
+        ]
         if len(self._waiting) >= _MOST:
             self.flush()
+
+    def _name(self, key: str) -> str:
+        """What a metric is called here, where it is told apart from all others."""
+        if key not in self._name_by_key:
+            name, taken = mlflow_name(key), set(self._name_by_key.values())
+            numbered = (f"{name}_{number}" for number in count(2))
+            self._name_by_key[key] = next(one for one in chain([name], numbered) if one not in taken)
+        return self._name_by_key[key]
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +16,9 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.tracking import mlflow_run
 from corral.launcher.tracking.lines import CommittedLines
+from corral.launcher.tracking.mlflow_run import MLflowRun, mlflow_name
 from corral.launcher.tracking.news import NewsCommand
 from corral.launcher.tracking.prometheus import PrometheusFile
 from corral.launcher.tracking.tracker import TrackedTrial
@@ -98,6 +102,52 @@ def test_what_a_damaged_commit_takes_back_has_all_be_told_again(
     log.claim("another", resume=False).fall_back_to(commits[0].slot, reason="its checkpoint is damaged")
     assert [line["step"] for line in lines.new()] == [1] and lines.begins_anew
     assert list(lines.new()) == [] and not lines.begins_anew
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("eval/pass@4", "eval/pass_at_4"),
+        ("reward/source/a (b)", "reward/source/a _b_"),
+        ("reward/source/\u00fc:b\n", "reward/source/__b_"),
+        ("a//b/../c/", "a/b/c"),
+        ("/", "_"),
+        ("x" * 300, "x" * 240),
+    ],
+)
+def test_metrics_have_names_that_mlflow_takes(key: str, name: str) -> None:
+    assert mlflow_name(key) == name
+
+
+def test_two_metrics_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        """As much of MLflow's client as a run uses."""
+
+        def __init__(self, uri: str) -> None:
+            self.logged: list[tuple[str, float, int]] = []
+            store.append(self)
+
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id="1")
+
+        def search_runs(self, numbers: Sequence[str], query: str) -> list[Any]:
+            return []
+
+        def create_run(self, number: str, **tags: Any) -> Any:
+            return SimpleNamespace(info=SimpleNamespace(run_id="7"))
+
+        def log_batch(self, run: str, *, metrics: Sequence[Any]) -> None:
+            self.logged += metrics
+
+    store: list[Store] = []
+    modules = {"mlflow.entities": SimpleNamespace(Metric=lambda name, value, time_ms, step: (name, value, step))}
+    modules["mlflow.tracking"] = SimpleNamespace(MlflowClient=Store)
+    monkeypatch.setattr(mlflow_run, "package", lambda name, _: modules[name])
+    run = MLflowRun(tmp_path, cast(Any, SimpleNamespace(experiment="e", trial="t", uuid="u")))
+    run.add(1, 0.0, {"eval/pass@4": 1.0, "eval/pass_at_4": 2.0})
+    run.add(2, 0.0, {"eval/pass_at_4": 3.0})
+    run.flush()
+    assert store[0].logged == [("eval/pass_at_4", 1.0, 1), ("eval/pass_at_4_2", 2.0, 1), ("eval/pass_at_4_2", 3.0, 2)]
 
 
 @pytest.mark.parametrize("to", ["tensorboard", "wandb", pytest.param("mlflow", marks=pytest.mark.slow)])
