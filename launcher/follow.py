@@ -12,14 +12,13 @@ from pathlib import Path
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError
-from corral.launcher.logs.lines import text_of
+from corral.launcher.logs.lines import MAX_LINE_BYTES, text_of
 from corral.launcher.status.reader import polite_reader
 from corral.launcher.trial.find import TrialFacts
 
 _POLL_INTERVAL_S = 0.3
 _END_INTERVAL_S = 2.0
 _CHUNK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 20  # of what never ends a line, such as a bar that redraws itself, no more is kept
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class _Reading:
             self.offset += len(data)
             is_more = len(data) == _CHUNK_BYTES
             *lines, rest = (self.partial + data).split(b"\n")
-            self.partial = rest[-_MAX_LINE_BYTES:]
+            self.partial = rest[-MAX_LINE_BYTES:]
             yield from lines
         if is_over and self.partial:
             yield self.partial

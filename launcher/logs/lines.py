@@ -22,6 +22,8 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FORMATS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
 _TIMES_OF_DAY = ("%H:%M:%S", "%H:%M")
 _CHUNK_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
+"""Of a longer line the end is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +114,26 @@ def _blocks(path: Path, files: PatientFiles, end: int | None = None) -> Iterator
 
 def _backwards(blocks: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
     """The lines of blocks, the last one first, as the blocks are."""
-    later: list[bytes] = []  # pieces of a line whose beginning has not been read, the last one first
-    is_last = True
+    later = b""  # of a line whose beginning has not been read
+    is_last, is_there = True, False
     for _, block in blocks:
         first, *others = block.split(b"\n")
         for piece in reversed(others):
-            line = piece + b"".join(reversed(later))
-            later.clear()
+            line = _shown_part(piece + later)
+            later = b""
             if line or not is_last:  # after the last newline there is no line
                 yield line
             is_last = False
-        later.append(first)
-    if later and (not is_last or any(later)):
-        yield b"".join(reversed(later))
+        later, is_there = _shown_part(first + later), True
+    if is_there and (later or not is_last):
+        yield later
+
+
+def _shown_part(line: bytes) -> bytes:
+    """What is shown of the end of a line, whatever came before it: of a bar its last state, and never too much."""
+    state = line.rstrip(b"\r")
+    start = state.rfind(b"\r")  # with it, so that what comes before is not taken for a part of the state
+    return line[max(start, len(line) - MAX_LINE_BYTES, 0) :]
 
 
 def _since(lines: Iterable[str], since: float) -> Iterator[str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -190,6 +191,25 @@ def test_lines_read_from_the_end_are_those_read_from_the_beginning(text: str, tm
         wanted = text.splitlines() if count is None else text.splitlines()[-count:]
         assert select_lines(log, files=PatientFiles(), count=count, chosen=LineFilter()) == wanted
     assert end_of_lines(log, files=PatientFiles()) == text.rfind("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "shown"), [(b"\r[#####     ] 50 %, of many", "[#####     ] 50 %, of many"), (b"0123456789abcdef", None)]
+)
+def test_a_line_of_any_length_costs_little_memory(unit: bytes, shown: str | None, tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with log.open("wb") as file:
+        file.write(b"before\n")
+        for _ in range(64):
+            file.write(unit * (1 + (1 << 20) // len(unit)))
+        file.write(b"\r\nafter\n")
+    tracemalloc.start()
+    first, line, last = select_lines(log, files=PatientFiles(), count=None, chosen=LineFilter())
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (first, last) == ("before", "after")
+    assert line == shown if shown else (line.endswith(unit.decode()) and len(line) > 1000)
+    assert peak_bytes < 20 << 20
 
 
 def test_a_terminal_is_not_given_what_it_would_obey(tmp_path: Path) -> None:
