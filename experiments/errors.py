@@ -105,6 +105,8 @@ class Place(NamedTuple):
 
     file: Path
     line: int
+    written: str = ""
+    """The scalar without quotes that stands there, as it is written: 0123, which is 123."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,17 @@ class ConfigSource:
             if prefix in self.override_by_path:
                 return shorten(self.override_by_path[prefix])
             if prefix in self.place_by_path:
-                file, line = self.place_by_path[prefix]
+                file, line, _ = self.place_by_path[prefix]
                 return f"{display_path(file)}:{line}"
         return display_path(self.file) if self.file is not None else ""
+
+    def written(self, path: KeyPath) -> str:
+        """A scalar as a file has it at this key, without quotes; "" if it is quoted, or nobody knows."""
+        is_of_file = path in self.place_by_path and not self._is_overridden(path)
+        return self.place_by_path[path].written if is_of_file else ""
+
+    def _is_overridden(self, path: KeyPath) -> bool:
+        return any(path[:length] in self.override_by_path for length in range(1, len(path) + 1))
 
     def gives(self, path: KeyPath) -> bool:
         """Whether a file or an override has this very key."""
@@ -147,7 +157,7 @@ class ConfigSource:
 
     def folder(self, path: KeyPath) -> Path:
         """What a relative path at this key is relative to: the folder of its file, or the current directory."""
-        if any(path[:length] in self.override_by_path for length in range(1, len(path) + 1)):
+        if self._is_overridden(path):
             return Path.cwd()
         file = self.place_by_path[path].file if path in self.place_by_path else self.file
         return file.parent if file is not None else Path.cwd()

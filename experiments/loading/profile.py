@@ -60,8 +60,8 @@ def find_profiles(wanted: str | None = None) -> list[Path]:
 
 def read_layer(file: Path, *, what: str = EXPERIMENT_FILE) -> Layer:
     """A file by the rules of `read_yaml`."""
-    data, line_by_path = read_yaml(file, what=what)
-    return Layer(data=data, place_by_path={path: Place(file, line) for path, line in line_by_path.items()})
+    data, place_by_path = read_yaml(file, what=what)
+    return Layer(data=data, place_by_path=place_by_path)
 
 
 def read_profile(file: Path) -> Layer:

@@ -19,6 +19,7 @@ from corral.experiments.errors import (
     closest,
     did_you_mean,
     dotted,
+    shorten,
     show_value,
     split_remedy,
 )
@@ -69,13 +70,15 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
         meaning = purpose(model, path)
         hint = f"add {path[-1]}" + (f": {meaning}" if meaning else "")
         return ConfigProblem(f"{dotted(path)} is missing", hint, path=path, place=source.place(path))
-    rule, remedy = _rule(details)
+    value = details["input"]
+    written = shorten(source.written(path)) if isinstance(value, bool | int | float) else ""
+    rule, remedy = _rule(details, written)
     if not remedy and (meaning := purpose(model, path)):
         remedy = f"{path[-1]}: {meaning}"
     # The rules here are predicates; those of the classes' own validators may be whole sentences.
     separator = " " if rule.startswith(("must ", "is ")) else ": "
     message = f"{dotted(path)}{separator}{rule}" if path else rule
-    return ConfigProblem(message, remedy, path=path, shown=show_value(details["input"]), place=source.place(path))
+    return ConfigProblem(message, remedy, path=path, shown=written or show_value(value), place=source.place(path))
 
 
 def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
@@ -94,8 +97,12 @@ def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: Conf
     )
 
 
-def _rule(details: ErrorDetails) -> tuple[str, str]:
-    """The rule that was broken, to be read after the key, and the way out where it is not the field's purpose."""
+def _rule(details: ErrorDetails, written: str) -> tuple[str, str]:
+    """The rule that was broken, to be read after the key, and the way out where it is not the field's purpose.
+
+    Args:
+        written: a number or a boolean as a file has it; "" if nobody knows.
+    """
     kind, context = details["type"], details.get("ctx", {})
     if kind == "value_error":
         return split_remedy(str(context["error"]))
@@ -103,11 +110,11 @@ def _rule(details: ErrorDetails) -> tuple[str, str]:
         expected = str(context["expected"])
         options = [option.strip("'") for part in expected.split(", ") for option in part.split(" or ")]
         hint = did_you_mean(str(details["input"]), options, "")
-        return f"must be {expected}, got {show_value(details['input'])}", hint
+        return f"must be {expected}, got {written or show_value(details['input'])}", hint
     if kind == "string_type":
         is_scalar = isinstance(details["input"], bool | int | float)
-        quoted = f'write it in quotes: "{show_value(details["input"])}"' if is_scalar else ""
-        return f"must be text, got {_kind_of(details['input'])}", quoted
+        quoted = "write it in quotes" + (f': "{written}"' if written else "") if is_scalar else ""
+        return f"must be text, got {written or _kind_of(details['input'])}", quoted
     if kind in _FORMS:
         return f"must be {_FORMS[kind]}", ""
     # "Input should be greater than 0", "String should match pattern '^...'"

@@ -14,7 +14,16 @@ from typing import Any, NoReturn
 
 import yaml
 
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, display_path, dotted, shorten, split_remedy
+from corral.experiments.errors import (
+    ConfigError,
+    ConfigProblem,
+    KeyPath,
+    Place,
+    display_path,
+    dotted,
+    shorten,
+    split_remedy,
+)
 from corral.experiments.regular_file import open_regular
 
 MAX_FILE_BYTES = 1 << 20
@@ -47,8 +56,8 @@ _HINTS = {
 """Where there is no file, and where it holds no mapping, by the kind of file."""
 
 
-def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, int]]:
-    """The content of a file, and the line (from 1) of each key; `what` names the kind of file in errors.
+def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Place]]:
+    """The content of a file, and where each key stands; `what` names the kind of file in errors.
 
     Raises:
         ConfigError: if the file cannot be read or is not YAML of the strict kind.
@@ -65,7 +74,7 @@ def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[Key
     return parse_yaml(content, file=path, what=what)
 
 
-def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, int]]:
+def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Place]]:
     """As `read_yaml`, of content that was read from `file`. The top level must be a mapping."""
     name = display_path(file)
     if len(content) > MAX_FILE_BYTES:
@@ -89,7 +98,8 @@ def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tu
             place=f"{name}:1",
             hint=_HINTS[what][1],
         )
-    return value, builder.line_by_path
+    written = builder.written_by_path
+    return value, {path: Place(file, line, written.get(path, "")) for path, line in builder.line_by_path.items()}
 
 
 def parse_value(text: str, *, place: str) -> Any:
@@ -129,6 +139,8 @@ class _Builder:
 
     def __init__(self, name: str) -> None:
         self.line_by_path: dict[KeyPath, int] = {}
+        self.written_by_path: dict[KeyPath, str] = {}
+        """Scalars without quotes, as they are written."""
         self._name = name
         self._problems: list[ConfigProblem] = []
 
@@ -202,7 +214,8 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         line = _line(node)
-        if not node.style:  # written without quotes
+        if not node.style:
+            self.written_by_path[path] = node.value
             try:
                 return plain_scalar(node.value)
             except ValueError as error:

@@ -65,6 +65,25 @@ def test_a_pipe_is_not_waited_for_and_a_device_is_not_read_to_its_end(tmp_path: 
     assert "ConfigError" in refused.stderr and "not a regular file" in refused.stderr.lower(), refused.stderr
 
 
+@pytest.mark.parametrize("written", ["0123", "007", "1e5", "0x10", "1_000"])
+def test_an_account_of_digits_is_shown_as_it_is_written(written: str, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(VALID_PPO.replace("launch:\n", f"launch:\n  account: {written}\n"))
+    if written == "1_000":  # text by YAML 1.2
+        assert load_experiment(path).launch.account == written
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path)
+    (problem,) = caught.value.problems
+    assert problem.message == f"launch.account must be text, got {written}"
+    assert problem.hint == f'write it in quotes: "{written}"' and problem.shown == written
+    assert load_experiment(path, [f"launch.account={written}"]).launch.account == written
+    with pytest.raises(ConfigError) as caught:  # a value of this form is not looked up in the file
+        load_experiment(path, [f"launch={{account: {written}}}"])
+    assert caught.value.problems[0].hint == "write it in quotes"
+
+
 def test_all_mistakes_of_a_stage_are_reported_at_once(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     path = tmp_path / "experiment.yaml"

@@ -57,7 +57,8 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
 
 def test_lines_of_keys_and_items_are_known() -> None:
     text = "a: 1\n\nb:\n  c: 2\n  d:\n    - x\n    - y: 1\ne: {f: 3,\n  g: 4}\n"
-    data, lines = parse_yaml(text.encode(), file=Path("x.yaml"))
+    data, places = parse_yaml(text.encode(), file=Path("x.yaml"))
+    lines = {path: place.line for path, place in places.items()}
     assert data == {"a": 1, "b": {"c": 2, "d": ["x", {"y": 1}]}, "e": {"f": 3, "g": 4}}
     assert lines[("a",)] == 1
     assert lines[("b",)] == 3
@@ -123,3 +124,9 @@ def _dump(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)
+
+
+def test_what_stands_without_quotes_is_known_as_it_is_written() -> None:
+    _, places = parse_yaml(b"a: 0123\nb: {c: 1e5, d: [007, '08']}\n", file=Path("x.yaml"))
+    written = {path: place.written for path, place in places.items() if place.written}
+    assert written == {("a",): "0123", ("b", "c"): "1e5", ("b", "d", 0): "007"}
