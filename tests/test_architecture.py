@@ -172,6 +172,38 @@ def test_only_the_room_of_slurm_composes_its_command_lines() -> None:
                 assert node.elts[0].value not in SLURM_PROGRAMS, f"{where} composes a call of {node.elts[0].value}"
 
 
+def test_every_place_that_starts_code_of_a_user_is_known_and_hides_the_secrets() -> None:
+    """A place that is new here says in this table what hides a trial's secrets from what it starts."""
+    starters = {"RewardJudge", "draw_curtain", "Curtain", "asyncio.create_subprocess_exec", "subprocess.Popen"}
+    starters |= {"subprocess.run", "os.fork", "os.posix_spawn", "asyncio.create_subprocess_shell", "os.system"}
+    found = Counter(
+        (str(path.relative_to(ROOT / "workers")), name.rpartition(".")[2])
+        for path in (ROOT / "workers").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for name in map(ast.unparse, (node.func, *node.args[:1]))
+        if name in starters
+    )
+    assert found == {
+        ("agents/program.py", "create_subprocess_exec"): 1,  # in an agent's process, where the secrets are hidden
+        ("evaluation/serving.py", "RewardJudge"): 1,
+        ("generation/sglang_process.py", "Popen"): 1,  # SGLang is no user's code
+        ("master/prompt_weigher.py", "create_subprocess_exec"): 1,
+        ("master/prompt_weigher.py", "draw_curtain"): 1,
+        ("model/models.py", "RewardJudge"): 1,
+        ("rollout/agent_processes.py", "create_subprocess_exec"): 1,  # behind the curtain of the worker's judge,
+        ("rollout/programs.py", "draw_curtain"): 1,  # but for what needs a sandbox
+        ("rollout/judging.py", "draw_curtain"): 1,
+        ("rollout/reward_processes.py", "Popen"): 1,
+        ("rollout/reward_processes.py", "draw_curtain"): 1,  # what needs a sandbox
+        ("rollout/rollout_worker.py", "RewardJudge"): 1,
+        ("sandbox/curtain.py", "Curtain"): 3,
+        ("sandbox/curtain.py", "run"): 1,
+        ("sandbox/run.py", "create_subprocess_exec"): 1,
+        ("user_code/reward_host.py", "fork"): 1,
+    }
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_nothing_is_pickled(folder: str) -> None:
     for path in modules(folder):

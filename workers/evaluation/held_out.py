@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
-from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -22,7 +21,6 @@ from corral.workers.data.held_out import added, means, sums_of
 from corral.workers.data.prompts import checked_prompts, load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.sandbox.curtain import Curtain
 from corral.workers.streams.closing import all_or_first_error
 
 logger = logging.getLogger(__name__)
@@ -36,13 +34,13 @@ class HeldOutProblems:
     """
 
     def __init__(
-        self, config: EvaluationConfig, model: Path, *, reward: RewardConfig, share: slice = slice(None)
+        self, config: EvaluationConfig, model: Path, judge: RewardJudge, *, share: slice = slice(None)
     ) -> None:
         self._rows = list(load_held_out_rows(config.dataset).values())[share]
         encoder = PromptEncoder(model, config.dataset.chat_template_kwargs)
         self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
-        self._judge = RewardJudge(reward, encoder.tokenizer, stop_token_ids=self._stop_token_ids, curtain=Curtain())
+        self._judge = judge
         self._max_new_tokens = config.sampling.max_new_tokens
 
     def __len__(self) -> int:
@@ -76,13 +74,11 @@ class HeldOutProblems:
 class Evaluator:
     """Evaluates a model on this rank's share of the held-out problems."""
 
-    def __init__(
-        self, config: EvaluationConfig, model: Path, *, reward: RewardConfig, context: ParallelContext
-    ) -> None:
+    def __init__(self, config: EvaluationConfig, model: Path, judge: RewardJudge, *, context: ParallelContext) -> None:
         share = slice(context.dp_rank, None, context.mesh.dims.dp)
         self._problems = {
             f"{name}/" if name else "": HeldOutProblems(
-                config.model_copy(update={"dataset": dataset}), model, reward=reward, share=share
+                config.model_copy(update={"dataset": dataset}), model, judge, share=share
             )
             for name, dataset in config.datasets.items()
         }

@@ -12,6 +12,7 @@ from pathlib import Path
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import EvaluationRequest
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
@@ -23,7 +24,6 @@ from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
-from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.https import open_session
 
 _LOOPBACK = "127.0.0.1"
@@ -56,7 +56,9 @@ async def served_problems(
         access = ServerAccess(
             address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
         )
-        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=ends, curtain=draw_curtain([folder]))
+        trials = (TrialDirectory(path).secrets_path for path in request.result.parents)  # the trial may run meanwhile
+        hidden = [folder, *(path for path in trials if path.is_dir())]
+        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=ends, hidden=hidden)
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(

@@ -41,7 +41,6 @@ from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import Generate, SampleMetadata
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
-from corral.workers.sandbox.curtain import Curtain
 
 _MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
 NOT_FINITE = "not_finite"
@@ -90,8 +89,8 @@ class Generator:
         spec: ModelWorkerSpec,
         generation: GenerationSpec,
         *,
+        judge: RewardJudge,
         seed: int,
-        curtain: Curtain,
         record: Record = unrecorded,
     ) -> None:
         """record: has how long rewards took."""
@@ -105,9 +104,7 @@ class Generator:
         self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
         self._reward = spec.reward
-        self._judge = RewardJudge(
-            spec.reward, self._prompts.tokenizer, stop_token_ids=self._stop_token_ids, curtain=curtain
-        )
+        self._judge = judge
         self._has_judged = False
         self._num_failed = 0
 

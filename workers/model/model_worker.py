@@ -224,16 +224,16 @@ class ModelWorker(Worker):
                 parts=told_parts(spec.reward.reward),
             )
         )
-        secrets = [context.trial.secrets_path]
-        self._models = Models(
+        models = Models(
             spec,
             self._store,
             contexts,
             seed=context.plan.seed,
-            secrets=secrets,
+            secrets=[context.trial.secrets_path],
             kept=self._kept,
             record=context.presence.record,
         )
+        self._models = stack.enter_context(closing(models))
         self._samples = stack.enter_context(open_samples(context, spec, self._store))
 
     # Requests that are answered at once, in the stream's thread

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.algorithms.base import ModelInterface, check_call
@@ -57,7 +58,7 @@ from corral.workers.requests.messages import (
     TrainStep,
     WrittenReply,
 )
-from corral.workers.sandbox.curtain import draw_curtain
+from corral.workers.rollout.judging import RewardJudge
 
 if TYPE_CHECKING:
     from corral.workers.backends.megatron.engine import MegatronEngine
@@ -270,7 +271,7 @@ class Models:
         contexts: Mapping[str, ParallelContext | None],
         *,
         seed: int,
-        secrets: Sequence[Path] = (),
+        secrets: Sequence[Path],
         kept: KeptSamples | None = None,
         record: Record = unrecorded,
     ) -> None:
@@ -287,17 +288,30 @@ class Models:
         self._models = {
             role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed, kept=kept) for role in spec.roles
         }
+        evaluating = [
+            call for call in spec.calls if call.implementation == HELD_OUT_ANSWERS and call.model_name in self._models
+        ]
+        self._generator: Generator | None = None
+        self._evaluators: dict[str, Evaluator] = {}
+        self._judge: RewardJudge | None = None
+        if not spec.generation and not evaluating:
+            return
         with _blamed_on_the_plan():
-            self._generator = (
-                Generator(spec, spec.generation, seed=seed, curtain=draw_curtain(secrets), record=record)
-                if spec.generation
-                else None
+            ends = eos_token_ids(spec.tokenizer)
+            judge = self._judge = RewardJudge(
+                spec.reward, load_tokenizer(spec.tokenizer), stop_token_ids=ends, hidden=secrets
             )
-        self._evaluators = {
-            call.name: _make_evaluator(spec, self._models[call.model_name])
-            for call in spec.calls
-            if call.implementation == HELD_OUT_ANSWERS and call.model_name in self._models
-        }
+            if spec.generation:
+                self._generator = Generator(spec, spec.generation, judge=judge, seed=seed, record=record)
+            for call in evaluating:
+                assert spec.evaluation is not None, "the plan has a call that evaluates, and no held-out problems"
+                context = self._models[call.model_name].context
+                self._evaluators[call.name] = Evaluator(spec.evaluation, spec.tokenizer, judge, context=context)
+
+    def close(self) -> None:
+        """End the processes of the reward."""
+        if self._judge is not None:
+            self._judge.close()
 
     def initialize(self, request: Initialize, *, on_progress: Callable[[], None]) -> dict[str, LoadedModel]:
         """Load weights and optimizer state; a model that is not trained keeps its weights, once it has them.
@@ -396,12 +410,6 @@ def _place(contexts: Mapping[str, ParallelContext | None], role: ModelRoleSpec) 
     context = contexts[str(role.model_name)]
     assert context is not None, f"the plan gives this rank model {role.model_name}, whose mesh does not have it"
     return context
-
-
-def _make_evaluator(spec: ModelWorkerSpec, model: RoleModel) -> Evaluator:
-    assert spec.evaluation is not None, "the plan has a call that evaluates, and no held-out problems"
-    with _blamed_on_the_plan():
-        return Evaluator(spec.evaluation, spec.tokenizer, reward=spec.reward, context=model.context)
 
 
 def _megatron_engine() -> "type[MegatronEngine]":

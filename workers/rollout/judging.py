@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.rollout import RewardConfig, part_remark
@@ -22,7 +23,7 @@ from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
 from corral.workers.rollout.reward_processes import RewardProcesses
-from corral.workers.sandbox.curtain import Curtain
+from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.closing import all_or_first_error
 from corral.workers.user_code.reward_host import Call
 from corral.workers.user_code.trials import Judged, checked_reward
@@ -57,23 +58,23 @@ class RewardJudge:
         tokenizer: Any,
         *,
         stop_token_ids: Collection[int],
-        curtain: Curtain,
+        hidden: Sequence[Path],
         record: Record = unrecorded,
     ) -> None:
         """
         Args:
             record: has how long each group has waited.
-            curtain: keeps the reward's processes from what it hides.
+            hidden: folders that user code does not see.
             stop_token_ids: a last token that is one of them is not part of the answer's text.
         """
-        self.curtain = curtain
+        self.curtain = draw_curtain(hidden)
         """That user code runs behind."""
         self._record = record
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._processes = {
-            name: RewardProcesses(part, number=reward.reward_processes, curtain=curtain)
+            name: RewardProcesses(part, number=reward.reward_processes, curtain=self.curtain)
             for name, part in reward.reward.items()
         }
 

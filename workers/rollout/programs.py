@@ -22,7 +22,7 @@ from corral.experiments.inputs.environment_tasks import host_command, host_setti
 from corral.experiments.inputs.other_pythons import environment_python
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.environments.confinement import Confinement
-from corral.workers.sandbox.curtain import Curtain
+from corral.workers.sandbox.curtain import Curtain, draw_curtain
 from corral.workers.user_code.agent_host import Setup, command
 
 logger = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ class Started:
     """One process of a program, about to be started."""
 
     command: Sequence[str]
+    curtain: Curtain
+    """Keeps it from a trial's secrets."""
     environment: Mapping[str, str] | None = None
     """None: the worker's own."""
     folder: Path | None = None
     """Where it works; None: where the worker does."""
     end: Callable[[], object] = lambda: None
     """Removes what it leaves, once it has ended."""
-    curtain: Curtain = Curtain()  # noqa: RUF009 - it is frozen
-    """Keeps it from a trial's secrets."""
 
 
 class Program(Protocol):
@@ -95,12 +95,12 @@ class AgentProgram:
     def prepare(self, channel: int, mark: int) -> Started:
         parent = NOBODY if self._curtain.hidden else self._setup.parent
         started = msgspec.structs.replace(self._setup, parent=parent, channel=channel, mark=mark)
-        return Started(command(started, sys.path), curtain=self._curtain)
+        return Started(command(started, sys.path), self._curtain)
 
     def greet(self, ready: Any) -> bool:
         if not (ready["needs_sandbox"] and self._curtain.hidden):
             return True
-        self._curtain = Curtain()  # behind one there are no sandboxes
+        self._curtain = draw_curtain(())  # behind one there are no sandboxes
         return False
 
 
@@ -134,7 +134,7 @@ class EnvironmentProgram:
     def prepare(self, channel: int, mark: int) -> Started:
         confinement = Confinement(self._python, variables=self._config.variables)
         command = host_command(self._python, "play", self._settings, f"{channel},{mark}")
-        return Started(command, confinement.environment, confinement.folder, confinement.end, self._curtain)
+        return Started(command, self._curtain, confinement.environment, confinement.folder, confinement.end)
 
     def greet(self, ready: Any) -> bool:
         planned, self._is_told = None if self._is_told else self._planned, True

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from corral.experiments.config.rollout import RewardPart
-from corral.workers.sandbox.curtain import Curtain
+from corral.workers.sandbox.curtain import Curtain, draw_curtain
 from corral.workers.user_code.reward_host import Call, Form, Outcome, command
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class RewardProcesses:
             self._form = self._start()
             if self._form.needs_sandbox and self._curtain.hidden:  # behind which there are none
                 self._end_host()
-                self._curtain = Curtain()
+                self._curtain = draw_curtain(())
                 self._form = self._start()
         if self._form.error:
             raise RewardHostError(self._form.error)

@@ -71,7 +71,6 @@ from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.served_teachers import ServedTeachers
 from corral.workers.rollout.trial_judge import Judges, asking_judges
 from corral.workers.rollout.turn_journal import TurnJournal
-from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import AsyncRequestClient
@@ -169,7 +168,7 @@ class RolloutWorker(Worker):
             reward,
             self._prompts.tokenizer,
             stop_token_ids=self._stop_token_ids,
-            curtain=await asyncio.to_thread(draw_curtain, [context.trial.secrets_path]),
+            hidden=[context.trial.secrets_path],
             record=context.presence.record,
         )
         stack.callback(judge.close)

@@ -36,8 +36,8 @@ class Curtain:
         subprocess.Popen(curtain.around(["python", "their_code.py"]))
     """
 
-    program: str = ""
-    hidden: tuple[Path, ...] = ()
+    program: str
+    hidden: tuple[Path, ...]
 
     def around(self, command: Sequence[str]) -> list[str]:
         """The command line by which this runs behind it."""
@@ -57,14 +57,14 @@ class Curtain:
 def draw_curtain(hidden: Sequence[Path]) -> Curtain:
     """One that hides these folders, tried out; where this machine cannot, the log says why, and nothing is hidden."""
     if not hidden:
-        return Curtain()
+        return Curtain("", ())
     curtain = Curtain(shutil.which("bwrap") or "", tuple(hidden))
     reason = "there is no bwrap in the PATH; install the package bubblewrap" if not curtain.program else _try(curtain)
     if not reason:
         return curtain
     names = ", ".join(map(str, hidden))
     logger.warning("rewards and agents could read %s, if they looked for it: nothing hides it here: %s", names, reason)
-    return Curtain()
+    return Curtain("", ())
 
 
 def _try(curtain: Curtain) -> str:

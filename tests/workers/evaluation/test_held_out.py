@@ -11,11 +11,13 @@ import torch
 
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling
 from corral.experiments.config.rollout import RewardConfig, reward_parts
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
 from corral.workers.data.arithmetic import make_problems, write_model
 from corral.workers.data.held_out import means
 from corral.workers.engine.engine import load_model
 from corral.workers.evaluation.held_out import HeldOutProblems
 from corral.workers.rewards.contract import Problem
+from corral.workers.rollout.judging import RewardJudge
 
 NEVER = threading.Event()
 
@@ -47,13 +49,19 @@ def evaluation(folder: Path, *, count: int = 8, max_prompt_tokens: int = 16) -> 
     )
 
 
+def put(config: EvaluationConfig, model: Path, *, reward: RewardConfig | None = None) -> HeldOutProblems:
+    tokenizer = load_tokenizer(model)
+    judge = RewardJudge(reward or RewardConfig(), tokenizer, stop_token_ids=eos_token_ids(model), hidden=())
+    return HeldOutProblems(config, model, judge)
+
+
 def load(model: Path) -> Any:
     return load_model(model, dtype=torch.float32, device="cpu")[0]
 
 
 def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     reward = RewardConfig(reward=reward_parts(f"{__name__}:misbehaves"), reward_timeout_s=1.0, reward_retries=0)
-    sums = HeldOutProblems(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
+    sums = put(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
     assert (sums["problems"], sums["unjudged"], sums["correct"], sums["reward"]) == (8.0, 6.0, 1.0, 1.5)
     found = means(sums)
     assert (found["accuracy"], found["reward/mean"], found["unjudged"]) == (0.5, 0.75, 6.0)
@@ -67,14 +75,14 @@ def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, model: Path) 
     config = json.loads((model / "config.json").read_text())
     problems = evaluation(tmp_path)
     module = load(model)
-    before = HeldOutProblems(problems, model, reward=RewardConfig()).put_to(module, batch_size=64)["tokens"]
+    before = put(problems, model).put_to(module, batch_size=64)["tokens"]
     assert before == 8 * 8, "the untrained model ends no answer by itself"
     # Every digit is an end too, so that whatever the model says ends at once.
     for name in ("config.json", "generation_config.json"):
         (several / name).write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], *range(2, 14)]}))
-    assert HeldOutProblems(problems, several, reward=RewardConfig()).put_to(module, batch_size=64)["tokens"] == 8
+    assert put(problems, several).put_to(module, batch_size=64)["tokens"] == 8
 
 
 def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ValueError, match=r"prompt of .*held_out.jsonl:1 has 6 tokens, more than max_prompt_tokens 5"):
-        HeldOutProblems(evaluation(tmp_path, max_prompt_tokens=5), model, reward=RewardConfig())
+        put(evaluation(tmp_path, max_prompt_tokens=5), model)

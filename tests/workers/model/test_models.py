@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def models_of(folder: Path, store: DataStore) -> Models:
-    return Models(specification(folder), store, PLACES, seed=0)
+    return Models(specification(folder), store, PLACES, seed=0, secrets=())
 
 
 def initialize(models: Models, weights: Path, state: Path | None = None) -> None:
@@ -159,7 +159,9 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: P
 def test_a_save_that_was_copied_holds_what_the_role_was_then(lora: LoraConfig | None, folder: Path) -> None:
     reference, actor = specification(folder).roles
     roles = [reference, actor.model_copy(update={"lora": lora})]
-    models = Models(specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+    models = Models(
+        specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0, secrets=()
+    )
     initialize(models, folder / "actor")
     train(models, 0)
     request = SaveCheckpoint(role="actor", state=str(folder / "s"), weights=str(folder / "w"), copies=False)
@@ -224,7 +226,9 @@ def test_adapters_go_on_beside_the_base_and_not_beside_the_merged_weights_of_a_c
 
     def started(lora: LoraConfig, weights: Path, state: Path | None = None) -> Models:
         roles = [reference, actor.model_copy(update={"lora": lora})]
-        models = Models(specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+        models = Models(
+            specification(folder).model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0, secrets=()
+        )
         initialize(models, weights, state)
         return models
 
@@ -258,7 +262,7 @@ def test_every_trained_role_goes_on_from_its_own_weights_and_numbers(folder: Pat
     spec = spec.model_copy(update={"roles": [*spec.roles, critic], "calls": calls})
 
     def started(weights: Path, state: Path | None) -> Models:
-        models = Models(spec, filled_store(), PLACES, seed=0)
+        models = Models(spec, filled_store(), PLACES, seed=0, secrets=())
         directories = {role: str(weights / role) for role in ("actor", "critic")}
         states = {role: str(state / role) for role in directories} if state else {}
         models.initialize(Initialize(weights=directories, states=states, step=0), on_progress=no_progress)
@@ -356,7 +360,7 @@ def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> 
     )
     store = DataStore(merge_keys([NUM_TOKENS, DOUBLED]))
     store.put(SAMPLE.select_keys(["input_ids"]))
-    models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0)
+    models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0, secrets=())
     initialize(models, folder / "actor")
     models.inference(Inference(mfc="counted", uids=UIDS))
     assert store.holds("0:1", "num_tokens") and not store.holds("0:1", "doubled")
@@ -374,7 +378,7 @@ def test_a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them(f
     calls = [ModelFunctionCall.model_validate(common | fields) for fields in (counted, doubled)]
     store = DataStore(merge_keys([NUM_TOKENS, DOUBLED, Key("lengths", "per_answer", "float32")]))
     store.put(SAMPLE.select_keys(["input_ids"]))
-    models = Models(specification(folder).model_copy(update={"calls": calls}), store, PLACES, seed=0)
+    models = Models(specification(folder).model_copy(update={"calls": calls}), store, PLACES, seed=0, secrets=())
     initialize(models, folder / "actor")
     for name in ("counted", "doubled"):
         models.inference(Inference(mfc=name, uids=UIDS))
@@ -387,7 +391,7 @@ def test_a_call_that_does_not_fit_its_interface_is_refused_at_the_start(folder: 
     spec = specification(folder)
     blind = spec.calls[1].model_copy(update={"input_keys": ("input_ids",)})
     with pytest.raises(BadConfigurationError, match="does not give SFTInterface the key prompt_mask"):
-        Models(spec.model_copy(update={"calls": [spec.calls[0], blind]}), DataStore(), PLACES, seed=0)
+        Models(spec.model_copy(update={"calls": [spec.calls[0], blind]}), DataStore(), PLACES, seed=0, secrets=())
 
 
 def test_a_rank_says_what_models_it_has_loaded(folder: Path) -> None:
@@ -401,7 +405,7 @@ def test_an_actor_without_its_settings_is_refused(folder: Path) -> None:
     spec = specification(folder)
     calls = [call.model_copy(update={"implementation": "ppo_actor"}) for call in spec.calls]
     with pytest.raises(BadConfigurationError, match="no PPO settings"):
-        Models(spec.model_copy(update={"calls": calls}), DataStore(), PLACES, seed=0)
+        Models(spec.model_copy(update={"calls": calls}), DataStore(), PLACES, seed=0, secrets=())
 
 
 def test_a_kind_of_model_that_packed_rows_change_ends_the_worker_as_a_mistake_of_the_users(
@@ -416,7 +420,7 @@ def test_a_kind_of_model_that_packed_rows_change_ends_the_worker_as_a_mistake_of
 def test_a_role_passes_its_layers_again_if_it_says_so(recompute: str, expected: int, folder: Path) -> None:
     spec = specification(folder)
     roles = [spec.roles[0], spec.roles[1].model_copy(update={"recompute": recompute})]
-    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0, secrets=())
     initialize(models, folder / "actor")
     passes: list[object] = []
     inside = models._models[ModelName("actor")].engine.model.get_submodule("model.layers.0.input_layernorm")
@@ -438,7 +442,9 @@ def test_each_call_cuts_its_samples_as_it_says(
 ) -> None:
     spec = specification(folder)
     tight = spec.calls[0].model_copy(update={"micro_batches": micro_batches})
-    models = Models(spec.model_copy(update={"calls": [tight, spec.calls[1]]}), filled_store(), PLACES, seed=0)
+    models = Models(
+        spec.model_copy(update={"calls": [tight, spec.calls[1]]}), filled_store(), PLACES, seed=0, secrets=()
+    )
     initialize(models, folder / "actor")
     sizes: list[int] = []
     engine = models._models[ModelName("ref")].engine
@@ -454,7 +460,7 @@ def test_weights_move_from_one_model_into_another_and_may_be_averaged(folder: Pa
     spec = specification(folder)
     reference, actor_role = spec.roles
     roles = [reference.model_copy(update={"is_averaged": True}), actor_role]
-    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0)
+    models = Models(spec.model_copy(update={"roles": roles}), filled_store(), PLACES, seed=0, secrets=())
     initialize(models, folder / "actor")
     actor, ref = (
         {name: tensor.clone() for name, tensor in read_weights(folder / role).items()} for role in ("actor", "ref")

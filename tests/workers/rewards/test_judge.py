@@ -18,7 +18,6 @@ from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rewards.judge import BudgetSpentError, Judge
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.sandbox.curtain import Curtain
 from tests.workers.rewards.scripted_endpoint import Endpoint
 from tests.workers.rollout.rollout_rig import RolloutRig
 
@@ -190,7 +189,7 @@ def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_e
     settings = {"url": endpoint.url, "model": "m", "prompt": PROMPT, "key_variable": "JUDGE_KEY", "max_calls": 10}
     part = {"function": "corral.workers.rewards:Judge", "settings": {**settings, "tries": 1}, "concurrency": 4}
     spec = RewardConfig(reward=reward_parts({"good": part}), reward_timeout_s=60.0, reward_retries=1)
-    judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=Curtain())
+    judge = RewardJudge(spec, Characters(), stop_token_ids=set(), hidden=())
 
     async def judged(*answers: str) -> list[Any]:
         return await judge.judge(ROW, [list(map(ord, answer)) for answer in answers])

@@ -15,7 +15,6 @@ from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tes
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
-from corral.workers.sandbox.curtain import draw_curtain
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -101,7 +100,7 @@ def judge(tmp_path: Path) -> Callable[[str], float]:
             reward_processes=1,
         )
         (tmp_path / "secrets").mkdir(exist_ok=True)
-        judge = RewardJudge(spec, Characters(), stop_token_ids=set(), curtain=draw_curtain([tmp_path / "secrets"]))
+        judge = RewardJudge(spec, Characters(), stop_token_ids=set(), hidden=[tmp_path / "secrets"])
         try:
             return asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer))]))[0].reward
         finally:

@@ -23,7 +23,6 @@ from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.sandbox.curtain import Curtain
 
 HERE = __name__
 ERRORS = {
@@ -123,7 +122,7 @@ def judges() -> Iterator[Any]:
         spec = RewardConfig(
             reward=reward_parts(named), reward_timeout_s=timeout_s, reward_retries=retries, reward_processes=processes
         )
-        opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, curtain=Curtain()))
+        opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, hidden=()))
         return opened[-1]
 
     yield judge

@@ -57,7 +57,7 @@ def test_it_is_ended_with_all_that_it_started(curtain: Curtain, tmp_path: Path) 
 def test_it_says_by_which_signal_it_was_ended(curtain: Curtain) -> None:
     ended = subprocess.run(curtain.around(["/bin/sh", "-c", "kill -9 $$"]), timeout=60)
     assert curtain.exit_code(ended.returncode) == -signal.SIGKILL
-    assert curtain.exit_code(3) == 3 and Curtain().exit_code(137) == 137
+    assert curtain.exit_code(3) == 3 and draw_curtain(()).exit_code(137) == 137
 
 
 def test_where_none_can_be_drawn_the_log_says_what_is_open(
