@@ -87,7 +87,7 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
         raise
     if done.returncode:
         verifiers_version(python)
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"]
         raise ValueError(
             f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
             f"install it there: {python} -m pip install ..."

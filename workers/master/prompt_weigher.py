@@ -15,7 +15,7 @@ from corral.workers.streams.closing import AsyncClosing
 from corral.workers.user_code.weigh_prompts import command
 
 _TIMEOUT_S = 120.0  # of a step's prompts; an import may be among it
-_TRIES = 3  # the function has no state, so one that was killed is asked again
+_TRIES = 3  # the function has no state, so a process that was killed, or hangs, is followed by another one
 _LONGEST_LINE = 1 << 26
 
 
@@ -35,29 +35,29 @@ class PromptWeigher(AsyncClosing):
         """The weights of rows with these mean rewards.
 
         Raises:
-            UserCodeError: if the function fails, or does not answer in time.
+            UserCodeError: if the function fails.
+            TimeoutError: if process after process ends, or does not answer in time: the worker has to start again.
         """
         if not histories:
             return []
-        said = "its process ended"
+        ended = ""
         for _ in range(_TRIES):
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     line = await self._ask(json.dumps(list(map(list, histories))).encode() + b"\n")
+                ended = "its process ended"
             except TimeoutError:
-                said = f"no answer within {_TIMEOUT_S:g} s"
-                break
+                line, ended = b"", f"no answer within {_TIMEOUT_S:g} s"
             if line:
                 answer = json.loads(line)
                 if "weights" in answer:
                     return list(answer["weights"])
-                said = answer["error"]
-                break
+                raise UserCodeError(
+                    f"dataset.sampler {self._import_path} fails: {answer['error']}; mend it in the folder `code` of "
+                    "the trial, and rl-submit --resume it"
+                )
             await self.close()
-        raise UserCodeError(
-            f"dataset.sampler {self._import_path} fails: {said}; mend it in the folder `code` of the trial, and "
-            "rl-submit --resume it"
-        )
+        raise TimeoutError(f"dataset.sampler {self._import_path} gave no weights in {_TRIES} tries: {ended}")
 
     async def _ask(self, line: bytes) -> bytes:
         """Its answer; nothing if it has ended."""

@@ -2,8 +2,8 @@
 
     play ──► the process with the fewest runs ──Done──► what came of it
                 └── it ends, or says nothing any more ──► killed with all that it has started, and another one started
-                      ├── in a step of this run ──► AgentFailedError: this one's fault
-                      └── in another's, or nobody's ──► EpisodeLostError: to be played again, which is no failure of it
+                      ├── in a step of this run, and not by SIGKILL ──► AgentFailedError: this one's fault
+                      └── else ──► EpisodeLostError: to be played again, which is no failure of it
 
 What they print goes to the worker's log, as much of it as a log can bear.
 """
@@ -25,6 +25,7 @@ import msgspec
 
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.programs import Program, Started
+from corral.workers.rollout.reward_processes import ending
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done
 
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 _SILENT_BEATS = 3.0  # pauses between beats, beyond the agent's own time, after which a process has no loop any more
 _SILENCE_GRACE_S = 5.0
 _LAST_WORDS_S = 1.0
+_MAX_STARTS = 3  # processes in a row that end or hang while they load; then the worker starts again
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What taking a message of any JSON may raise."""
 _LOG_BYTES, _LOG_INTERVAL_S = 2**16, 10.0  # of what a process prints, the worker's log takes so much in so long
 
 
@@ -57,6 +61,11 @@ class EpisodeLostError(RuntimeError):
 
 class AgentHostError(RuntimeError):
     """No process can be started that plays; the worker has to start again."""
+
+    def __init__(self, text: str, *, is_said: bool = False) -> None:
+        super().__init__(text)
+        self.is_said = is_said
+        """Whether the process itself reported what failed: nothing but that is evidence against the user's code."""
 
 
 Judge = Callable[[str], Awaitable[float]]
@@ -89,8 +98,11 @@ class _Process:
         task.add_done_callback(self.tasks.discard)
 
     async def say(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        if len(line) > LARGEST_LINE:
+            raise AgentFailedError(f"its task has {len(line)} bytes as JSON, and at most {LARGEST_LINE} are sent")
         with suppress(ConnectionError):  # who waits for an answer hears of the end of the process
-            self.writer.write(json.dumps(message).encode() + b"\n")
+            self.writer.write(line)
             await self.writer.drain()
 
     async def read(self) -> str:
@@ -105,14 +117,16 @@ class _Process:
                 if silent == 2:
                     return f"its event loop stood still for {2 * self.silence_s:g} s, and could not be interrupted"
                 continue
-            except (ConnectionError, ValueError):  # a line without end
+            except ConnectionError:
                 return ""
+            except ValueError:
+                return f"it wrote a message of more than {LARGEST_LINE} bytes"
             if not line:
                 return ""
             silent = 0
             try:
                 self._take(json.loads(line))
-            except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+            except (*_UNREADABLE, msgspec.ValidationError) as error:
                 return f"it said what no agent's process says: {error}"
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -122,7 +136,8 @@ class _Process:
             if run is not None and not run.outcome.done():
                 run.outcome.set_result(done)
         elif "judge" in message and (run := self.runs.get(message["run"])) is not None:
-            self.start(self._judge(run, int(message["judge"]), str(message["answer"])))
+            answer = str(message["answer"]).encode(errors="replace").decode()  # no half surrogate pair goes to a reward
+            self.start(self._judge(run, int(message["judge"]), answer))
 
     async def _judge(self, run: _Run, call: int, answer: str) -> None:
         try:
@@ -151,8 +166,8 @@ class _Process:
         if lost:
             logger.info("%s printed %d bytes more", name, lost)
 
-    async def end(self) -> str:
-        """Kill it with all that it has started; how it ended, which may have been before."""
+    async def end(self) -> int:
+        """Kill it with all that it has started; its exit code, below 0 a signal, which may be from before."""
         self.is_ended = True
         self.writer.close()
         with suppress(ProcessLookupError):
@@ -161,7 +176,7 @@ class _Process:
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
         await asyncio.to_thread(self.started.end)
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return code
 
 
 class AgentProcesses:
@@ -172,14 +187,15 @@ class AgentProcesses:
             done = await processes.play(task, endpoint=address, key=key, judge=judge)
     """
 
-    def __init__(self, program: Program, *, timeout_s: float, number: int) -> None:
+    def __init__(self, program: Program, *, timeout_s: float, number: int, has_played: bool = False) -> None:
         """
         Args:
+            has_played: whether the program has played episodes of this trial before, so that it can be loaded.
             timeout_s: `rollout.agent_timeout_s`.
             number: processes at most.
         """
         self.program = program
-        self._timeout_s, self._number = timeout_s, number
+        self._timeout_s, self._number, self._has_played = timeout_s, number, has_played
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -189,7 +205,9 @@ class AgentProcesses:
         try:
             await self._add()
         except AgentHostError as error:
-            raise UserCodeError(str(error)) from error
+            if error.is_said and not self._has_played:
+                raise UserCodeError(str(error)) from error
+            raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -233,27 +251,31 @@ class AgentProcesses:
         return min(self._processes, key=lambda process: len(process.runs))
 
     async def _add(self) -> None:
-        """Start a process, and wait until it has loaded what plays."""
-        process, name = await self._start(), self.program.name
-        process.start(process.pass_output_on(f"{name}, process {process.process.pid},"))
-        try:
-            async with asyncio.timeout(self.program.start_timeout_s):
-                first = json.loads(await process.reader.readline() or "{}")
-        except (TimeoutError, ConnectionError, ValueError) as error:
-            await process.end()
-            raise AgentHostError(
-                f"the process that loads {name} says nothing within {self.program.start_timeout_s:.0f} s: {error!r}"
-            ) from error
-        if "ready" not in first:
-            ending = await process.end()
-            raise AgentHostError(first.get("failed") or f"the process that loads {name} has ended, {ending}")
-        if not self.program.greet(first["ready"]):
-            await process.end()
-            await self._add()
-            return
-        self._processes.append(process)
-        self._watches.add(watch := asyncio.create_task(self._watch(process)))
-        watch.add_done_callback(self._watches.discard)
+        """Start a process, and wait until it has loaded what plays; a signal or a deadline is a reason to try again."""
+        name, cause, num_lost = self.program.name, "", 0
+        while num_lost < _MAX_STARTS:
+            process, cause = await self._start(), ""
+            process.start(process.pass_output_on(f"{name}, process {process.process.pid},"))
+            try:
+                async with asyncio.timeout(self.program.start_timeout_s):
+                    first = dict(json.loads(await process.reader.readline() or "{}"))
+            except TimeoutError:
+                first, cause = {}, f"said nothing within {self.program.start_timeout_s:.0f} s"
+            except (ConnectionError, *_UNREADABLE) as error:
+                first, cause = {}, f"said no word that is known: {error!r}"
+            if "ready" in first and self.program.greet(first["ready"]):
+                self._processes.append(process)
+                self._watches.add(watch := asyncio.create_task(self._watch(process)))
+                watch.add_done_callback(self._watches.discard)
+                return
+            code = await process.end()
+            if "failed" in first:
+                raise AgentHostError(str(first["failed"]), is_said=True)
+            if "ready" not in first:
+                num_lost += 1
+                cause = cause or f"ended, {ending(code)}"
+                logger.warning("the process that loads %s %s (%d of %d starts)", name, cause, num_lost, _MAX_STARTS)
+        raise AgentHostError(f"{_MAX_STARTS} processes in a row did not load {name}: the last one {cause}")
 
     async def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
@@ -279,24 +301,26 @@ class AgentProcesses:
     async def _watch(self, process: _Process) -> None:
         """Until it ends; then everybody who waits for it hears why."""
         reading = asyncio.create_task(process.read())
-        ending = asyncio.create_task(process.process.wait())  # what it has forked may keep the connection open
+        leaving = asyncio.create_task(process.process.wait())  # what it has forked may keep the connection open
         try:
-            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reading, leaving], return_when=asyncio.FIRST_COMPLETED)
             if not (reading.done() and reading.result()):
                 # What it said last is still on its way, or how it ended: one comes before the other.
-                await asyncio.wait([reading, ending], timeout=_LAST_WORDS_S)
+                await asyncio.wait([reading, leaving], timeout=_LAST_WORDS_S)
         finally:
-            ending.cancel()
+            leaving.cancel()
             reading.cancel()
         why = reading.result() if reading.done() and not reading.cancelled() else ""
         culprit = int.from_bytes(process.mark[:], "little")
         self._processes.remove(process)
-        how = await process.end()
-        cause = why or f"its process ended by itself, {how}"
+        code = await process.end()
+        cause = why or f"its process ended by itself, {ending(code)}"
         name, pid = self.program.name, process.process.pid
         logger.warning("%s, process %d with %d episodes: %s", name, pid, len(process.runs), cause)
-        lost = EpisodeLostError(cause, by_another=culprit in process.runs)
+        is_proven = bool(why) or code != -signal.SIGKILL  # SIGKILL may be the kernel's for memory, or a person's
         for number, run in process.runs.items():
             if not run.outcome.done():
-                run.outcome.set_exception(AgentFailedError(cause) if number == culprit else lost)
+                is_by_another = culprit in process.runs and number != culprit
+                failed, lost = AgentFailedError(cause), EpisodeLostError(cause, by_another=is_by_another)
+                run.outcome.set_exception(failed if number == culprit and is_proven else lost)
         process.runs.clear()

@@ -60,15 +60,18 @@ async def open_player(
     *,
     planned: EnvironmentSpec | None = None,
     journal: TurnJournal | None = None,
+    has_played: bool = False,
 ) -> "EpisodePlayer | None":
     """What plays the episodes of a trial's agent or environment, until the stack is closed; None for the single turn.
 
     Args:
         planned: what the environment was at submission.
         journal: of finished turns, where an agent that can replay is to find them again.
+        has_played: whether episodes of the trial were played before.
 
     Raises:
-        UserCodeError: if the agent or environment cannot be loaded.
+        UserCodeError: if the agent or environment says why it cannot be loaded, and never was.
+        AgentHostError: if its processes end or hang while they load.
     """
     if not config.makes_episodes:
         return None
@@ -82,7 +85,9 @@ async def open_player(
     )
     if config.environment is not None:
         program = EnvironmentProgram(config.environment, config, planned=planned, curtain=judge.curtain)
-    processes = AgentProcesses(program, timeout_s=config.agent_timeout_s, number=config.agent_processes)
+    processes = AgentProcesses(
+        program, timeout_s=config.agent_timeout_s, number=config.agent_processes, has_played=has_played
+    )
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer, arguments=prompts.template_arguments),
         prompts.tokenizer,

@@ -30,6 +30,7 @@ from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
 
+_MAX_KILLED = 3  # processes around one call, before that counts as a try of it
 _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
 
@@ -133,12 +134,14 @@ class RewardJudge:
 
     async def _try(self, name: str, call: Call) -> list[Judged]:
         """Of one call and, where it fails, those after it."""
-        tries, cause = 1 + self._reward.reward_retries, ""
-        for _ in range(tries):
+        tries, cause, num_failed, num_killed = 1 + self._reward.reward_retries, "", 0, 0
+        while num_failed < tries:
             outcome = await self._processes[name].call(call)
             if not outcome.cause:
                 return outcome.rewards
             cause = outcome.cause
+            num_killed += outcome.is_killed
+            num_failed += not outcome.is_killed or num_killed > _MAX_KILLED
             if outcome.ends_trial:
                 raise UserCodeError(f"reward {name}: {cause}")
             logger.warning(

@@ -7,6 +7,7 @@ A plain reward has a process to itself while it runs; an async one shares a proc
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -22,10 +23,15 @@ from corral.experiments.config.rollout import RewardPart
 from corral.workers.sandbox.curtain import Curtain, draw_curtain
 from corral.workers.user_code.reward_host import Call, Form, Outcome, command
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _IMPORT_TIMEOUT_S = 120.0
 _HOST_TIMEOUT_S = 30.0  # it answers in milliseconds
+_LAST_WORDS_S = 5.0  # between the end of its connection and its own
+_MAX_STARTS = 3  # hosts in a row that end or hang while they import; then the worker starts again
+_LARGEST_REPLY = 2**26  # bytes of an outcome
 _GRACE_S = 2.0  # after a call's deadline, for its process to say where it stands
 _MAX_AWAITED = 256  # calls of an async reward at a time
 _DEFAULT_PROCESSES = range(4, 17)
@@ -35,21 +41,22 @@ class RewardHostError(RuntimeError):
     """The process that rewards are forked from cannot go on; the worker has to start again."""
 
 
-class _EndedByOthersError(Exception):
-    """Another call was why the process was ended: this one is made again."""
-
-
 @dataclass(eq=False, slots=True)
 class _Process:
     pid: int
     channel: socket.socket
+    host: socket.socket
+    """To the process that it was forked from."""
     is_ended: bool = False
 
     @property
     def is_alive(self) -> bool:
-        with suppress(BlockingIOError):
+        try:
             return self.channel.recv(1, socket.MSG_DONTWAIT) != b""
-        return True
+        except BlockingIOError:
+            return True
+        except OSError:  # it ended, and left a call unread
+            return False
 
 
 class RewardProcesses:
@@ -72,12 +79,20 @@ class RewardProcesses:
         Raises:
             RewardHostError: if it cannot be.
         """
-        if self._host is None:
-            self._form = self._start()
+        num_lost = 0
+        while self._host is None:
+            try:
+                self._form = self._start()
+            except RewardHostError as error:
+                num_lost += 1
+                self._kill_host()
+                if num_lost == _MAX_STARTS:
+                    raise
+                logger.warning("%s: it is started again", error)
+                continue
             if self._form.needs_sandbox and self._curtain.hidden:  # behind which there are none
                 self._end_host()
                 self._curtain = draw_curtain(())
-                self._form = self._start()
         if self._form.error:
             raise RewardHostError(self._form.error)
         return self._form
@@ -103,11 +118,22 @@ class RewardProcesses:
     def _end_host(self) -> None:
         if self._host is not None:
             self._host.close()
+            self._host = None
             try:
                 self._process.wait(_HOST_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+    def _kill_host(self) -> None:
+        """One that ended, or does not answer, with all that was forked from it: the next call starts another."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in self._idle:
+            process.is_ended = True
+            process.channel.close()
+        self._idle.clear()
+        self._end_host()
 
     async def call(self, call: Call) -> Outcome:
         """What comes of a call, whose deadline begins when a process takes it up.
@@ -119,8 +145,8 @@ class RewardProcesses:
             async with self._place():  # without a deadline: every call before it has one
                 if self._is_closed:
                     raise asyncio.CancelledError
-                with suppress(_EndedByOthersError):
-                    return await self._call(self._take(), call)
+                if (outcome := await self._call(self._take(), call)) is not None:
+                    return outcome
 
     def _place(self) -> asyncio.Semaphore:
         if self._places is None or self._places_of is not asyncio.get_running_loop():  # an evaluation has several
@@ -129,30 +155,34 @@ class RewardProcesses:
             self._places_of = asyncio.get_running_loop()
         return self._places
 
-    async def _call(self, process: _Process, call: Call) -> Outcome:
-        outcome, is_over = None, False
+    async def _call(self, process: _Process, call: Call) -> Outcome | None:
+        """What came of it; None if another call was why the process was ended, so that this one is made again."""
+        outcome: Outcome | None = None
         loop = asyncio.get_running_loop()
         deadline = loop.time() + call.timeout_s
         try:
-            with suppress(TimeoutError, OSError):
+            with suppress(TimeoutError, OSError, msgspec.DecodeError):
                 async with asyncio.timeout_at(deadline + _GRACE_S):
                     outcome = await _exchange(process.channel, call)
-            is_over = True
-        finally:
-            if self._is_closed:
-                raise asyncio.CancelledError
-            if outcome is None and process.is_ended and loop.time() < deadline:
-                raise _EndedByOthersError
+        except asyncio.CancelledError:
             # An async call that nobody waits for any more goes on beside the others, until its deadline.
-            if (outcome is None or outcome.is_stuck) and (is_over or not self._form.is_async):
-                how = self._end(process)
-            elif not self._form.is_async:
-                self._idle.append(process)
-        if outcome is not None:
-            return outcome
-        if loop.time() >= deadline:
-            return Outcome(cause=f"no result within {call.timeout_s:g} s")
-        return Outcome(cause=f"its process ended by itself, {_ending(how)}")
+            if not self._is_closed and not self._form.is_async:
+                self._end(process)
+            raise
+        if self._is_closed:
+            raise asyncio.CancelledError
+        is_late = loop.time() >= deadline
+        if outcome is None and process.is_ended and not is_late:
+            return None
+        if outcome is None or outcome.is_stuck:
+            code = self._end(process)
+            cause = (
+                f"no result within {call.timeout_s:g} s" if is_late else f"its process ended by itself, {ending(code)}"
+            )
+            return outcome or Outcome(cause=cause, is_killed=not is_late and code == -signal.SIGKILL)
+        if not self._form.is_async:
+            self._idle.append(process)
+        return outcome
 
     def _take(self) -> _Process:
         while self._idle:
@@ -162,7 +192,15 @@ class RewardProcesses:
             self._end(process)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _Process(self._ask(b"fork", int, theirs), ours)
+            try:
+                pid = self._ask(b"fork", int, theirs)
+            except RewardHostError as error:
+                logger.warning("%s: it is started again", error)
+                self._kill_host()
+                self.start()
+                pid = self._ask(b"fork", int, theirs)
+        assert self._host is not None
+        process = _Process(pid, ours, self._host)
         if self._form.is_async:
             self._idle.append(process)
         return process
@@ -175,7 +213,10 @@ class RewardProcesses:
         if process in self._idle:
             self._idle.remove(process)
         process.channel.close()
-        return self._ask(msgspec.msgpack.encode(process.pid), int)
+        if process.host is self._host:
+            with suppress(RewardHostError):  # the next call finds out that the host is gone
+                return self._ask(msgspec.msgpack.encode(process.pid), int)
+        return -signal.SIGKILL  # it ended with its host
 
     def _ask(self, word: bytes, kind: type[T], *sockets: socket.socket) -> T:
         assert self._host is not None, "start() comes first"
@@ -192,9 +233,17 @@ class RewardProcesses:
         except OSError as error:
             raise RewardHostError(f"the process that imports {self._part.function} does not answer: {error}") from error
         if not answer:
-            ending = _ending(self._curtain.exit_code(self._process.wait(_HOST_TIMEOUT_S)))
-            raise RewardHostError(f"the process that imports {self._part.function} has ended, {ending}")
-        return msgspec.msgpack.decode(answer, type=kind)
+            try:
+                how = ending(self._curtain.exit_code(self._process.wait(_LAST_WORDS_S)))
+            except subprocess.TimeoutExpired:
+                how = "and has closed its connection before"
+            raise RewardHostError(f"the process that imports {self._part.function} has ended, {how}")
+        try:
+            return msgspec.msgpack.decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            raise RewardHostError(
+                f"the process that imports {self._part.function} says no known word: {error}"
+            ) from error
 
 
 async def _exchange(channel: socket.socket, call: Call) -> Outcome | None:
@@ -208,10 +257,11 @@ async def _exchange(channel: socket.socket, call: Call) -> Outcome | None:
         await loop.sock_sendall(ours, msgspec.msgpack.encode(call))
         ours.shutdown(socket.SHUT_WR)
         reply = b""
-        while piece := await loop.sock_recv(ours, 1 << 16):
+        while len(reply) <= _LARGEST_REPLY and (piece := await loop.sock_recv(ours, 1 << 16)):
             reply += piece
     return msgspec.msgpack.decode(reply, type=Outcome) if reply else None
 
 
-def _ending(exit_code: int) -> str:
+def ending(exit_code: int) -> str:
+    """How a process ended, for people."""
     return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

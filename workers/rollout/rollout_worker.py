@@ -173,6 +173,7 @@ class RolloutWorker(Worker):
         )
         stack.callback(judge.close)
         judge.start()
+        has_judged = self._committed.ledger.trained_count > 0
         self._groups = GroupMaker(
             judge,
             client,
@@ -184,12 +185,13 @@ class RolloutWorker(Worker):
                 self._prompts,
                 planned=spec.environment,
                 journal=TurnJournal(context.trial.turns_path if keeps_on_disk else None),
+                has_played=has_judged,
             ),
             config=spec.rollout,
             group_size=spec.group_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
-            has_judged=self._committed.ledger.trained_count > 0,
+            has_judged=has_judged,
             says_reward=spec.dataset.config.sampler is not None,
             says_temperature=spec.dataset.config.names_temperatures,
             teachers=self._served_teachers(),

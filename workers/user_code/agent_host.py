@@ -223,7 +223,10 @@ class Host:
         done.ended = done.ended or record.ended
         done.turn_rewards, done.untrained = record.turn_rewards, record.untrained
         done.metrics = dict(itertools.islice(record.notes.items(), _MOST_NOTES))
-        self._say(msgspec.to_builtins(done))
+        try:
+            self._say(msgspec.to_builtins(done))
+        except ValueError as error:
+            self._say(msgspec.to_builtins(Done(number, error=Fault("agent_error", str(error)))))
         sys.stdout.flush()
 
     async def _judge(self, number: int, answer: str) -> float:
@@ -236,7 +239,10 @@ class Host:
             self._judged.pop(call, None)
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        line = json.dumps(message).encode() + b"\n"
+        if len(line) > LARGEST_LINE:
+            raise ValueError(f"what it reports has {len(line)} bytes as JSON, and at most {LARGEST_LINE} are taken")
+        self._writer.write(line)
 
     def _mark(self, number: int) -> None:
         self._memory[:] = number.to_bytes(MARK_BYTES, "little")

@@ -16,6 +16,8 @@ import os
 def weigh(rewards):
     print("not an answer")
     return os.getpid() if rewards == [-1.0] else len(rewards) + rewards[-1]
+def killed(rewards):
+    os.kill(os.getpid(), 9)
 def negative(rewards):
     return -1.0
 def failing(rewards):
@@ -46,11 +48,16 @@ def test_weights_come_from_another_process_again_when_it_was_killed() -> None:
     assert asyncio.run(asked("weigh")) == []
 
 
+def test_a_sampler_whose_processes_are_killed_is_no_fault_of_its_code() -> None:
+    with pytest.raises(TimeoutError, match="my_sampler:killed gave no weights in 3 tries: its process ended"):
+        asyncio.run(asked("killed", [0.5]))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("negative", r"a weight is a finite number from 0 on, and for \[0.5\] it is -1.0"),
-        ("failing", r"my_sampler:failing fails: KeyError: 'no such thing' \(my_sampler.py:9\)"),
+        ("failing", r"my_sampler:failing fails: KeyError: 'no such thing' \(my_sampler.py:11\)"),
         ("missing", "my_sampler:missing fails: .*missing"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -246,3 +247,16 @@ async def says_where(task: Task, session: Session) -> float:
     (Path(os.environ[FOLDER]) / f"{place}-{os.getpid()}").touch()
     await session.generate()
     return 1.0
+
+
+async def reports_much(task: Task, session: Session) -> float:
+    """The first row has a process whose messages may have 10,000 bytes, and sends more."""
+    await session.generate()
+    if task["id"] != "0":
+        return 1.0
+    host: Any = sys.modules["corral.workers.user_code.agent_host"]
+    largest, host.LARGEST_LINE = host.LARGEST_LINE, 10_000
+    try:
+        return await session.judge("7" * 10_000)
+    finally:
+        host.LARGEST_LINE = largest

@@ -1,6 +1,7 @@
 """Agents of a user's own among real parts, in processes without keys: what they do is learned from, and what they do
 wrong costs their prompt, and nobody else."""
 
+import asyncio
 import json
 import logging
 import os
@@ -18,8 +19,12 @@ from corral.agents import Outcome
 from corral.experiments.exit_codes import WorkerExit
 from corral.workers.agents.program import outcome_of
 from corral.workers.data.answer_seed import AnswerSeeds
+from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.rollout.agent_processes import AgentHostError, AgentProcesses
+from corral.workers.rollout.programs import AgentProgram
 from corral.workers.rollout.turn_journal import TurnJournal
-from tests.workers.data.tiny_tokenizer import EOS, ids_of
+from corral.workers.sandbox.curtain import draw_curtain
+from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 from tests.workers.rollout import some_agents
 from tests.workers.rollout.rollout_rig import RolloutRig
 from tests.workers.rollout.some_agents import FOLDER
@@ -151,7 +156,9 @@ def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_th
     assert outcomes["4"] == "agent_error: TypeError: an agent returns a number, an Outcome or None, got str"
     assert outcomes["5"].startswith("agent_error: ValueError: a reward must be a finite float32")
     assert outcomes["8"] == "agent_error: its process ended by itself, exit code 3"
-    assert outcomes["9"] == "agent_error: its process ended by itself, killed by signal 9"
+    assert outcomes["9"].endswith(
+        "processes that played it ended, the last: its process ended by itself, killed by signal 9"
+    )
     assert sum(len(record.getMessage()) for record in caplog.records) < 400_000, "the rest is said in a number"
     assert any("bytes more" in record.getMessage() for record in caplog.records)
     assert ", in misbehaves\n" in caplog.text and "agent_run.py" not in caplog.text, (
@@ -238,6 +245,63 @@ def test_an_agent_that_always_fails_ends_the_worker_and_is_named(
     if agent == "always_raises":
         line = some_agents.always_raises.__code__.co_firstlineno + 1
         assert f"KeyError: 'no such field' ({FILE}:{line})" in last_line
+
+
+LOADS = """
+import os, signal
+from pathlib import Path
+from tests.workers.rollout.some_agents import asks_twice
+flag = Path(__file__).with_suffix(".flag")
+if not flag.exists():
+    flag.write_text("")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_while_it_loads_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loads_once_killed.py").write_text(LOADS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rollout = plays("asks_twice") | {"agent": "loads_once_killed:asks_twice"}
+    with RolloutRig(tmp_path, ["1+2="], rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 1, "one prompt")
+    assert rig.outcomes() == {"0": "finished"}
+
+
+@pytest.mark.parametrize(
+    ("loads", "has_played", "error"),
+    [
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", False, AgentHostError),
+        ("import time\ntime.sleep(600)", False, AgentHostError),
+        ("import no_such_module", True, AgentHostError),
+        ("import no_such_module", False, UserCodeError),
+    ],
+)
+def test_only_what_a_process_says_before_anything_was_played_is_the_users_code(
+    loads: str, has_played: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "never_loads.py").write_text(loads)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = AgentProgram(
+        "never_loads:play", settings={}, model=write_tokenizer(tmp_path / "m"), timeout_s=5.0, curtain=draw_curtain(())
+    )
+    monkeypatch.setattr(program, "start_timeout_s", 30.0 if "sleep" not in loads else 0.5)
+
+    async def start() -> None:
+        async with AgentProcesses(program, timeout_s=5.0, number=1, has_played=has_played):
+            pass
+
+    with pytest.raises(error, match="never_loads:play"):
+        asyncio.run(start())
+
+
+def test_a_report_of_any_size_fails_its_episode_alone_and_says_so(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+2="] * 2, rollout=plays("reports_much"), group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 2, "all prompts")
+    outcomes = rig.outcomes()
+    assert outcomes["0"].startswith("agent_error: ValueError: what it reports has 10")
+    assert outcomes["1"] == "finished"
 
 
 def test_a_process_that_plays_holds_no_secret_of_the_trial(tmp_path: Path, folder: Path) -> None:

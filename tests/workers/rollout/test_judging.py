@@ -7,9 +7,12 @@ import itertools
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import StopTrialError
+from corral.workers.rollout import reward_processes
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 
 HERE = __name__
@@ -306,3 +310,82 @@ def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judge
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(leave())
     assert not host.is_running()
+
+
+def killed_once(problem: Mapping[str, Any], answer: str) -> float:
+    flag = Path(problem["flag"])
+    if not flag.exists():
+        flag.write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def test_a_reward_whose_process_was_killed_is_called_again_and_no_try_is_spent(judges: Any, tmp_path: Path) -> None:
+    assert asyncio.run(reward_of(judges("killed_once"), {"flag": str(tmp_path / "flag")}, [3])) == 1.0
+
+
+def always_killed(problem: Mapping[str, Any], answer: str) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_a_reward_whose_process_is_killed_again_and_again_fails(judges: Any) -> None:
+    with pytest.raises(RewardFailedError, match="its process ended by itself, killed by signal 9"):
+        asyncio.run(reward_of(judges("always_killed"), {}, [3]))
+
+
+def test_the_process_that_rewards_are_forked_from_is_started_again_when_it_was_killed(judges: Any) -> None:
+    judge = judges()
+
+    async def over_a_kill() -> list[float]:
+        before = await reward_of(judge, {"do": "return", "value": 1.0}, [3])
+        [processes] = judge._processes.values()
+        os.killpg(processes._process.pid, signal.SIGKILL)
+        processes._process.wait()
+        return [before, await reward_of(judge, {"do": "return", "value": 1.0}, [3])]
+
+    first, second = asyncio.run(over_a_kill())
+    assert first == second
+
+
+def scribbles(problem: Mapping[str, Any], answer: str) -> float:
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            os.write(descriptor, b"\xc1 no outcome")
+    os._exit(0)
+
+
+def test_what_is_no_outcome_is_a_failure_of_the_reward(judges: Any) -> None:
+    with pytest.raises(RewardFailedError, match="its process ended by itself"):
+        asyncio.run(reward_of(judges("scribbles"), {}, [3]))
+
+
+async def waits(problem: Mapping[str, Any], answer: str) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+def test_a_call_that_is_cancelled_as_another_one_ends_its_process_stays_cancelled(judges: Any) -> None:
+    judge = judges("waits")
+    judge.start()
+
+    async def cancelled() -> bool:
+        call = asyncio.create_task(reward_of(judge, {}, [3]))
+        [processes] = judge._processes.values()
+        while not processes._idle:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        processes._end(processes._idle[-1])
+        call.cancel()
+        await asyncio.wait([call])
+        return call.cancelled()
+
+    assert asyncio.run(cancelled())
+
+
+def test_a_process_that_died_with_a_call_unread_is_not_alive() -> None:
+    ours, theirs = socket.socketpair()
+    ours.send(b"a call")
+    theirs.close()  # unread, so that the kernel resets the connection
+    assert not reward_processes._Process(0, ours, ours).is_alive
+    ours.close()
