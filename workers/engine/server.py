@@ -17,6 +17,7 @@ import ssl
 
 from aiohttp import web
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.generate import GenerateEndpoint
 from corral.workers.engine.loop import EngineLoop, EngineStoppedError
@@ -60,7 +61,8 @@ class EngineServer:
         """
         if not api_key:
             raise ValueError("the key is empty; every endpoint is protected by it")
-        self._check_key = require_key(api_key, lambda: _error(401, _WANTS_KEY))
+        self._guard = GuardedListener()
+        self._check_key = require_key(api_key, lambda: _error(401, _WANTS_KEY), self._guard)
         self._host = host
         self._tls = tls
         self._max_body_bytes = max_body_bytes
@@ -80,7 +82,7 @@ class EngineServer:
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
-        url = await serve(self._runner, self._host, self._tls)
+        url = await serve(self._runner, self._host, self._tls, self._guard)
         self.loop.start()
         return url
 

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.server_client import RefusedError, ServerError, call, decoded
@@ -78,7 +79,8 @@ class ControlServer:
 
     def __init__(self, updates: WeightUpdates, *, admin_key: str, address: str, tls: ssl.SSLContext) -> None:
         self._updates = updates
-        self._check_key = require_key(admin_key, lambda: web.Response(status=401, text=_WANTS_KEY))
+        self._guard = GuardedListener()
+        self._check_key = require_key(admin_key, lambda: web.Response(status=401, text=_WANTS_KEY), self._guard)
         self._address = address
         self._tls = tls
         self._runner: web.AppRunner | None = None
@@ -94,7 +96,7 @@ class ControlServer:
             ]
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
-        return await serve(self._runner, self._address, self._tls)
+        return await serve(self._runner, self._address, self._tls, self._guard)
 
     async def stop(self) -> None:
         """Close the port."""

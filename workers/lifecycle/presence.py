@@ -26,6 +26,7 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.guarded_listener import told_refusals
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
 from corral.name_resolve.base import NameService
@@ -205,6 +206,8 @@ class Presence(Closing):
         if self._timeline is not None:
             self._timeline.note_clock(asked_s=asked_s, answered_s=time.monotonic(), clock_s=beat)
         record = msgspec.structs.replace(self.snapshot(), beat=beat)
+        if refusals := told_refusals():
+            record = msgspec.structs.replace(record, phase=f"{record.phase}; {refusals};")
         return msgspec.json.encode(record).decode()
 
     def _publish(self) -> None:

@@ -40,6 +40,9 @@ QUESTION = struct.Struct("<q")
 """The tag of what it wants."""
 HEADER = struct.Struct("<qq")
 """Before the bytes that it gets: their tag, and how many there are."""
+_HELLO_TIMEOUT_S = 10.0  # a peer says it with its first packet
+_MOST_UNPROVEN = 512  # connections at a time that have not said the secret
+_ACCEPT_PAUSE_S = 0.05  # after an error of accept
 _MOST_BUFFERS = 64  # of one sendmsg: it looks at all of them, though its socket may take the first few only
 
 
@@ -81,6 +84,8 @@ class Network:
         self._changed = threading.Condition()
         self._serving: set[socket.socket] | None = set()
         """From peers that ask; None once this is closed."""
+        self._unproven: dict[socket.socket, None] = {}
+        """Those that have not said the secret yet, the oldest first."""
         self._start(self._accept)
         try:
             store.set(f"courier {rank}", json.dumps([address, self.port, self.secret.hex()]))
@@ -173,13 +178,21 @@ class Network:
         while True:
             try:
                 connection, _ = self._listener.accept()
+                connection.settimeout(_HELLO_TIMEOUT_S)
             except OSError:
-                return  # it is closed
+                if self._serving is None:
+                    return
+                time.sleep(_ACCEPT_PAUSE_S)  # of one connection, whose other end has left, or for want of descriptors
+                continue
             with self._changed:
                 if self._serving is None:
                     connection.close()
                     return
                 self._serving.add(connection)
+                self._unproven[connection] = None
+                if len(self._unproven) > _MOST_UNPROVEN:
+                    with suppress(OSError):  # its thread closes it
+                        next(iter(self._unproven)).shutdown(socket.SHUT_RDWR)
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -188,7 +201,12 @@ class Network:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             secret, rank = HELLO.unpack(_received(connection, HELLO.size))
-            while hmac.compare_digest(secret, self.secret):
+            if not hmac.compare_digest(secret, self.secret):
+                return
+            with self._changed:
+                del self._unproven[connection]
+            connection.settimeout(None)
+            while True:
                 (tag,) = QUESTION.unpack(_received(connection, QUESTION.size))
                 if (buffers := self._taken(rank, tag)) is None:
                     return
@@ -197,9 +215,13 @@ class Network:
         except ConnectionAbortedError:
             return  # it has all that it asked for
         except OSError as error:
-            if self._serving is not None:
+            if self._serving is not None and rank is not None:
                 logger.warning("rank %d could not send all to rank %s: %s", self.rank, rank, error)
         finally:
+            with self._changed:
+                self._unproven.pop(connection, None)
+                if self._serving is not None:
+                    self._serving.discard(connection)
             _end(connection)
 
     def _taken(self, peer: int, tag: int) -> Sequence[memoryview] | None:

@@ -25,11 +25,13 @@ from aiohttp import web
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
 from corral.experiments.prompts.tokens import encode_prompt
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.model_endpoint.conversations import Conversations
 from corral.workers.model_endpoint.replies import chat_reply, events, ids_reply, text_reply
 from corral.workers.model_endpoint.requests import ApiError, ChatRequest, CompletionRequest, GenerateRequest, parse
+from corral.workers.streams.https import serve
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class ModelEndpoint:
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._episodes: dict[str, _Episode] = {}
+        self._guard = GuardedListener()
         self._runner: web.AppRunner | None = None
         self._socket_path: Path | None = None
 
@@ -118,12 +121,9 @@ class ModelEndpoint:
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
-        await self._runner.setup()
+        self.url = await serve(self._runner, _LOOPBACK, None, self._guard)
         await web.UnixSite(self._runner, str(socket_path)).start()
         self._socket_path = socket_path
-        await web.TCPSite(self._runner, _LOOPBACK, port=0).start()
-        port = next(address[1] for address in self._runner.addresses if isinstance(address, tuple))
-        self.url = f"http://{_LOOPBACK}:{port}"
 
     async def stop(self) -> None:
         """Close all episodes, and listen no more."""
@@ -218,6 +218,7 @@ class ModelEndpoint:
         episode = self._episodes.get(key) if scheme.lower() == "bearer" else None
         if episode is None:
             raise ApiError("the key names no episode that is open", code="invalid_api_key", status=401)
+        self._guard.prove(request.transport)
         return episode
 
     async def _turn(

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import NewWeights, Progress
 from corral.workers.generation.control import ControlClient, ControlServer
@@ -40,7 +41,7 @@ class LabelServer:
         application = web.Application()
         application.add_routes([web.get("/ready", self._ok)])
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        return await serve(self._runner, LOOPBACK, trust().server())
+        return await serve(self._runner, LOOPBACK, trust().server(), GuardedListener(timeout_s=600.0))
 
     async def stop(self) -> None:
         await self._runner.cleanup()

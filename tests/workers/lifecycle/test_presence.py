@@ -3,11 +3,14 @@
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
+import pytest
 
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.workers.lifecycle.presence import Presence
 from tests.name_services import MemoryNameService, MemoryStore, NamesAddress, running_names
@@ -20,6 +23,16 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 1
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
+
+
+def test_connections_of_strangers_are_named_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GuardedListener, "refused", Counter({4711: 12}))
+    store = MemoryStore()
+    with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
+        presence.enter("wait for a prompt")
+        wait_until(lambda: "wait for a prompt" in MemoryNameService(store).get(KEY), "the phase")
+        record = msgspec.json.decode(MemoryNameService(store).get(KEY), type=WorkerRecord)
+    assert record.phase == "wait for a prompt; 12 connections from strangers refused at port 4711;"
 
 
 def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:

@@ -1,5 +1,6 @@
 """Messages between ranks: whoever wants one asks for it, in any order; and whoever gets none is told whom it lacks."""
 
+import errno
 import gc
 import socket
 import threading
@@ -8,11 +9,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from corral.workers.model import network
 from corral.workers.model.network import HEADER, HELLO, QUESTION, Network, TransferError
 from tests.workers.model.planes import DEADLINE_S
 
@@ -138,3 +141,26 @@ def hear(network: Network, secret: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", network.port), DEADLINE_S) as connection:
         connection.sendall(HELLO.pack(secret, 1) + QUESTION.pack(5))
         return connection.recv(HEADER.size + 6, socket.MSG_WAITALL)
+
+
+def test_strangers_who_say_nothing_are_closed_and_an_error_of_accept_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "_HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(network, "_MOST_UNPROVEN", 4)
+    errors = [OSError(errno.EMFILE, "no descriptor"), ConnectionAbortedError(), OSError(errno.EPROTO, "of one")]
+    accept = socket.socket.accept
+
+    def accept_late(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_late)
+    with networks(2) as (one, other), ExitStack() as stack:
+        address = ("127.0.0.1", one.port)
+        silent = [stack.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(12)]
+        assert [connection.recv(1) for connection in silent] == [b""] * 12
+        one.send([np.array([7], np.uint8)], 1, tag=1)
+        assert receive(other, 0, 1, size_bytes=1) == b"\7"
+    assert not errors

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.prompts.chat import ChatRenderer, find_renderer
 from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient, Setback
@@ -45,7 +46,7 @@ class ScriptedServer:
         application.add_routes([web.post("/generate", self._generate)])
         runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
         stack.push_async_callback(runner.cleanup)
-        return await serve(runner, "127.0.0.1", trust().server())
+        return await serve(runner, "127.0.0.1", trust().server(), GuardedListener(timeout_s=600.0))
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

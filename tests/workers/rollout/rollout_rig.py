@@ -29,6 +29,7 @@ from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.row_prompts import Prompt
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
@@ -80,7 +81,7 @@ class FakeGenerationServer:
             ]
         )
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        return await serve(self._runner, LOOPBACK, tls)
+        return await serve(self._runner, LOOPBACK, tls, GuardedListener(timeout_s=600.0))
 
     async def stop(self) -> None:
         await self._runner.cleanup()
