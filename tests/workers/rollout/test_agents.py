@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -372,6 +373,47 @@ def test_a_program_that_knows_the_api_alone_plays_an_episode(tmp_path: Path) -> 
     np.testing.assert_array_equal(rig.tensors[0]["input_ids"], [*ids_of("1+1="), *ids_of("7"), EOS] * 2)
     np.testing.assert_array_equal(rig.tensors[0]["rewards"], [1.0, 1.0])
     assert rig.received[0].scalars["notes/characters"] == 1.0
+
+
+LOOKS = """
+import glob, json, os, sys, time, urllib.request
+row, own, folder = json.load(sys.stdin), os.environ["OPENAI_API_KEY"], sys.argv[1]
+open(f"{folder}/{row['id']}", "w").close()
+while len(os.listdir(folder)) < 2:  # until the other program has its key, too
+    time.sleep(0.01)
+keys = set()
+for kind in ("environ", "task/*/environ"):
+    for path in glob.glob(f"/proc/[0-9]*/{kind}"):
+        try:
+            words = open(path).read().split(chr(0))
+        except OSError:
+            continue
+        keys |= {word.partition("=")[2] for word in words if word.startswith("OPENAI_API_KEY=")}
+for path in glob.glob("/proc/[0-9]*/mem"):
+    try:
+        open(path, "rb").close()
+        keys.add(path)
+    except OSError:
+        pass
+keys -= {own, f"/proc/{os.readlink('/proc/self')}/mem"}
+body = json.dumps({"model": "policy", "prompt": row["prompt"]}).encode()
+headers = {"Authorization": f"Bearer {own}", "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+print(json.dumps({"reward": len(keys)}))
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_no_program_reads_the_key_of_another_episode(tmp_path: Path) -> None:
+    (tmp_path / "looks.py").write_text(LOOKS)
+    (tmp_path / "here").mkdir()
+    settings = {"command": [sys.executable, str(tmp_path / "looks.py"), str(tmp_path / "here")]}
+    rollout = {"agent": "corral.agents:program", "agent_settings": settings, "agent_processes": 1}
+    with RolloutRig(tmp_path, ["1+1=", "1+2="], rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 2, "both prompts")
+    assert rig.outcomes() == {"0": "finished", "1": "finished"}
+    assert [tensors["rewards"].tolist() for tensors in rig.tensors] == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize(

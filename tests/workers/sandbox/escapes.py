@@ -119,7 +119,7 @@ for place in ("/etc/passwd", "/etc/hostname", "/root/.ssh", "/home", "/var", "/o
     ),
     "the network": Escape(
         program="""
-import socket
+import errno, socket
 for family, address in (
     (socket.AF_INET, ("127.0.0.1", {port})),
     (socket.AF_UNIX, "\\0{socket}"),
@@ -130,6 +130,17 @@ for family, address in (
         print(address)
     except OSError:
         pass
+for family in (40, 17, 38, 29, 31, 9):  # vsock, packet, alg, can, bluetooth, x25
+    for make in (socket.socket, socket.socketpair):
+        try:
+            make(family, socket.SOCK_STREAM)
+            print(family)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                print(family, error)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+    socket.socket(family, socket.SOCK_DGRAM).close()
+socket.socketpair()
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
     print(socket.if_nameindex())
 """,
