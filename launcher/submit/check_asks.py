@@ -133,7 +133,8 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
             if field == "gpu":
                 hint += ", as t in the allocation" if "generation_server" in ask.who else ""
             else:
-                fitting = sorted({repr(node.partition) for node in facts.nodes if one.size(node, None) >= asked})
+                everywhere = (node for name in facts.partition_names for node in facts.members(name))
+                fitting = sorted({repr(node.partition) for node in everywhere if one.size(node, None) >= asked})
                 bigger = f"; partition {' or '.join(fitting[:3])} has bigger nodes" if fitting else ""
                 hint += f", less what the supervisor keeps{bigger}"
         yield ask.problem(field, message, hint=hint, evidence=evidence)

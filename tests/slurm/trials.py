@@ -1,8 +1,9 @@
 """Trials of stub workers on the throw-away cluster, and what real ones need there."""
 
-import sys
+import shlex
 from typing import Any
 
+from corral.experiments.own_python import own_python
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
@@ -55,8 +56,9 @@ class SlurmTrial(StubTrial):
         SlurmCluster().write_scripts(self.placed)
         script = self.directory.sbatch_path
         product = script.read_text()
-        assert "-m corral.launcher.supervisor" in product
-        script.write_text(product.replace(f"{sys.executable} -m corral.launcher.supervisor", " ".join(COMMAND)))
+        own = shlex.join(own_python("-m", "corral.launcher.supervisor"))
+        assert own in product
+        script.write_text(product.replace(own, " ".join(COMMAND)))
 
     def submitted(self, job_id: str, *, attempt: int = 0) -> None:
         """Records what sbatch has answered."""
