@@ -4,7 +4,7 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
               no answer within the grace period ---------> supervisor: Stop in the trial log, ends the workers
 --now: Stop in the trial log, ends the workers
 --requeue: the same as without it, and then the next attempt in a new job
---group: control/held-groups/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
+--group: control/kept-down/GROUP --> supervisor: ends the group's workers and keeps them down, until --undo
 nobody is there any more: Stop in the trial log from here, and the end of the jobs that wait in the queue
 """
 
@@ -196,7 +196,7 @@ def _may_run(row: WorkerRow) -> bool:
 
 def find_job(argument: str, cluster: JobQueue) -> Job | None:
     """The job with this id; None if the cluster does not know it, or does not answer."""
-    jobs = answer_or([], cluster.jobs) if argument.isdigit() else []
+    jobs = answer_or([], cluster.jobs) if argument.isdecimal() else []
     return next((job for job in jobs if job.job_id == argument), None)
 
 

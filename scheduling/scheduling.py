@@ -112,7 +112,10 @@ _OWNED: Sequence[tuple[str, str, str]] = (
     # Options of sbatch that are not the user's, why, and what to do about the same thing; "" if nothing.
     ("job-name", _OURS, "choose experiment and trial names"),
     ("output error", _IN_TRIAL_DIRECTORY, ""),
-    ("input open-mode chdir comment signal requeue no-requeue no-kill dependency wrap gpu-bind", _OURS, ""),
+    ("open-mode comment signal requeue no-requeue no-kill dependency wrap", _OURS, ""),
+    ("chdir", "a trial runs in the folder that rl-submit is called from", "call rl-submit there"),
+    ("input", "no process of a trial reads an input", ""),
+    ("gpu-bind", "each worker's step binds its own GPUs", "use the field gpu_binding"),
     ("export export-file", _OURS, "use the group's env_vars"),
     ("array", "a trial is one job", "submit one trial per point of a sweep"),
     ("clusters", "a trial runs on one cluster, that of $SLURM_CONF", ""),

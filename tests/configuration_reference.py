@@ -37,8 +37,8 @@ Everything is checked before anything is submitted; an error names file, line, v
   directory.
 
 An allocation says who generates and who trains. This version builds the backends `hf` and `sglang` (generation,
-see [rollout](rollout.md)) and `fsdp` (training; see [layouts](layouts.md)): `fsdp:d4`, `hf:d2+fsdp:d2c2`, or
-`sglang:d2+fsdp:d4`. The whole grammar:
+see [rollout](rollout.md)), `fsdp` and `megatron` (training; see [layouts](layouts.md)): `fsdp:d4`,
+`hf:d2+fsdp:d2c2`, or `sglang:d2+megatron:d4`. The whole grammar:
 
 ```
 {ALLOCATION_GRAMMAR}

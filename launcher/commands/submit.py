@@ -1,6 +1,7 @@
 """rl-submit: an experiment file becomes a trial, on SLURM or on this machine."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -63,7 +64,7 @@ def submit(
     shape: Shape = None,
     no_checks: Annotated[
         bool,
-        typer.Option("--no-checks", help="Submit without comparing the trial with the cluster; SLURM alone decides."),
+        typer.Option("--no-checks", help="Submit without looking at the cluster, and try none of your functions."),
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until the trial has ended.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Print what the workers print until it has ended.")] = False,
@@ -269,7 +270,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
 
         print(f"command    {cluster_of(plan.mode).submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
-    name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else str(submission.directory.path)
+    name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else shlex.quote(str(submission.directory.path))
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)
     if not wait and not follow:
         return

@@ -5,8 +5,10 @@ scontrol show node   --/                        settings --memory_rules--> wheth
 squeue -s            --parse_steps--> step ids by name
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from corral.scheduling.slurm_formats import MemoryRules
@@ -70,8 +72,12 @@ def parse_steps(text: str) -> dict[str, list[str]]:
 
 
 def parse_key_values(text: str) -> dict[str, str]:
-    """One `-o` line of scontrol: `JobId=7 JobName=a b Comment={"x": 1}` with values that may hold spaces."""
+    """One `-o` line of scontrol: `JobId=7 JobName=a b Comment={"x": "c d=1"}` with values that may hold spaces."""
     matches = list(re.finditer(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/-]*)=", text))
+    if comment := next((match for match in matches if match[1] == "Comment"), None):
+        with suppress(ValueError):  # not ours, or cut off
+            end = json.JSONDecoder().raw_decode(text, comment.end())[1]
+            matches = [match for match in matches if not comment.end() <= match.start() < end]
     values: dict[str, str] = {}
     ends = [*(following.start() for following in matches[1:]), len(text)]
     for match, end in zip(matches, ends, strict=False):
@@ -185,8 +191,8 @@ def parse_gpus(gres: str) -> dict[str, int]:
         parts = item.split(":")
         if parts[0] != "gpu":
             continue
-        kind = parts[1] if len(parts) > 2 or (len(parts) == 2 and not parts[1].isdigit()) else ""
-        count = int(parts[-1]) if parts[-1].isdigit() else 1
+        kind = parts[1] if len(parts) > 2 or (len(parts) == 2 and not parts[1].isdecimal()) else ""
+        count = int(parts[-1]) if parts[-1].isdecimal() else 1
         gpus[kind] = gpus.get(kind, 0) + count
     return gpus
 

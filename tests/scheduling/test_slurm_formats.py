@@ -130,6 +130,8 @@ def test_points_in_time_that_do_not_exist_are_refused(text: str) -> None:
         ("--job-n=x", "experiment and trial names"),
         ("--ARRAY=1-3", "sweep"),
         ("--test-only", "--dry-run"),
+        ("--chdir=/tmp", "call rl-submit there"),
+        ("--gpu-bind=closest", "gpu_binding"),
         ("-J x", "long option"),
         ("--licenses a:1", "long option"),
         ("echo", "long option"),

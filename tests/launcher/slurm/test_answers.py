@@ -62,6 +62,9 @@ def test_steps_are_found_by_name_without_the_batch_step() -> None:
 def test_scontrol_values_may_hold_spaces_and_equal_signs() -> None:
     line = 'JobId=7 JobName=a b Comment={"x":"y=z"} NodeList=n[1-2] ExitCode=0:0'
     values = parse_key_values(line)
+    line = 'JobId=7 Comment={"directory":"/x/r n=1 State=2/t"} StdErr=/x/r n=1/log'
+    assert parse_key_values(line)["Comment"] == '{"directory":"/x/r n=1 State=2/t"}'
+    assert parse_key_values(line)["StdErr"] == "/x/r"
     assert values["JobName"] == "a b" and values["NodeList"] == "n[1-2]" and values["ExitCode"] == "0:0"
 
 
