@@ -167,7 +167,7 @@ def remove_unused_names(*, since: float, memory: Path = MEMORY) -> None:
         if name.startswith(_MAPPED_WHILE_USED) and _is_ours(path := memory / name, since=since)
     }
     if found:
-        used = names_in_memory((int(name) for name in os.listdir("/proc") if name.isdigit()), memory=memory)
+        used = names_in_memory((int(name) for name in os.listdir("/proc") if name.isdecimal()), memory=memory)
         for path in found - used:
             _remove(path, None)
 

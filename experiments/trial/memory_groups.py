@@ -44,11 +44,11 @@ class MemoryGroup:
     def _number(self, name: str) -> int | None:
         """None for `max`, and where there is no such file."""
         text = self._text(name).strip()
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdecimal() else None
 
     def _table(self, name: str) -> dict[str, int]:
         rows = (line.split() for line in self._text(name).splitlines())
-        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 
     def _text(self, name: str) -> str:
         try:

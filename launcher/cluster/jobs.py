@@ -74,4 +74,4 @@ class Job:
     @property
     def number(self) -> int:
         """Grows with the order in which jobs were submitted."""
-        return int(self.job_id) if self.job_id.isdigit() else 0
+        return int(self.job_id) if self.job_id.isdecimal() else 0

@@ -198,7 +198,7 @@ def _count_to_probe(nodes: Sequence[Node], partitions: Mapping[str, Mapping[str,
     have_room = [node for node in members if node.is_up and node.state.startswith(("idle", "mix"))]
     name = partition or next((node.partition for node in members), "")
     limit = partitions.get(name, {}).get("MaxNodes", "")
-    return min(_NUM_PROBED_NODES, max(len(have_room), 1), int(limit) if limit.isdigit() else _NUM_PROBED_NODES)
+    return min(_NUM_PROBED_NODES, max(len(have_room), 1), int(limit) if limit.isdecimal() else _NUM_PROBED_NODES)
 
 
 def _cluster_of_profiles() -> ClusterConfig:

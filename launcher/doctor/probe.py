@@ -155,7 +155,7 @@ def _look_at_job(client: SlurmClient, job_id: str, outcome: ProbeOutcome) -> boo
     if job.phase is not JobPhase.ENDED:
         return job.is_blocked
     code = facts.get("ExitCode", "").partition(":")[0]
-    outcome.exit_code = int(code) if code.isdigit() else None
+    outcome.exit_code = int(code) if code.isdecimal() else None
     return True
 
 

@@ -84,7 +84,7 @@ def choose(found: Mapping[int, Weights], wanted: str) -> list[Weights]:
         return best
     chosen: list[Weights] = []
     for part in wanted.split(","):
-        if not part.strip().isdigit() or int(part) not in found:
+        if not part.strip().isdecimal() or int(part) not in found:
             have = ", ".join(map(str, found))
             hint = f"there are {have}, and the words latest, best and all; control.save_every_steps keeps more of them"
             raise ConfigError.of(f"there are no weights of step {part.strip()!r}", hint=hint)

@@ -128,13 +128,13 @@ def _attempts(directory: TrialDirectory, attempt: str | None) -> list[int]:
     numbers = sorted(
         int(path.name.removeprefix("attempt-"))
         for path in directory.logs_path.glob("attempt-*")
-        if path.name.removeprefix("attempt-").isdigit()
+        if path.name.removeprefix("attempt-").isdecimal()
     )
     if attempt == "all" or not numbers:
         return numbers
     if attempt is None:
         return numbers[-1:]
-    if not attempt.isdigit() or int(attempt) not in numbers:
+    if not attempt.isdecimal() or int(attempt) not in numbers:
         have = ", ".join(map(str, numbers))
         raise NoLogsError(f"no attempt {attempt!r}; there are {have} (or write all)")
     return [int(attempt)]

@@ -306,7 +306,7 @@ def nodes_command(partition: str | None = None) -> list[str]:
 def parse_job_id(answer: str) -> str:
     """`184223` or `184223;cluster` -> `184223`."""
     job_id = answer.strip().partition(";")[0]
-    if not job_id.isdigit():
+    if not job_id.isdecimal():
         raise SlurmUncertainError(f"sbatch answered {answer!r}, which is no job id; look for the job with squeue --me")
     return job_id
 

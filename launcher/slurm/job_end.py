@@ -45,7 +45,7 @@ def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProsp
     restarts = fields.get("Restarts", "")
     return JobProspect(
         is_preempted=fields.get("PreemptTime", "") not in _NEVER,
-        is_requeued=restarts.isdigit() and int(restarts) > restart_count,
+        is_requeued=restarts.isdecimal() and int(restarts) > restart_count,
         is_ending=phase_of(fields.get("JobState", "")) in (JobPhase.LEAVING, JobPhase.ENDED),
     )
 

@@ -236,7 +236,7 @@ def _job_id(directory: TrialDirectory, view: JournalView) -> str:
         claim = read_claim(directory, view.attempt)
     except ValueError:
         claim = None
-    if claim is not None and claim.job_id.isdigit():
+    if claim is not None and claim.job_id.isdecimal():
         return claim.job_id
     submitted = view.last("submitted")
     return str(submitted.get("job_id", "")) if submitted else ""

@@ -25,7 +25,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def _process_ids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _stat_of(pid: int) -> list[str] | None:

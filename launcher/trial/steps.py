@@ -17,7 +17,7 @@ def chosen_steps(wanted: str, there: Collection[int], *, option: str, limit: str
     """
     first, last = min(there), max(there)
     begin, colon, end = {"latest": f"{last}", "all": ":"}.get(wanted, wanted).partition(":")
-    if not all(part.isdigit() for part in (begin, end) if part):
+    if not all(part.isdecimal() for part in (begin, end) if part):
         hint = "a number, a span such as 40:50, latest, or all"
         raise ConfigError.of(f"{option} {wanted!r} is no train step", hint=hint)
     low = int(begin) if begin else first
