@@ -236,6 +236,10 @@ def did_you_mean(word: str, candidates: Sequence[str], otherwise: str) -> str:
     return f"did you mean {near!r}?" if near else otherwise
 
 
+class ChangedInputError(ValueError):
+    """A file that the trial was planned with is not there any more, or has changed."""
+
+
 def split_remedy(text: str) -> tuple[str, str]:
     """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp"."""
     rule, separator, remedy = text.rpartition("; ")

@@ -21,7 +21,7 @@ from corral.experiments.datasets.formats import find_files, name_of, open_rows, 
 from corral.experiments.datasets.row_files import RowFiles, fingerprint, plain
 from corral.experiments.datasets.row_index import ONE_A_LINE, PlacedError, RowIndex, index_rows
 from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser
-from corral.experiments.errors import ConfigError, ConfigProblem
+from corral.experiments.errors import ChangedInputError, ConfigError, ConfigProblem
 from corral.experiments.worker_specs import DatasetSpec, SourceSpec
 from corral.scheduling.worker_information import fold_numbers, unfold_numbers
 
@@ -112,14 +112,21 @@ class Dataset(Mapping[str, DatasetRow]):
         """As it was when the trial was submitted.
 
         Raises:
-            OSError: if it cannot be read.
-            ValueError: if it has changed since.
+            OSError: if it cannot be read at the moment.
+            ChangedInputError: if it is not there any more, or has changed since.
         """
         opened = []
         for name, one in spec.sources.items():
             config = spec.config.all_sources[name]
-            if (digest := fingerprint(one.files)) != one.sha256:
-                raise ValueError(
+            try:
+                digest = fingerprint(one.files)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+                raise ChangedInputError(
+                    f"dataset {name_of(config)} cannot be read any more ({error.strerror}: {error.filename}); put the "
+                    "old file back, or submit a new trial"
+                ) from error
+            if digest != one.sha256:
+                raise ChangedInputError(
                     f"dataset {name_of(config)} has changed since the trial was submitted (sha256 {digest}, "
                     f"plan {one.sha256}); put the old file back, or submit a new trial"
                 )

@@ -8,7 +8,6 @@ ids.
 
 import json
 import subprocess
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from corral.experiments.config.base import merged
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.inputs.other_pythons import environment_python, verifiers_version
+from corral.experiments.trial.leftovers import temporary_folder
 
 _PLUGINS = Path(__file__).parents[2] / "workers" / "environments" / "plugins"
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('corral_host', None, '__main__', True)"
@@ -57,8 +57,7 @@ def find_environment(config: EnvironmentConfig, *, lists: Collection[str] = ()) 
     held_out = {"args": merged(config.args, config.held_out_args or {}), "num_tasks": None}
     asked = {"dataset": {"args": config.args, "num_tasks": config.num_tasks}, HELD_OUT: held_out}
     settings = host_settings(config) | {"lists": {key: asked[key] for key in lists}}
-    with tempfile.TemporaryDirectory(prefix="corral-environment-") as name:
-        folder = Path(name)
+    with temporary_folder("corral-environment-") as folder:
         _run(config, settings, folder)
         described = json.loads((folder / "described.json").read_bytes())
         rows = {key: (folder / f"{key}.jsonl").read_bytes() for key in lists}

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from corral.experiments.config.data import DatasetConfig, SourceConfig
 from corral.experiments.datasets.formats import cache_folder, find_files, name_of, unreadable
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
 from corral.experiments.inputs.users_process import users_process
+from corral.experiments.trial.leftovers import temporary_folder
 
 _TRANSFORM_TIMEOUT_S = 3600.0
 
@@ -57,8 +57,8 @@ def _located(config: SourceConfig) -> Any:
 def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as folder:
-        output, said = Path(folder) / "rows.jsonl", Path(folder) / "said"
+    with temporary_folder("unfinished-", inside=cache) as folder:
+        output, said = folder / "rows.jsonl", folder / "said"
         source = SourceConfig(files=files, rows=config.rows, transform=config.transform).model_dump_json()
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
         module = "corral.workers.user_code.transform_rows"

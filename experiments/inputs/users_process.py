@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +23,8 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, dotted, leaves
 from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
 from corral.experiments.own_python import own_python, python_path
+from corral.experiments.trial.leftovers import temporary_folder
+from corral.experiments.trial.tether import die_with_parent
 
 _GRACE_S = 10.0
 _SAYS_SO_AFTER_S = 1.0
@@ -96,6 +97,7 @@ def users_process(module: str, *arguments: str, said: Path) -> Iterator["subproc
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent(),
         )
     try:
         yield process
@@ -112,8 +114,8 @@ def ask(question: Question) -> Findings:
     Raises:
         ConfigError: if it ends without one.
     """
-    with tempfile.TemporaryDirectory(prefix="corral-code-") as folder:
-        asked, answered, said = (Path(folder) / name for name in ("question.json", "findings.json", "said"))
+    with temporary_folder("corral-code-") as folder:
+        asked, answered, said = (folder / name for name in ("question.json", "findings.json", "said"))
         asked.write_bytes(question.model_dump_json().encode())
         with users_process("corral.workers.user_code", str(asked), str(answered), said=said) as process:
             _wait(process, question)

@@ -50,6 +50,8 @@ class AttemptEndRecord(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     """For people."""
     then: Follows
+    failed: str = ""
+    """What failed, if the state is FAILED: a worker as kind/index, redis, or supervisor."""
 
     @property
     def is_final(self) -> bool:

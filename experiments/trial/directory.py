@@ -154,7 +154,7 @@ class TrialDirectory:
         return self.attempt_logs(attempt) / f"{kind}-{index}.log"
 
     def last_word_path(self, worker: str) -> Path:
-        """Where a worker whose end ends the trial says why, for rl-status."""
+        """Where a worker that fails says why, for rl-status and rl-logs."""
         return self.control_path / f"last-word-{worker.replace('/', '-')}"
 
     def out_of_memory_path(self, worker: str) -> Path:
@@ -172,6 +172,12 @@ class TrialDirectory:
         link.symlink_to(folder.name)
         link.replace(self.logs_path / "latest")
         return folder
+
+    def remove_attempt_logs(self, attempt: int) -> None:
+        """Takes back what `start_attempt_logs` did for the newest attempt."""
+        shutil.rmtree(self.attempt_logs(attempt), ignore_errors=True)
+        if self.attempt_logs(attempt - 1).is_dir():
+            self.start_attempt_logs(attempt - 1)
 
     def inside(self, relative: str) -> Path:
         """A path that a file of this trial names, e.g. `checkpoints/step-...`.

@@ -15,8 +15,9 @@ import json
 import os
 import secrets as random_tokens
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -135,6 +136,20 @@ def note(path: Path, record: Path | None = None) -> None:
     record = record or Path(os.environ.get(LEFTOVERS_VARIABLE) or os.devnull)
     with record.open("a") as file:
         file.write(json.dumps({"path": str(path)}) + "\n")
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str, *, inside: Path | None = None) -> Iterator[Path]:
+    """A temporary folder that goes behind the block; if this process is killed, whoever sweeps next removes it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True))
+        )
+        with contextlib.suppress(OSError):  # without a record it stays if this process is killed
+            record = begin("")
+            stack.callback(record.drop)
+            record.note(folder)
+        yield folder
 
 
 def note_secrets(record: Record, path: Path) -> None:

@@ -76,8 +76,11 @@ def submit(
     fileroot: Fileroot = None,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
+    from corral.launcher.trial.sweep import sweep
+
     leave_login_shell()  # what is tried here of the user's code takes CPU time, and may ask a model on this machine
     _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
+    sweep()  # what an rl-submit left that was killed
     cluster_shape = _cluster_shape(shape, is_dry=dry_run is not None, local=local, resumes=resume is not None)
     if resume is not None:
         unfit: dict[str, object] = {str(experiment): experiment, "-n": trial, "--profile": profile}

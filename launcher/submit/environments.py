@@ -1,18 +1,26 @@
-"""The environment of a trial at its submission: tasks among the trial's files, and whether it is still the same.
+"""What a trial was planned with: tasks of its environment among its files; and whether all of it is still the same.
 
 submission ──listed_rows──► tasks.jsonl, held-out-tasks.jsonl ──kept_rows──► a resume with other ranks: listed once
+resume ──check_inputs──► data sets and models as workers check them
 resume ──changed_environment──► what is installed now, beside what the plan says of it
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from corral.experiments.errors import ConfigError, split_remedy
+from pydantic import BaseModel
+
+from corral.experiments.datasets.dataset import Dataset
+from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.environment_tasks import find_environment
+from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.worker_specs import RolloutWorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, GenerationServerSpec, RolloutWorkerSpec
+
+T = TypeVar("T")
 
 
 def listed_rows(experiment: Experiment, directory: TrialDirectory) -> Mapping[Path, bytes]:
@@ -29,6 +37,47 @@ def kept_rows(directory: TrialDirectory) -> Iterator[str]:
 
 def _path_of(key: str, directory: TrialDirectory) -> Path:
     return directory.tasks_path if key == "dataset" else directory.held_out_tasks_path
+
+
+def check_inputs(plan: RunPlan) -> None:
+    """Checks what workers check when they start: that data sets are what they were, and models are there.
+
+    Raises:
+        ConfigError: with the words of the workers.
+    """
+    problems = []
+    specs = {spec.sha256: spec for worker in plan.workers for spec in _parts(worker, DatasetSpec)}
+    for spec in specs.values():
+        try:
+            Dataset.planned(spec)
+        except (OSError, ValueError) as error:
+            problems.append(ConfigProblem(*split_remedy(str(error))))
+    for directory in dict.fromkeys([*plan.master.initial_weights.values(), *_served(plan)]):
+        if read_config(directory) is None:
+            hint = "put the old folder back, or submit a new trial"
+            problems.append(ConfigProblem(f"model {directory} cannot be read any more: it has no config.json", hint))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _served(plan: RunPlan) -> Iterator[Path]:
+    yield from (server.initial_weights for server in plan.all_of(GenerationServerSpec))
+    yield from (worker.tokenizer for worker in plan.all_of(RolloutWorkerSpec))
+
+
+def _parts(value: object, kind: type[T]) -> Iterator[T]:
+    """What there is of a kind in a specification."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _parts(getattr(value, name), kind)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _parts(one, kind)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _parts(one, kind)
 
 
 def changed_environment(plan: RunPlan) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ its refusal is one too: sbatch takes such a job, and it waits. Nothing is writte
 
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.leftovers import temporary_folder
 from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.layout.layout import Allocation, Layout
 from corral.launcher.layout.planner import plan_layout
@@ -157,8 +157,8 @@ class _Checks:
         """
         plan, directory = self.plan, self.directory
         trial = PlacedTrial(plan=plan, layout=layout, directory=directory)
-        with tempfile.TemporaryDirectory(prefix="corral-check-", ignore_cleanup_errors=True) as folder:
-            script, extra_script = Path(folder) / "trial.sbatch", Path(folder) / "extra_job.sbatch"
+        with temporary_folder("corral-check-") as folder:
+            script, extra_script = folder / "trial.sbatch", folder / "extra_job.sbatch"
             script.write_bytes(os.fsencode(render_script(trial)))
             start_with = [layout.allocations[index] for index in layout.components]
             answers = [self._test(script, [], sbatch_options(trial), start_with, known)]

@@ -29,16 +29,15 @@ from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.local import share_gpus, visible_gpus, wanted_gpus
-from corral.launcher.submit.environments import changed_environment, listed_rows
+from corral.launcher.submit.environments import changed_environment, check_inputs, listed_rows
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
 from corral.launcher.submit.reallocate import reallocated
 from corral.launcher.submit.users_code import KeptCode, look_again, look_at_code
 from corral.launcher.trial.find import TrialFacts, default_fileroot
-from corral.launcher.trial.lock import is_locked
+from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
 from corral.scheduling.slurm_formats import check_plain_text
 
-_LEAVING_TIMEOUT_S = 10.0  # a supervisor that has recorded the end only has to exit
 _LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
 
 
@@ -170,6 +169,7 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
         raise AlreadyCompleteError(f"trial {facts.name} is complete; there is nothing to resume")
     code = look_again(plan, directory)
     plan = code.in_plan(plan)
+    check_inputs(plan)
     changed = changed_environment(plan)
     written: Mapping[str, Any] = {}
     if allocation is not None:
@@ -220,7 +220,7 @@ def _still_runs(directory: TrialDirectory) -> bool:
     attempt = last_attempt(directory)
     end = read_end(directory, attempt.attempt) if attempt is not None else None
     has_ended = end is not None and end.is_final
-    return not wait_until(lambda: not is_locked(directory), timeout_s=_LEAVING_TIMEOUT_S if has_ended else 0.0)
+    return not wait_until(lambda: not is_locked(directory), timeout_s=LEAVING_TIMEOUT_S if has_ended else 0.0)
 
 
 def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:

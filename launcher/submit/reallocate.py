@@ -7,7 +7,7 @@ A checkpoint is that of the whole model, and samples belong to rollout workers, 
 that follows from the allocation follows from the new one, which is why config.yaml holds nothing that was filled in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from corral.experiments.errors import ConfigError, located
@@ -42,25 +42,8 @@ def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tu
     loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *follow, *kept])
     with located(loaded.source):
         changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
-    if (digests := set(_digests(plan.model_dump(mode="json")))) != set(_digests(changed.model_dump(mode="json"))):
-        raise ConfigError.of(
-            f"a data set of trial {plan.trial.experiment}/{plan.trial.trial} has changed since it was submitted "
-            f"(SHA-256 was {', '.join(sorted(digests))})",
-            hint="put the file back, or submit a new trial",
-        )
     return changed, loaded.written
 
 
 def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-
-
-def _digests(content: Any) -> Iterator[str]:
-    """Of all files that a plan names by what is in them."""
-    if isinstance(content, dict):
-        if isinstance(digest := content.get("sha256"), str):
-            yield digest
-        content = list(content.values())
-    if isinstance(content, list):
-        for value in content:
-            yield from _digests(value)

@@ -13,14 +13,16 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.own_python import own_python
+from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
-from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.journal import Journal, read_journal
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.errors import SubmissionUnknownError
@@ -38,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR_COMMAND = tuple(own_python("-m", "corral.launcher.supervisor"))
 _SUPERVISOR_START_TIMEOUT_S = 600.0  # a process that lives is believed to be starting: a loaded machine takes its time
+_START_LOOK_PAUSE_S = 0.1
 _SUPERVISOR_END_TIMEOUT_S = 30.0
+_FIRST_WORDS = ("supervisor_started", "supervisor_died")
 
 
 def create(submission: Submission) -> None:
@@ -74,8 +78,6 @@ def start(submission: Submission, *, resume: bool = False) -> str:
         with submitting(submission.directory):
             # It was looked at before, but of two who look at the same time both see that nobody is there.
             refuse_living(submission.plan, submission.directory)
-            if submission.directory.plan_path.read_bytes() != submission.plan.to_json():  # another allocation
-                write_plan(submission)
             return _start(submission, resume=True)
     except SubmissionRunsError as error:
         raise SubmissionError(str(error)) from error
@@ -96,7 +98,10 @@ def _start(submission: Submission, *, resume: bool) -> str:
     directory, plan = submission.directory, submission.plan
     previous = last_attempt(directory)
     attempt = previous.attempt + 1 if previous else 0
+    before = _small_files(directory)
     try:
+        if resume and directory.plan_path.read_bytes() != plan.to_json():  # another allocation
+            write_plan(submission)
         TrialSecrets.destroy(directory.secrets_path)
         TrialSecrets.create(directory.secrets_path)
         directory.clear_stop_request()
@@ -115,7 +120,27 @@ def _start(submission: Submission, *, resume: bool) -> str:
     except BaseException:
         if previous is None and not is_locked(directory):
             shutil.rmtree(directory.path, ignore_errors=True)
+        elif previous is not None and read_end(directory, attempt) is None:
+            _take_back(directory, attempt, before)
         raise
+
+
+def _small_files(directory: TrialDirectory) -> dict[Path, bytes]:
+    """What a submission may write anew, and nothing that grows."""
+    found = [
+        path for pattern in ("*.json", "*.yaml", "*.sbatch", "control/*.json") for path in directory.path.glob(pattern)
+    ]
+    return {path: path.read_bytes() for path in found}
+
+
+def _take_back(directory: TrialDirectory, attempt: int, before: Mapping[Path, bytes]) -> None:
+    """An attempt that was not accepted has never been: the trial is what it was before."""
+    for path in _small_files(directory).keys() - before.keys():
+        path.unlink()
+    for path, content in before.items():
+        atomic_write(path, content)
+    directory.remove_attempt_logs(attempt)
+    TrialSecrets.destroy(directory.secrets_path)
 
 
 def _start_local(directory: TrialDirectory, attempt: int) -> str:
@@ -123,9 +148,10 @@ def _start_local(directory: TrialDirectory, attempt: int) -> str:
     command = [*SUPERVISOR_COMMAND, "--trial", str(directory.path), "--attempt", str(attempt)]
     supervisor: subprocess.Popen[bytes] | None = None
     try:
+        began_at = time.time()
         with _interrupts_held():  # or one could come when it is started and nobody knows it yet
             supervisor = start_process(command, environment=clean_environment(), log_path=log_path)
-        _wait_until_it_supervises(directory, supervisor, log_path)
+        _wait_until_it_supervises(directory, supervisor, log_path, began_at=began_at)
     except BaseException:
         if supervisor is not None:
             supervisor.kill()
@@ -153,14 +179,27 @@ def _interrupts_held() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _wait_until_it_supervises(directory: TrialDirectory, supervisor: subprocess.Popen[bytes], log_path: Path) -> None:
-    """Until our child holds the trial's lock, however long that takes: what counts is whether it lives."""
-    wait_until(lambda: is_locked(directory) or supervisor.poll() is not None, timeout_s=_SUPERVISOR_START_TIMEOUT_S)
-    if not is_locked(directory):
-        said = read_tail(log_path, 2000).decode(errors="replace")
-        timeout = f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
-        why = timeout if supervisor.poll() is None else "ended at once"
-        raise SubmissionError(f"the supervisor {why}: {said or 'it said nothing'}")
+def _wait_until_it_supervises(
+    directory: TrialDirectory, supervisor: subprocess.Popen[bytes], log_path: Path, *, began_at: float
+) -> None:
+    """Until the first supervisor has recorded its start, however long that takes: what counts is whether it lives."""
+    news: set[str] = set()
+
+    def is_known() -> bool:
+        has_ended = supervisor.poll() is not None  # before the look: its last words count
+        try:
+            news.update(event["event"] for event in read_journal(directory.journal_path) if event["time"] >= began_at)
+        except OSError:  # what it has to say cannot be read: that it has the trial is the best sign that there is
+            news.update(_FIRST_WORDS[:1] if is_locked(directory) else ())
+        return has_ended or not news.isdisjoint(_FIRST_WORDS)
+
+    wait_until(is_known, timeout_s=_SUPERVISOR_START_TIMEOUT_S, pause_s=_START_LOOK_PAUSE_S)
+    if "supervisor_started" in news:
+        return
+    said = read_tail(log_path, 2000).decode(errors="replace") or "it said nothing"
+    is_dead = supervisor.poll() is not None or "supervisor_died" in news
+    why = "ended at once" if is_dead else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
+    raise SubmissionError(f"the supervisor {why}: {said}")
 
 
 def _start_on_cluster(submission: Submission, layout: Layout, attempt: int) -> str:

@@ -19,6 +19,10 @@ from corral.experiments.trial.directory import TrialDirectory, write_all
 from corral.experiments.trial.flocks import opened
 from corral.launcher.trial.processes import describe_this_process, is_process_alive
 
+PAGE_TIMEOUT_S = 60.0
+"""Of the page of a trial that has ended, which its supervisor draws after it has recorded the end."""
+LEAVING_TIMEOUT_S = PAGE_TIMEOUT_S + 15.0
+"""How long a supervisor that has recorded the end may still be there."""
 _PATIENCE_S = 0.5  # is_locked() of an onlooker holds the lock for a moment
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -8,6 +8,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
+from corral.launcher.submit.environments import check_inputs
 from corral.launcher.submit.prepare import Submission, prepare
 from corral.launcher.submit.reallocate import reallocated
 from corral.launcher.submit.start import create, write_plan
@@ -53,11 +54,17 @@ def test_a_trial_whose_files_are_not_what_it_was_planned_from_is_refused(trial: 
     config.write_text(text.replace("seed: 3", "seed: 4"))
     with pytest.raises(ConfigError, match="is not what the trial was planned from: seed differs"):
         reallocated(trial.plan, trial.directory, "hf:d1+fsdp:d1")
-    config.write_text(text)
-    rows = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "train.jsonl").write_text(rows.replace("sum-0", "sum-x"))
-    with pytest.raises(ConfigError, match="a data set of trial small-grpo/t has changed since it was submitted"):
-        reallocated(trial.plan, trial.directory, "hf:d1+fsdp:d1")
+
+
+def test_a_trial_is_not_resumed_without_the_data_that_it_was_planned_with(trial: Submission, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    check_inputs(trial.plan)
+    data.write_text(data.read_text().replace("sum-0", "sum-x"))
+    with pytest.raises(ConfigError, match="has changed since the trial was submitted"):
+        check_inputs(trial.plan)
+    data.unlink()
+    with pytest.raises(ConfigError, match="cannot be read any more"):
+        check_inputs(trial.plan)
 
 
 def moved(trial: Submission, allocation: str) -> Submission:
