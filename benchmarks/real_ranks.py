@@ -106,4 +106,4 @@ def _be_rank(plan_text: bytes, rank: int, folder: Path, names: NamesAddress, sec
         worker_context(plan, "model_worker", rank, names=service, secrets=TrialSecrets.load(secrets)) as context,
     ):
         install_signal_handlers(context.stopping)
-        raise SystemExit(run_to_exit_code(ModelWorker(context)))
+        raise SystemExit(run_to_exit_code(ModelWorker, context))

@@ -37,6 +37,7 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     flush_output,
     install_signal_handlers,
+    leave_word,
     run_to_exit_code,
 )
 from corral.workers.modules import loading_modules
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         use_kept_code(trial.code_path, plan.code)
     except ChangedCodeError as error:
         print(f"{worker_id} cannot work with this code: {error}", file=sys.stderr)
+        leave_word(trial, worker_id, str(error))
         return WorkerExit.BAD_CONFIGURATION
     secrets = TrialSecrets.load(trial.secrets_path)
     _configure_logging(worker_id, secrets)
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             module_name, _, class_name = WORKER_CLASSES[arguments.kind].partition(":")
             with loading_modules():
                 worker_class: type[Worker] = getattr(importlib.import_module(module_name), class_name)
-            exit_code = run_to_exit_code(worker_class(context))
+            exit_code = run_to_exit_code(worker_class, context)
             # The supervisor asks everyone to leave once the master has said Done, which may be while we clean up.
             stopping.set()
             return exit_code

@@ -39,7 +39,9 @@ def logs(
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Lines as they are, without their worker.")] = False,
     attempt: Annotated[str | None, typer.Option(metavar="N", help="A number, or all; default the last.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="The first failure, and what followed it.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="What ended the trial, or its newest failure; then the others.")
+    ] = False,
     path: Annotated[bool, typer.Option("--path", help="Print the files' paths only.")] = False,
     bundle: Annotated[Path | None, typer.Option(metavar="FILE", help=_BUNDLE_HELP)] = None,
     with_texts: Annotated[bool, typer.Option("--with-texts", help="In a bundle, prompts and answers, too.")] = False,

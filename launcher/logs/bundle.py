@@ -72,8 +72,8 @@ def _files_of(directory: TrialDirectory, *, with_texts: bool) -> Iterator[tuple[
                 content = read_tail(path, _MAX_BYTES.get(path.suffix, _MAX_OTHER_BYTES))
                 if not with_texts and path.suffix == ".log":
                     content = _JSON_OBJECT.sub(b"{...}", content)
-                elif not with_texts and path.parent.name == "exits":
-                    content = _without_rows(content)
+                elif not with_texts and (path.name == "events.jsonl" or path.parent.name in ("control", "exits")):
+                    content = b"\n".join(map(_without_rows, content.split(b"\n")))
                 yield str(path.relative_to(root)), content
     if with_texts:
         left = _MAX_SAMPLES_BYTES
@@ -85,11 +85,20 @@ def _files_of(directory: TrialDirectory, *, with_texts: bool) -> Iterator[tuple[
 
 
 def _without_rows(record: bytes) -> bytes:
-    """An exit record, without what its worker's last lines show of rows."""
-    with suppress(ValueError, TypeError, KeyError):
-        content = json.loads(record)
-        lines = [_JSON_OBJECT.sub(b"{...}", line.encode()).decode() for line in content["last_lines"]]
-        return json.dumps({**content, "last_lines": lines}).encode()
+    """A record as JSON, without what its texts show of rows."""
+
+    def hidden(value: Any) -> Any:
+        match value:
+            case str():
+                return _JSON_OBJECT.sub(b"{...}", value.encode(errors="replace")).decode()
+            case dict():
+                return {key: hidden(one) for key, one in value.items()}
+            case list():
+                return list(map(hidden, value))
+        return value
+
+    with suppress(ValueError):
+        return json.dumps(hidden(json.loads(record))).encode()
     return record
 
 

@@ -1,9 +1,9 @@
-"""rl-logs --errors: the first cause, then its consequences, of workers and of what happens around them.
+"""rl-logs --errors: what ended the trial, or the newest failure that it has not recovered from; then all the others.
 
-    exits/*.json                  a worker's exit, its last lines --+
-    events.jsonl                  a node lost, the supervisor dead, --+--> Incidents in time --first cause--> text
-                                  Redis dead, how an attempt ended ---+
-    logs/slurm-*.log, supervisor.log   SLURM's own words ------------+
+    exits/*.json                  a worker's exit, the verdict on it --+
+    events.jsonl                  a node lost, the supervisor dead, ----+--> Incidents in time --cause--> text
+                                  Redis dead, how an attempt ended -----+
+    logs/slurm-*.log, supervisor.log   what SLURM and the supervisor said last
 
     ledger/*.json                 prompts that were dropped, with the reason: of an agent or a reward, its file and line
 
@@ -11,26 +11,31 @@ A worker on a node that failed, or in an attempt that SLURM ended, died of that,
 """
 
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from corral.experiments.trial.attempt_end_record import EndState, read_end
+from corral.experiments.trial.attempts import last_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
+from corral.experiments.trial.mode import has_jobs
 from corral.launcher.terminal import format_moment, printable
 from corral.launcher.trial.dropped import MAX_COMMITS, dropped_prompts
-from corral.launcher.trial.exits import is_consequence, is_out_of_memory, read_exits, tail_lines
+from corral.launcher.trial.exits import exit_text, is_out_of_memory, read_exits, tail_lines
 from corral.launcher.trial.history import JournalView
+from corral.launcher.trial.lock import is_locked
+from corral.launcher.trial.metrics import last_lines
 
 _MAX_FOLLOWED = 20
 _MAX_DETAILS = 20
 _MAX_UIDS = 5  # of prompts that were dropped for one reason
 _OUTSIDE = ("NODE_FAILED", "PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM")
 _ENDS = ("attempt_ended", "trial_ended")
+_STARTED = {"supervisor_started": "supervisor", "redis_started": "redis"}
 _SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
 _SLURM_LINE = re.compile(
     r"slurmstepd: error|srun: error|oom.kill|exceeded memory limit|DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)|"
@@ -52,36 +57,70 @@ class Incident:
     is_consequence: bool = False
     is_outside: bool = False
     """Not a worker's own failure."""
+    ends_attempt: bool = False
+    failed: str = ""
+    """What failed, where it ends the attempt: a worker, redis or supervisor."""
     details: tuple[str, ...] = ()
 
 
 def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
-    """The first cause of an attempt, or of all, with what was said before it, and what followed."""
+    """What ended an attempt, or the last one, with its last words; then what followed from it, and what healed."""
     events = read_journal(directory.journal_path)
     incidents = [one for one in find_incidents(read_exits(directory), events) if attempt in (None, one.attempt)]
+    steps = [line["time"] for line in last_lines(directory.metrics_path) if "time" in line]
+    cause = find_cause(incidents, events, last_step_at=max(steps, default=0.0))
+    of_attempt = "" if attempt is None else f" in attempt {attempt}"
     dropped = list(_dropped(directory))
-    if incidents:
-        lines = _describe(incidents, directory)
+    if lost := _lost(directory, attempt):
+        lines = [*lost, *_listed("before:", incidents, since=None)]
+    elif cause is not None:
+        lines = _describe(cause, incidents, directory)
+    elif incidents:
+        lines = [f"every failure{of_attempt} has healed; the newest first:"]
+        lines += _listed("", incidents, since=None)
     else:
         nothing = "no worker has failed" if dropped else "nothing has failed"
-        lines = [nothing + ("" if attempt is None else f" in attempt {attempt}"), *_slurm_says(directory)]
+        lines = [nothing + of_attempt, *_slurm_says(directory)]
     return "\n".join(printable(line) for line in [*lines, *_alarms(events, attempt), *dropped])
 
 
-def _describe(incidents: Sequence[Incident], directory: TrialDirectory) -> list[str]:
-    first = find_first_cause(incidents)
-    where = f" on {first.node}" if first.node else ""
-    of_attempt = "?" if first.attempt is None else str(first.attempt)
-    lines = [f"first failure: {first.who}{where}, {first.what}, {format_moment(first.time)}, attempt {of_attempt}"]
-    lines += [f"  {line}" for line in first.details]
-    if first.is_outside:
+def _lost(directory: TrialDirectory, attempt: int | None) -> list[str]:
+    """What is known of a last attempt on this machine whose supervisor is gone and has recorded no end."""
+    last = last_attempt(directory)
+    if last is None or has_jobs(last.mode) or attempt not in (None, last.attempt) or is_locked(directory):
+        return []
+    if read_end(directory, last.attempt) is not None:
+        return []
+    log = directory.attempt_logs(last.attempt) / "supervisor.log"
+    said = tail_lines(log, _MAX_DETAILS) or ["(nothing)"]
+    lines = [f"attempt {last.attempt} has no end: its supervisor does not run, and recorded none. Its log ends with:"]
+    return [*lines, *(f"  {line}" for line in said)]
+
+
+def _describe(cause: Incident, incidents: Sequence[Incident], directory: TrialDirectory) -> list[str]:
+    of_end = next((one for one in incidents if one.ends_attempt and one.failed == cause.who and one.failed), cause)
+    heading = "ended by" if of_end.ends_attempt else "newest failure"
+    where = f" on {cause.node}" if cause.node else ""
+    of_attempt = "?" if cause.attempt is None else str(cause.attempt)
+    lines = [f"{heading}: {cause.who}{where}, {cause.what}, {format_moment(cause.time)}, attempt {of_attempt}"]
+    lines += [f"  {line}" for line in cause.details]
+    if cause.is_outside:
         lines += _slurm_says(directory)
-    followed = [one for one in incidents if one is not first]
-    if followed:
-        lines.append("then:")
-        lines += [f"  {one.who} {one.what} {one.time - first.time:+.1f}s" for one in followed[:_MAX_FOLLOWED]]
-    if len(followed) > _MAX_FOLLOWED:
-        lines.append(f"  ... and {len(followed) - _MAX_FOLLOWED} more")
+    others = [one for one in incidents if one is not cause]
+    lines += _listed("then:", [one for one in others if one.time >= cause.time], since=cause.time)
+    return lines + _listed("before:", [one for one in others if one.time < cause.time][::-1], since=cause.time)
+
+
+def _listed(heading: str, incidents: Sequence[Incident], *, since: float | None) -> list[str]:
+    """A line for each; `since` is the moment that times are counted from, None shows the time of day."""
+    if not incidents:
+        return []
+    lines = [heading] if heading else []
+    for one in incidents[:_MAX_FOLLOWED] if since is not None else incidents[: -_MAX_FOLLOWED - 1 : -1]:
+        when = format_moment(one.time) if since is None else f"{one.time - since:+.1f}s"
+        lines.append(f"  {one.who} {one.what} {when}")
+    if len(incidents) > _MAX_FOLLOWED:
+        lines.append(f"  ... and {len(incidents) - _MAX_FOLLOWED} more")
     return lines
 
 
@@ -120,17 +159,35 @@ def find_incidents(exits: Sequence[Mapping[str, Any]], events: Sequence[Mapping[
     return sorted(found, key=lambda one: one.time)
 
 
-def find_first_cause(incidents: Sequence[Incident]) -> Incident:
-    """The one that explains the others. Pure."""
-    causes = [one for one in incidents if not one.is_consequence] or list(incidents)
-    first = causes[0]
-    if first.is_outside:
-        return first
-    for one in incidents:
-        is_close = 0.0 <= one.time - first.time <= _SAME_EVENT_S and one.attempt == first.attempt
-        if one.is_outside and is_close and one.node in ("", first.node):
-            return one
-    return first
+def find_cause(
+    incidents: Sequence[Incident], events: Sequence[Mapping[str, Any]], *, last_step_at: float
+) -> Incident | None:
+    """What ended the last of the attempts, or its newest failure that has not healed; None if all have. Pure.
+
+    Args:
+        incidents: in time.
+        events: of the journal.
+        last_step_at: Unix time of the last train step.
+    """
+    end: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] in _ENDS), {})
+    for one in reversed(incidents):
+        if one.ends_attempt and one.failed and one.attempt == end.get("attempt"):
+            own = [each for each in incidents if each.who == one.failed and each.attempt == one.attempt]
+            return own[-1] if own else one
+    is_complete = end.get("state") == EndState.COMPLETE
+    starts = {name: float(event["time"]) for event in events if (name := _STARTED.get(event["event"], ""))}
+    starts |= {str(event.get("worker")): float(event["time"]) for event in events if event["event"] == "worker_started"}
+
+    def has_healed(one: Incident) -> bool:
+        again = starts.get(one.who, one.time if one.is_outside else 0.0)
+        return is_complete or one.time <= again < last_step_at
+
+    causes = [one for one in incidents if not one.is_consequence and not has_healed(one)]
+    if not causes or not causes[-1].is_outside:
+        return causes[-1] if causes else None
+    last = causes[-1]
+    close = [one for one in causes if one.is_outside and one.node and last.time - one.time <= _SAME_EVENT_S]
+    return close[0] if close and close[0].attempt == last.attempt else last
 
 
 def _without_first_words(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -140,8 +197,8 @@ def _without_first_words(events: Sequence[Mapping[str, Any]]) -> list[Mapping[st
 
 
 def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
-    what = str(record.get("signal") or f"exit {record['returncode']}")
-    if is_out_of_memory(record):
+    what = str(record.get("how") or exit_text(record["returncode"]))
+    if is_out_of_memory(record) and "out of memory" not in what:
         what = f"{what}, out of memory"
     return Incident(
         time=float(record["time"]),
@@ -149,7 +206,7 @@ def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
         what=what,
         attempt=record.get("attempt"),
         node=str(record.get("node") or ""),
-        is_consequence=is_consequence(record),
+        is_consequence=bool(record.get("is_consequence")),
         details=tuple(str(line) for line in list(record.get("last_lines") or ())[-_MAX_DETAILS:]),
     )
 
@@ -162,19 +219,23 @@ def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
         case "node_failed":
             return make(who="node", what=cause or "failed", node=str(event.get("node") or ""), is_outside=True)
         case "supervisor_died":
-            return make(
-                who="supervisor", what=f"ended by signal {-code}" if code < 0 else f"exit {code}", is_outside=True
-            )
+            return make(who="supervisor", what=f"{exit_text(code)}; {cause}" if cause else exit_text(code))
         case "supervisor_failed":
             return make(who="supervisor", what=cause, is_outside=True)
-        case "redis_exited" if event.get("returncode") in (0, -signal.SIGKILL, -signal.SIGTERM):
-            return None  # at the end Redis is ended by us, which is no failure
-        case "redis_exited" | "redis_not_started" | "worker_not_started":
-            return make(who=who, what=cause or f"ended with {event.get('returncode')}")
-        case "attempt_ended" | "trial_ended" if state in _OUTSIDE or event.get("failed") == "supervisor":
-            return make(who="attempt", what=f"{state}: {cause}" if cause else state, is_outside=True)
-        case "trial_ended" if state == "FAILED":
-            return make(who="trial", what=f"FAILED: {cause}", is_consequence=True)
+        case "redis_exited":
+            is_consequence = bool(event.get("is_consequence"))
+            return make(who=who, what=str(event.get("how")), is_consequence=is_consequence) if code else None
+        case "redis_not_started" | "worker_not_started":
+            return make(who=who, what=cause)
+        case "attempt_ended" | "trial_ended" if state in _OUTSIDE:
+            what = f"{state}: {cause}" if cause else state
+            return make(who="attempt", what=what, is_outside=True, ends_attempt=True)
+        case "attempt_ended" | "trial_ended" if state == EndState.FAILED:
+            failed = str(event.get("failed") or "trial")
+            is_of_supervisor = failed == "supervisor"
+            return make(
+                who="trial", what=f"FAILED: {cause}", failed=failed, is_outside=is_of_supervisor, ends_attempt=True
+            )
     return None
 
 

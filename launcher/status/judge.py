@@ -150,7 +150,8 @@ def describe(evidence: Evidence) -> TrialStatus:
 def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[TrialState, str]:
     """One word for the trial, and what explains it. Pure."""
     if evidence.attempt is None:
-        return TrialState.UNKNOWN, "it was never started; submit it again under another name"
+        name = f"{evidence.facts.experiment}/{evidence.facts.trial}"
+        return TrialState.UNKNOWN, f"rl-submit made it and did not start it; rl-submit --resume {name} starts it"
     rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
         return _judge_end(evidence, evidence.ended)
@@ -160,7 +161,7 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
         return _judge_running(evidence, rows)
     if evidence.now - evidence.attempt.submitted_at < _FIRST_START_S and not evidence.redis_started:
         return TrialState.STARTING, "the supervisor is starting"
-    return _judge_without_record(evidence, "its supervisor ended without a word")
+    return _judge_without_record(evidence, "its supervisor has ended and recorded no end; see rl-logs --errors")
 
 
 def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState, str]:

@@ -9,11 +9,13 @@ from collections.abc import Collection
 
 from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.mode import has_jobs
+from corral.launcher.files.patience import wait_until
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader, polite_reader
 from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.find import TrialFacts
+from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
 from corral.scheduling.policy_version import PolicyVersion
 
 _EXIT_BY_STATE = {
@@ -69,6 +71,12 @@ def progress_bar(status: TrialStatus, *, room: int) -> str:
 
 def wait_for_end(facts: TrialFacts) -> TrialStatus:
     """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
+    ended = _show_until_end(facts)
+    wait_until(lambda: not is_locked(facts.directory), timeout_s=LEAVING_TIMEOUT_S)  # the page is drawn meanwhile
+    return ended
+
+
+def _show_until_end(facts: TrialFacts) -> TrialStatus:
     reader = polite_reader()
     interval_s = _CLUSTER_LOOK_INTERVAL_S if has_jobs(facts.mode) else _LOOK_INTERVAL_S
     if sys.stdout.isatty():

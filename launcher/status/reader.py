@@ -7,11 +7,13 @@ Redis, several at a time. A directory that does not answer costs its own row, an
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import (
@@ -38,7 +40,7 @@ from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.status.words import TrialState
-from corral.launcher.trial.exits import is_consequence, read_exits
+from corral.launcher.trial.exits import find_failure, read_exits
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
@@ -162,7 +164,7 @@ def _open(facts: TrialFacts) -> Evidence:
         # What is in control/ decides; the journal knows when.
         event = told or attempt_told
         moment = event["time"] if event is not None else _last_sign(directory, attempt)
-        attempt_ended = {"attempt": record.attempt, "state": record.state, "cause": record.cause, "time": moment}
+        attempt_ended = {**msgspec.structs.asdict(record), "time": moment}
         ended = attempt_ended if record.is_final else None
     submissions = [float(event["time"]) for event in view.events if event["event"] in _SUBMISSIONS]
     return Evidence(
@@ -288,12 +290,10 @@ def _zombies(jobs: TrialJobs, seen: Evidence) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _read_failure(opened: Evidence) -> dict[str, Any] | None:
-    """The earliest failure of the attempt that is not the consequence of another."""
-    exits = read_exits(opened.facts.directory)
-    failures = [record for record in exits if record.get("attempt") == opened.attempt_number and record["returncode"]]
-    causes = [record for record in failures if not is_consequence(record)]
-    return next(iter(causes or failures), None)
+def _read_failure(opened: Evidence) -> Mapping[str, Any] | None:
+    """The exit that ended the attempt."""
+    failed = str((opened.ended or {}).get("failed") or "")
+    return find_failure(read_exits(opened.facts.directory), attempt=opened.attempt_number, failed=failed)
 
 
 def _read_log(opened: Evidence) -> tuple[LogState, str]:

@@ -34,6 +34,7 @@ _RESUME = "rl-submit --resume {trial}"
 _ADVICE = {
     **dict.fromkeys(FINAL_STATES - {TrialState.COMPLETE}, _RESUME),
     TrialState.UNRESPONSIVE: "rl-logs {trial} master_worker",
+    TrialState.DEGRADED: "rl-logs {trial} --errors",
     TrialState.FAILED: f"rl-logs {{trial}} --errors\n           {_RESUME}    when it is mended",
     TrialState.OOM: "rl-logs {trial} --errors\n           rl-submit ... a new trial, with more mem for that group",
 }

@@ -89,7 +89,8 @@ def trouble(evidence: Evidence, row: WorkerRow) -> str:
     if row.state is WorkerState.MISSING:
         return f"{row.worker} runs{where} but has no record; see rl-logs {evidence.facts.name} {row.worker}"
     life = evidence.lives[row.worker]
-    why = f" after {life.exit}" if life.exit else f" (restart {row.restarts})"
+    ended = life.last_end or life.exit
+    why = f" after {ended}" if ended else f" (restart {row.restarts})"
     return f"{row.worker} restarting{where}{why}" + (f": {row.waiting_for}" if row.waiting_for else "")
 
 

@@ -64,6 +64,8 @@ class EndTrial:
 
     outcome: EndState
     cause: str
+    failed: str = ""
+    """The task whose end ends the trial; "" if none does."""
 
 
 Action = StartUnit | SignalTask | UnitNews | CheckNodes | GiveUpUnit | AppendStop | EndTrial

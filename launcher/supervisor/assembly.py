@@ -16,6 +16,7 @@ from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import has_jobs
+from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
 from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.clusters import cluster_of
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
@@ -64,6 +65,9 @@ def make_supervisor(
 ) -> Supervisor:
     """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
     attempt = recorder.attempt
+    if not (directory.secrets_path / SECRETS_FILE).exists():  # one before this was killed as it handed the trial over
+        TrialSecrets.destroy(directory.secrets_path)
+        TrialSecrets.create(directory.secrets_path)
     plan = RunPlan.from_json(directory.plan_path.read_bytes())
     tasks = partial(
         AttemptTasks,

@@ -292,6 +292,8 @@ class EndShell:
     """Adds a line to the journal."""
     machine: EndMachine = field(init=False)
     _own_request: StopRequest | None = None
+    _failed: str = ""
+    """The task whose end ends the trial."""
 
     def __post_init__(self) -> None:
         self.machine = EndMachine(self.continuation, self)
@@ -355,6 +357,7 @@ class EndShell:
         if self.machine.state in ENDED_BY_CLUSTER:  # which may not be written down yet
             taken.add(self.attempt)
         refusal = why_not_another(attempts, log, taken)
+        self._failed = end.failed
         self.machine.judge(end, is_done=log.is_done, refusal=refusal)
 
     def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
@@ -375,10 +378,11 @@ class EndShell:
 
     def record_end(self, event: EndEvent, state: EndState, cause: str, then: Follows = "") -> None:
         # What later starts of the trial decide on; the journal is only told.
-        end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then)
+        failed = self._failed if state is EndState.FAILED else ""
+        end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then, failed=failed)
         try:
             write_end(self.directory, end)
         except OSError as error:
             self.record("end_not_written", cause=str(error))
         follows = {"then": then, "successor": self.machine.successor} if event == "attempt_ended" else {}
-        self.record(event, state=state, cause=cause, **follows)
+        self.record(event, state=state, cause=cause, failed=failed, **follows)

@@ -8,7 +8,7 @@ import json
 import secrets as random_tokens
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +71,7 @@ class AttemptTasks:
                 exits.append(self._ended(worker, task, returncode))
         if self._redis_runs and (returncode := self.redis.poll()) is not None:
             self._redis_runs = False
-            exits.append(TaskExit(REDIS_UNIT, returncode))
-            self.recorder.event("redis_exited", worker=REDIS_UNIT, pid=self.redis.pid, returncode=returncode)
+            exits.append(TaskExit(REDIS_UNIT, returncode, pid=self.redis.pid))
         return exits
 
     def signal(self, tasks: Sequence[str], *, kill: bool) -> None:
@@ -83,30 +82,41 @@ class AttemptTasks:
             if running := [task for task in tasks if task in self._running and _is_tracker(task) is own]:
                 runner.signal(running, kill=kill)
 
-    def end_frozen_redis(self) -> None:
-        """It runs, and has not answered for some time."""
-        if self._redis_runs:
-            self.recorder.event("redis_frozen", worker=REDIS_UNIT, pid=self.redis.pid)
-            self.redis.kill()
-
     def kill_all(self) -> None:
         """Ends all that was started here, and waits a while for the guards, which end what workers have started."""
         self.signal([*self._running, REDIS_UNIT], kill=True)
         running = self._running.values()
         wait_until(lambda: all(task.poll() is not None for task in running), timeout_s=_GUARDS_END_S)
 
+    def record(self, ended: TaskExit) -> None:
+        """Puts down how a task ended, with the verdict on it; one that was not started has its record already."""
+        if not ended.pid:
+            return
+        if "/" in ended.task and not _is_tracker(ended.task):  # the ends of trackers explain nothing
+            self.recorder.keep(partial(record_exit, self.directory, self.attempt.attempt, ended))
+        self.recorder.event(
+            "redis_exited" if ended.task == REDIS_UNIT else "worker_exited",
+            worker=ended.task,
+            pid=ended.pid,
+            node=ended.node,
+            returncode=ended.returncode,
+            how=ended.how,
+            is_consequence=ended.is_consequence,
+        )
+
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
-        kind = task.exit_kind()
+        kind, said = task.exit_kind(), self._last_word(worker)
         if returncode and self._was_out_of_memory(worker):
             returncode = WorkerExit.OUT_OF_MEMORY
-        ended = TaskExit(worker, returncode, kind)
-        if not _is_tracker(worker):  # whose ends explain nothing
-            record = partial(record_exit, self.directory, self.attempt.attempt, ended)
-            self.recorder.keep(partial(record, pid=task.pid, node=task.node, ended_at=time.time()))
-        self.recorder.event(
-            "worker_exited", worker=worker, pid=task.pid, node=task.node, returncode=returncode, kind=kind.value
+        return TaskExit(
+            worker,
+            returncode,
+            kind,
+            pid=task.pid,
+            node=task.node,
+            ended_at=time.time(),
+            said=said if returncode > 0 and returncode != WorkerExit.OUT_OF_MEMORY else "",
         )
-        return replace(ended, said=self._last_word(worker)) if returncode == WorkerExit.USER_CODE else ended
 
     def _was_out_of_memory(self, worker: str) -> bool:
         """Takes its guard's note."""
@@ -118,11 +128,17 @@ class AttemptTasks:
         return True
 
     def _last_word(self, worker: str) -> str:
-        """What a worker put down about its end."""
+        """Takes what a worker put down about its end."""
         path = self.directory.last_word_path(worker)
+
+        def take() -> str:
+            said = path.read_text(errors="replace")
+            path.unlink()
+            return said
+
         try:
-            return self.files.run(path.read_text, path)
-        except (OSError, ValueError):
+            return self.files.run(take, path)
+        except OSError:
             return ""
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
@@ -182,7 +198,7 @@ class AttemptTasks:
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY
-        self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind))
+        self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind, said=str(error)))
         self.recorder.event(event, worker=task, cause=str(error), kind=kind.value)
 
 

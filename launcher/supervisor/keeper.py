@@ -29,7 +29,7 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt, the_facts
-from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.recorder import Recorder, write_page
 from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.lock import lock_supervisor
@@ -121,16 +121,17 @@ def _secrets_recorded(directory: TrialDirectory, trial_uuid: str) -> Iterator[tu
 
 
 def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndRecord) -> int:
-    """All was done but to leave: the cluster, which may have been asked to start the job again, was faster."""
+    """The end was recorded before the supervisor was killed: what came after that is done here, and nothing else."""
     if end.is_final:
         recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
+        write_page(directory, end.state, recorder.event)
     recorder.close(timeout_s=_TOLD_TIMEOUT_S)
     return (SupervisorExit.FAILED if end.state == EndState.FAILED else SupervisorExit.ENDED).of_keeper
 
 
 def fail(directory: TrialDirectory, recorder: Recorder, cause: str) -> SupervisorExit:
     """Writes down that the trial has failed, and not by its workers; its keys are not needed any more."""
-    end = AttemptEndRecord(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="")
+    end = AttemptEndRecord(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="", failed="supervisor")
     recorder.keep(lambda: write_end(directory, end))
     recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
     recorder.event("trial_ended", state=EndState.FAILED.value, cause=cause, failed="supervisor")

@@ -9,16 +9,20 @@ What is only told ends nothing: a full disk, or a file server that forgets its c
 """
 
 import logging
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.attempt_end_record import add_failed_node
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal, event_line
+from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
+from corral.launcher.trial.lock import PAGE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,6 +106,18 @@ class Recorder:
             self._num_late += bool(self._trouble)
             kept.popleft()
         return ""
+
+
+def write_page(directory: TrialDirectory, state: str, record: Callable[..., None]) -> None:
+    """Draws the page of a trial that has ended, in a process of its own."""
+    if not directory.metrics_path.exists():
+        return
+    command = own_python("-m", "corral.launcher.page", str(directory.path), state)
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=PAGE_TIMEOUT_S, preexec_fn=die_with_parent())
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
+        record("page_failed", cause=said.decode(errors="replace")[-2000:])
 
 
 def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:

@@ -14,10 +14,13 @@ import threading
 import time
 from enum import IntEnum
 
+from corral.launcher.files.patience import PATIENCE_S
+
 MARK_VARIABLE = "CORRAL_KEEPER_MARK"
 MARK_INTERVAL_S = 1.0
 _LOOP_S = 300.0  # the loop waits for commands of SLURM's, each with a deadline of its own
-_START_S = 600.0
+START_S = 2 * PATIENCE_S + 300.0
+"""Until the loop begins: the address of its node and the end of earlier steps are waited for, each for PATIENCE_S."""
 _SILENT_S = 20.0
 
 
@@ -49,7 +52,8 @@ class ProgressMark:
         self._went_round = time.monotonic()
 
     def begin(self) -> None:
-        """Starts the thread that writes."""
+        """The loop begins: starts the thread that writes."""
+        self.go_round()
         if self._descriptor >= 0:
             os.set_inheritable(self._descriptor, False)
             threading.Thread(target=self._write, name="mark", daemon=True).start()
@@ -74,7 +78,7 @@ class LifeWatch:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._silent_s, self._limit_s = 0.0, _START_S
+        self._silent_s, self._limit_s = 0.0, START_S
         self._looked_at = time.monotonic()
 
     def is_silent(self) -> bool:

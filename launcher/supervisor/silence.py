@@ -28,6 +28,7 @@ LOOK_INTERVAL_S = 2.0
 _TIMEOUT_S = 1.0
 _MAX_KEPT = 30
 _MAX_UNANSWERED = 4  # one or two are missed by a machine that was suspended with all that runs on it
+REDIS_SILENCE_S = _MAX_UNANSWERED * LOOK_INTERVAL_S
 
 Look = tuple[float, Mapping[str, WorkerRecord] | None]
 """When it began (monotonic seconds), and the records by kind/index; None if Redis did not answer."""

@@ -12,20 +12,17 @@ one if it is killed; whatever ends it ends what it has started.
 """
 
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
-from corral.experiments.own_python import own_python
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Done, Stop, StoppedError, TrialLogError
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.files.patience import wait_until
@@ -43,9 +40,9 @@ from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.node_loss import NodeLoss
-from corral.launcher.supervisor.recorder import note_failed_node
+from corral.launcher.supervisor.recorder import note_failed_node, write_page
 from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
-from corral.launcher.supervisor.silence import LeaseWatch, Silence
+from corral.launcher.supervisor.silence import REDIS_SILENCE_S, LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
 from corral.launcher.supervisor.unit_specs import (
     REDIS_UNIT,
@@ -63,7 +60,6 @@ _TICK_S = 0.1
 _SETUP_MARGIN_S = 30.0  # the worker gives up first, and says why
 _GUARDS_END_S = 2.0
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
-_PAGE_TIMEOUT_S = 60.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,9 +114,9 @@ class Supervisor:
     def run(self) -> SupervisorExit:
         """Supervises until the attempt has ended."""
         os.environ[TRIAL_UUID_VARIABLE] = self.plan.trial.uuid  # inherited by everything that is started from here
-        self._mark.begin()
         with self._wake.listening():
             self._clean_up_after_predecessor()
+            self._mark.begin()
             self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self.attempt.mode)
             self._leases.begin()
             while self._end is None and not self._why_abandoned:
@@ -166,11 +162,12 @@ class Supervisor:
         for number in signals:
             self._request_stop_for(number)
         exits, self._exits = self._exits, []
+        gone = [one.task for one in exits]
         for one in exits:
             # Whether an extra job is gone, the cluster is asked.
             if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
                 self._why_abandoned = f"{one.task} could not be started: the job has ended"
-            self._apply(self._unit_machine.exited(one, time.monotonic()))
+            self._apply(self._unit_machine.exited(one, time.monotonic(), gone=gone))
 
     def _end_silent(self) -> None:
         """Workers whose leases say nothing any more, though Redis answers; and Redis, if it does not for long."""
@@ -181,7 +178,8 @@ class Supervisor:
                     self._apply(actions)
         if self._silence.is_redis_frozen:
             self._silence.redis_started(time.monotonic())
-            self.tasks.end_frozen_redis()
+            self._record("redis_frozen", worker=REDIS_UNIT, pid=self.tasks.redis.pid)
+            self._apply(self._unit_machine.silent(REDIS_UNIT, REDIS_SILENCE_S))
 
     def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
         """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
@@ -267,6 +265,8 @@ class Supervisor:
             self._heed_stop_request(request)
 
     def _apply(self, actions: Sequence[Action]) -> None:
+        for ended in self._unit_machine.take_verdicts():
+            self.tasks.record(ended)
         signals: dict[bool, list[str]] = {False: [], True: []}
         for action in actions:
             match action:
@@ -326,16 +326,15 @@ class Supervisor:
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         self._ends.judge(end, self._log.state)
         closing = self._ends.machine
-        if closing.is_job_ending:
-            closing.close()  # first of all: we may be killed at any moment
+        if closing.is_job_ending or not closing.goes_on:
+            closing.close()  # first of all: we may be killed at any moment, and another supervisor would begin anew
         self._kill_leftovers()
         if self.extra_jobs is not None:
             self.extra_jobs.close()
         self._destroy_secrets()
         if not closing.goes_on:
-            self._write_page(closing.state)
-        if not closing.is_job_ending:
-            closing.close()
+            write_page(self.directory, closing.state, self._record)
+        closing.close()
         return SupervisorExit.FAILED if closing.state is EndState.FAILED else SupervisorExit.ENDED
 
     def _hear_last_word(self) -> None:
@@ -351,15 +350,3 @@ class Supervisor:
             self.tasks.files.run(lambda: TrialSecrets.destroy(path), path)
         except OSError as error:
             self._record("secrets_not_removed", cause=str(error))
-
-    def _write_page(self, state: EndState) -> None:
-        if not self.directory.metrics_path.exists():
-            return
-        command = own_python("-m", "corral.launcher.page", str(self.directory.path), state)
-        try:
-            subprocess.run(
-                command, check=True, capture_output=True, timeout=_PAGE_TIMEOUT_S, preexec_fn=die_with_parent()
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
-            self._record("page_failed", cause=said.decode(errors="replace")[-2000:])

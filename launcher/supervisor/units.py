@@ -22,7 +22,7 @@ The shell (supervisor.py) owns processes, files and clocks; nothing here does I/
 A task is one worker process. The tasks of one unit share collectives: one dies, all start again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -101,6 +101,8 @@ class _Unit:
     phase: UnitPhase = UnitPhase.WAITING
     running: set[str] = field(default_factory=set)
     exits: list[TaskExit] = field(default_factory=list)
+    unrecorded: list[TaskExit] = field(default_factory=list)
+    """Exits whose explanation may still come: the cluster is asked whether their nodes are lost."""
     start_at: float = 0.0
     started_at: float = 0.0
     restarts: int = 0
@@ -126,38 +128,52 @@ class UnitMachine:
         self._budgets = budgets
         ordered = sorted(units, key=lambda spec: not spec.is_service)  # services first: workers need them at once
         self._units = {spec.name: _Unit(spec, has_nodes=not spec.needs_nodes) for spec in ordered}
+        self._verdicts: list[TaskExit] = []
         self._unit_by_task = {task: unit for unit in self._units.values() for task in unit.spec.tasks}
-        self._signalled: set[str] = set()
+        self._because: dict[str, str] = {}
+        """Why a task was signalled."""
         self._silent_s: dict[str, float] = {}
         self._deadline = float("inf")
         self._stop_reason = ""
         self._outcome = EndState.FAILED
-        self._cause = ""
+        self._cause = self._failed = ""
         self.phase = TrialPhase.RUNNING
 
-    def exited(self, ended: TaskExit, now: float) -> list[Action]:
+    def take_verdicts(self) -> list[TaskExit]:
+        """The ends since the last call, each with what explains it."""
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def exited(self, ended: TaskExit, now: float, *, gone: Collection[str] = ()) -> list[Action]:
         """A task ended, or could not be started.
 
         The shell reads the trial log first (`end_trial`), so that a worker that ends because of Done is no crash.
+
+        Args:
+            gone: tasks whose ends were seen at the same time: nothing that is decided here explains those.
         """
         task, unit = ended.task, self._unit_by_task[ended.task]
         if task not in unit.running:
             return []
         unit.running.discard(task)
-        silent_s = self._silent_s.pop(task, 0.0)
-        unit.exits.append(replace(ended, killed_by_us=task in self._signalled, silent_s=silent_s))
-        self._signalled.discard(task)
+        because = self._because.pop(task, "") or unit.expected_end
+        ended = replace(ended, because=because, silent_s=self._silent_s.pop(task, 0.0))
+        unit.exits.append(ended)
+        unit.unrecorded.append(ended)
+        may_lack_nodes = unit.spec.needs_nodes and self.phase is TrialPhase.RUNNING and not because
+        if not may_lack_nodes:
+            self._record(unit)
         if self.phase in (TrialPhase.TERMINATING, TrialPhase.KILLING):
             return self._end_if_all_gone()
         if ended.returncode in _FINAL and not unit.spec.is_beside:
-            return self._terminate(EndState.FAILED, str(unit.exits[-1]), now)
+            return self._terminate(EndState.FAILED, str(ended), now, failed=task)
         if self.phase is TrialPhase.STOPPING and not unit.spec.is_service:
             return self._exited_while_stopping(unit, now)
         actions: list[Action] = []
         if unit.phase is UnitPhase.RUNNING:
             unit.phase = UnitPhase.CLEARING
             # The rest of a gang waits in a collective that can never finish; commits are atomic, so nothing is lost.
-            actions += self._signal(unit.running, kill=True)
+            actions += self._signal(unit.running.difference(gone), kill=True, because=str(ended))
         if not unit.running:
             actions += self._cleared(unit, now)
         return actions
@@ -268,20 +284,27 @@ class UnitMachine:
             return []
         unit.expected_end = cause
         unit.deadline = now + (KILL_GRACE_S if kill else TERMINATE_GRACE_S)
-        return self._signal(unit.running, kill=kill)
+        return self._signal(unit.running, kill=kill, because=cause)
 
     def _leave(self, unit: _Unit, cause: str, now: float) -> list[Action]:
         unit.phase, unit.start_at, unit.deadline, unit.expected_end = UnitPhase.WAITING, now, float("inf"), ""
+        self._record(unit, because=cause)
         return [UnitNews("unit_left", unit.spec.name, cause)]
+
+    def _record(self, unit: _Unit, *, because: str = "") -> None:
+        """Gives the verdict on each end that has none yet."""
+        self._verdicts += [replace(ended, because=ended.because or because) for ended in unit.unrecorded]
+        unit.unrecorded.clear()
 
     def _overdue(self, unit: _Unit, now: float) -> list[Action]:
         if unit.phase is UnitPhase.CHECKING:
             return self._restart_or_give_up(unit, now) if self.phase is TrialPhase.RUNNING else []
         unit.deadline = now + KILL_GRACE_S  # again and again: what was asked politely, or did not die
-        return self._signal(unit.running, kill=True)
+        return self._signal(unit.running, kill=True, because=unit.expected_end)
 
     def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
         unit.deadline = float("inf")
+        self._record(unit)
         first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
         if now - unit.started_at >= self._budgets.healthy_after_s:
             unit.charged = unit.in_a_row = 0
@@ -295,7 +318,7 @@ class UnitMachine:
             if unit.spec.is_optional or unit.spec.is_beside:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
-            return self._terminate(EndState.FAILED, cause, now)
+            return self._terminate(EndState.FAILED, cause, now, failed=first.task)
         pause_s = growing_pause(unit.in_a_row, first_s=self._budgets.restart_pause_s, longest_s=MAX_PAUSE_S)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
@@ -317,20 +340,24 @@ class UnitMachine:
         reason = f"{self._stop_reason} (without a last checkpoint: {why})"
         return [AppendStop(reason), *self._terminate(EndState.STOPPED, reason, now)]
 
-    def _terminate(self, outcome: EndState, cause: str, now: float, *, kill: bool = False) -> list[Action]:
-        self._outcome, self._cause = outcome, cause
+    def _terminate(
+        self, outcome: EndState, cause: str, now: float, *, kill: bool = False, failed: str = ""
+    ) -> list[Action]:
+        self._outcome, self._cause, self._failed = outcome, cause, failed
+        for unit in self._units.values():
+            self._record(unit)
         if kill:
             return self._kill_all(now)
         self.phase = TrialPhase.TERMINATING
         self._deadline = now + TERMINATE_GRACE_S
         workers = self._all_running(services=False)
-        return self._signal(workers, kill=False) if workers else self._kill_all(now)
+        return self._end_of_trial(workers, kill=False) if workers else self._kill_all(now)
 
     def _kill_all(self, now: float) -> list[Action]:
         self.phase = TrialPhase.KILLING
         self._deadline = now + KILL_GRACE_S
         running = self._all_running()
-        return self._signal(running, kill=True) if running else self._end()
+        return self._end_of_trial(running, kill=True) if running else self._end()
 
     def _end_if_all_gone(self) -> list[Action]:
         if not self._all_running():
@@ -339,16 +366,19 @@ class UnitMachine:
             services = self._all_running()
             # Nothing durable lives in a service, so it needs no grace; the deadline of its killer stays.
             self.phase = TrialPhase.KILLING
-            return self._signal(services, kill=True)
+            return self._end_of_trial(services, kill=True)
         return []
 
     def _end(self) -> list[Action]:
         self.phase = TrialPhase.ENDED
-        return [EndTrial(self._outcome, self._cause)]
+        return [EndTrial(self._outcome, self._cause, self._failed)]
 
-    def _signal(self, tasks: Iterable[str], *, kill: bool) -> list[Action]:
+    def _end_of_trial(self, tasks: Iterable[str], *, kill: bool) -> list[Action]:
+        return self._signal(tasks, kill=kill, because=f"the attempt ends, {self._outcome}")
+
+    def _signal(self, tasks: Iterable[str], *, kill: bool, because: str) -> list[Action]:
         chosen = sorted(tasks)
-        self._signalled.update(chosen)
+        self._because |= dict.fromkeys(chosen, because)
         return [SignalTask(task, kill) for task in chosen]
 
     def _all_running(self, *, services: bool = True) -> set[str]:

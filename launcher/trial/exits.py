@@ -1,12 +1,12 @@
-"""Exit records: one small file per ended worker, so that the first failure can be told from those that followed it.
+"""Exit records: one small file per ended worker, with the verdict of the supervisor's unit machine on that end.
 
-exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, kind, signal, time, node, pid, last_lines
+exits/{attempt}.{kind}-{index}.{n}.json   worker, attempt, returncode, time, node, pid, how, is_consequence, last_lines
 """
 
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -54,7 +54,6 @@ _MEANING_BY_CODE = {
 }
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
-_CONSEQUENCES = (-signal.SIGTERM, WorkerExit.SUPERSEDED, WorkerExit.GANG_BROKEN)
 _MEMORY_EXITS = (-9, 137, 253)
 # slurmstepd's own line, which stands beside any exit code, where the guard was killed, too, or could not write.
 _SLURMS_OWN_LINE = re.compile(r"slurmstepd: error: .*\bdetected \d+ oom[-_ ]kill event", re.IGNORECASE)
@@ -68,34 +67,45 @@ class TaskExit:
     task: str
     returncode: int
     kind: ExitKind = ExitKind.OWN
-    killed_by_us: bool = False
+    pid: int = 0
+    """0 if it was not started."""
+    node: str = ""
+    ended_at: float = 0.0
+    """Unix time."""
     said: str = ""
     """What the task itself put down about its end."""
     silent_s: float = 0.0
     """How long it had given no sign of life when it was killed for that."""
+    because: str = ""
+    """Why the supervisor ended it, or its nodes were gone; "" if it ended by itself or for its silence."""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another task's end explains this one."""
-        return not self.silent_s and (self.killed_by_us or self.returncode == WorkerExit.GANG_BROKEN)
+        """Whether something else explains this end."""
+        return not self.silent_s and (bool(self.because) or self.returncode == WorkerExit.GANG_BROKEN)
 
     @property
     def is_charged(self) -> bool:
         """Whether it counts as a crash of the task."""
         return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
+        """The end in words, without the name of the task."""
         if self.silent_s:
-            return f"{self.task} gave no sign of life for {self.silent_s:.0f} s, and was killed"
+            return f"gave no sign of life for {self.silent_s:.0f} s, and was killed"
         if self.kind is not ExitKind.OWN:
-            return f"{self.task} {_MEANING_BY_KIND[self.kind]}"
+            return _MEANING_BY_KIND[self.kind] + (f" ({self.said})" if self.said else "")
         meaning = f"({self.said})" if self.said else _MEANING_BY_CODE.get(self.returncode, "")
-        return f"{self.task} {exit_text(self.returncode)} {meaning}".rstrip()
+        if self.because:
+            meaning = f"(ended by the supervisor: {self.because})"
+        return f"{exit_text(self.returncode)} {meaning}".rstrip()
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.how}"
 
 
-def record_exit(
-    directory: TrialDirectory, attempt: int, ended: TaskExit, *, pid: int, node: str, ended_at: float
-) -> None:
+def record_exit(directory: TrialDirectory, attempt: int, ended: TaskExit) -> None:
     """Writes down how a worker ended and what it said last.
 
     Raises:
@@ -106,11 +116,13 @@ def record_exit(
         "worker": ended.task,
         "attempt": attempt,
         "returncode": ended.returncode,
-        "kind": ended.kind,
-        "signal": signal_name(ended.returncode),
-        "time": ended_at,
-        "node": node,
-        "pid": pid,
+        "time": ended.ended_at,
+        "node": ended.node,
+        "pid": ended.pid,
+        "how": ended.how,
+        "is_consequence": ended.is_consequence
+        or ended.kind is not ExitKind.OWN
+        or ended.returncode == WorkerExit.SUPERSEDED,
         "last_lines": tail_lines(directory.worker_log(attempt, kind, int(index)), _TAIL_LINES),
     }
     # Earlier exits of the worker have their numbers, also those that another supervisor of the attempt has recorded.
@@ -131,9 +143,11 @@ def read_exits(directory: TrialDirectory) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: float(record["time"]))
 
 
-def is_consequence(record: Mapping[str, Any]) -> bool:
-    """Whether another end explains this one: ended by us, or fenced, or a rank whose peer had died."""
-    return record["returncode"] in _CONSEQUENCES or record.get("kind", ExitKind.OWN) != ExitKind.OWN
+def find_failure(exits: Sequence[Mapping[str, Any]], *, attempt: int, failed: str) -> Mapping[str, Any] | None:
+    """The exit that ended an attempt: the last one of the task that failed, or the last that nothing else explains."""
+    own = [one for one in exits if one.get("attempt") == attempt and one["returncode"]]
+    chosen = [one for one in own if one["worker"] == failed] or [one for one in own if not one.get("is_consequence")]
+    return chosen[-1] if chosen else None
 
 
 def is_out_of_memory(record: Mapping[str, Any]) -> bool:
@@ -148,18 +162,10 @@ def is_out_of_memory(record: Mapping[str, Any]) -> bool:
 
 
 def exit_text(returncode: int) -> str:
-    """signal 9, or exit 3."""
-    return f"signal {-returncode}" if returncode < 0 else f"exit {returncode}"
-
-
-def signal_name(returncode: int) -> str | None:
-    """SIGKILL for -9, None for a plain exit."""
+    """SIGKILL, signal 64, or exit 3."""
     if returncode >= 0:
-        return None
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return exit_text(returncode)
+        return f"exit {returncode}"
+    return next((number.name for number in signal.Signals if number == -returncode), f"signal {-returncode}")
 
 
 def tail_lines(path: Path, most: int) -> list[str]:

@@ -21,6 +21,8 @@ class WorkerLife:
     restarts: int = 0
     exit: str = ""
     """How its last process ended, while no newer one was started."""
+    last_end: str = ""
+    """How the process before ended, or the last one did, with the cause."""
     ended_at: float | None = None
 
 
@@ -84,10 +86,12 @@ class JournalView:
                     incarnation=str(event.get("incarnation") or ""),
                     started_at=float(event["time"]),
                     restarts=before.restarts + (before.started_at is not None),
+                    last_end=before.last_end,
                 )
             elif before is not None and before.started_at is not None and event["event"] == "worker_exited":
                 exit_, ended_at = exit_text(int(event["returncode"])), float(event["time"])
-                lives[event["worker"]] = replace(before, pid=None, exit=exit_, ended_at=ended_at)
+                last_end = str(event.get("how") or exit_)
+                lives[event["worker"]] = replace(before, pid=None, exit=exit_, ended_at=ended_at, last_end=last_end)
         return lives
 
     def given_up(self, workers: Sequence[str]) -> dict[str, str]:

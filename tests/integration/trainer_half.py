@@ -107,7 +107,7 @@ class TrainerTrial:
             context = stack.enter_context(place.context(plan, "master_worker", 0))
             context.names.add(context.keys.weights_in_use(), NOTHING_IN_USE)
             stack.enter_context(_Answering(plan, place, batches, stop_after=stop_after))
-            return run_to_exit_code(MasterWorker(context))
+            return run_to_exit_code(MasterWorker, context)
 
     def metrics(self) -> list[dict[str, Any]]:
         """A line per train step."""
@@ -235,7 +235,7 @@ def _be_rank(plan_json: bytes, place: _Place, rank: int, killed_in_save_of: int 
         install_signal_handlers(context.stopping)
         if killed_in_save_of is not None:
             _die_in_save(context, killed_in_save_of)
-        exit_code = run_to_exit_code(ModelWorker(context))
+        exit_code = run_to_exit_code(ModelWorker, context)
     raise SystemExit(int(exit_code))
 
 

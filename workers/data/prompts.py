@@ -36,7 +36,7 @@ def load_planned_rows(spec: DatasetSpec) -> Dataset:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it has changed since.
+        ChangedInputError: if it has changed since.
     """
     return Dataset.planned(spec)
 

@@ -30,11 +30,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from corral.experiments.errors import ChangedInputError
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import CorruptLogError
-from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.name_resolve.base import NameService
 from corral.name_resolve.errors import NameServiceError
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 SpecType = TypeVar("SpecType", bound=BaseModel)
 Action = Callable[[], Awaitable[None]]
 
+_MAX_WORD_CHARS = 1000
 _NEWS_PAUSE_S = 0.05  # of a gang that registers, or leaves, its watchers hear a few times, not once for each rank
 
 
@@ -303,6 +305,7 @@ def _cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 _ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
     StopRequested: (WorkerExit.DONE, logging.INFO, "%s leaves: asked to stop (%s)"),
+    ChangedInputError: (WorkerExit.BAD_CONFIGURATION, logging.ERROR, "%s cannot work with these inputs: %s"),
     BadConfigurationError: (WorkerExit.BAD_CONFIGURATION, logging.ERROR, "%s cannot work with this configuration: %s"),
     CannotContinueError: (WorkerExit.CANNOT_CONTINUE, logging.ERROR, "%s cannot go on: %s"),
     UserCodeError: (WorkerExit.USER_CODE, logging.ERROR, "%s ends the trial: %s"),
@@ -313,37 +316,43 @@ _ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
 }
 
 
-def run_to_exit_code(worker: Worker) -> WorkerExit:
-    """Run a worker and say how it ended as a WorkerExit."""
-    worker_id = worker.context.worker_id
+def run_to_exit_code(make: Callable[[WorkerContext], Worker], context: WorkerContext) -> WorkerExit:
+    """Make a worker, run it, and say how it ended as a WorkerExit."""
+    worker_id, cause = context.worker_id, ""
     try:
-        worker.run()
+        make(context).run()
     except tuple(_ENDINGS) as error:
         exit_code, level, message = _ENDINGS[type(error)]
         logger.log(level, message, worker_id, error)
-        if exit_code == WorkerExit.USER_CODE:
-            _leave_word(worker.context, str(error))
-        return exit_code
+        cause = str(error)
     except Exception as error:  # the last line of the log must be the cause; the supervisor decides what follows
-        if worker.context.stopping.is_set():
+        if context.stopping.is_set():
             logger.info("%s was interrupted while it stopped:\n%s", worker_id, traceback.format_exc())
             return WorkerExit.DONE
         causes = list(_causes_of(error))
         if (damage := next((cause for cause in causes if isinstance(cause, CorruptLogError)), None)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
-            return WorkerExit.CANNOT_CONTINUE
-        logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
-        return WorkerExit.NO_ROOM if any(map(_is_no_room, causes)) else WorkerExit.ERROR
-    logger.info("%s is done", worker_id)
-    return WorkerExit.DONE
+            exit_code, cause = WorkerExit.CANNOT_CONTINUE, str(damage)
+        else:
+            logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
+            exit_code = WorkerExit.NO_ROOM if any(map(_is_no_room, causes)) else WorkerExit.ERROR
+            cause = f"{type(error).__name__}: {error}"
+    else:
+        logger.info("%s is done", worker_id)
+        return WorkerExit.DONE
+    if exit_code not in (WorkerExit.DONE, WorkerExit.NO_ROOM):
+        leave_word(context.trial, worker_id, SecretFilter(context.secrets.values()).scrub(cause))
+    return exit_code
 
 
-def _leave_word(context: WorkerContext, cause: str) -> None:
-    """The supervisor reads it into the trial's end, where rl-status shows it."""
+def leave_word(trial: TrialDirectory, worker_id: str, cause: str) -> None:
+    """Puts down why a worker ends; the supervisor reads it into its records, and rl-status and rl-logs show it."""
     try:
-        atomic_write(context.trial.last_word_path(context.worker_id), cause.encode())
+        atomic_write(
+            trial.last_word_path(worker_id), " ".join(cause.split())[:_MAX_WORD_CHARS].encode(errors="replace")
+        )
     except OSError as error:
-        logger.warning("%s could not put down why: %s", context.worker_id, error)
+        logger.warning("%s could not put down why: %s", worker_id, error)
 
 
 def _causes_of(error: BaseException) -> Iterator[BaseException]:

@@ -132,7 +132,7 @@ class Evaluations:
     """The book, which servers may answer, and the master that waits for what comes out.
 
     Raises:
-        ValueError: if a file has changed since the trial was submitted.
+        ChangedInputError: if a file has changed since the trial was submitted.
     """
 
     def __init__(self, spec: HeldOutSpec | None) -> None:

@@ -34,7 +34,7 @@ from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, WeightsInUse
 from corral.workers.data.prompts import PlannedPrompts
 from corral.workers.generation.control import ControlClient
-from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
+from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
 from corral.workers.manager.evaluations import Evaluations
 from corral.workers.manager.fleet import Fleet
@@ -78,7 +78,8 @@ class GserverManager(Worker):
         super().__init__(context)
         self._spec = context.specification(GserverManagerSpec)
         rollout = self._spec.rollout
-        prompts = self._load_prompts()
+        self._evaluations = Evaluations(self._spec.held_out)
+        prompts = PlannedPrompts.load(self._spec.dataset)
         self._committed = CommittedLedger(context.trial, prompts.row_ids)
         self._drawn: dict[str, None] | None = None if self._spec.dataset.config.sampler is None else {}
         """The prompts that the trainer has drawn, in order; None where their order is known from the start."""
@@ -118,13 +119,6 @@ class GserverManager(Worker):
         """Those whom no server that is ready has room for."""
         self._serves = asyncio.Event()
         """There is a server, or a version, that was not there when they looked."""
-
-    def _load_prompts(self) -> PlannedPrompts:
-        try:
-            self._evaluations = Evaluations(self._spec.held_out)
-            return PlannedPrompts.load(self._spec.dataset)
-        except (OSError, ValueError) as error:
-            raise BadConfigurationError(str(error)) from error
 
     def run(self) -> None:
         run_async(self._main(), self.context.stopping)

@@ -48,7 +48,7 @@ from corral.workers.delivery.messages import (
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import MemorySpool, Spool
 from corral.workers.episodes.trajectories import version_spans
-from corral.workers.lifecycle.worker import BadConfigurationError, Worker, WorkerContext, run_async
+from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
     Admitted,
     Allocate,
@@ -210,12 +210,9 @@ class RolloutWorker(Worker):
 
     def _load_data(self) -> None:
         spec = self._spec
-        try:
-            self._rows = load_planned_rows(spec.dataset)
-            held_out = {} if spec.held_out is None else spec.held_out.datasets
-            self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
-        except ValueError as error:
-            raise BadConfigurationError(str(error)) from error
+        self._rows = load_planned_rows(spec.dataset)
+        held_out = {} if spec.held_out is None else spec.held_out.datasets
+        self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
         self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from corral.experiments.errors import did_you_mean
+from corral.experiments.errors import ChangedInputError, did_you_mean
 
 
-class ChangedCodeError(ValueError):
+class ChangedCodeError(ChangedInputError):
     """A kept file is not what it was when the trial was submitted or resumed."""
 
 

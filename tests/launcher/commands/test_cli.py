@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
+from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
+from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.commands.submit import create_under_a_free_name
 from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
@@ -251,7 +255,7 @@ def test_rl_logs_shows_lines_paths_and_the_first_failure(make_trial: MakeTrial, 
     path = run("rl-logs", "trial", "master_worker/0", "--path", fileroot=tmp_path)
     assert path.stdout.strip() == str(trial.directory.worker_log(0, "master_worker", 0))
     errors = run("rl-logs", "trial", "--errors", fileroot=tmp_path)
-    assert errors.stdout.startswith("first failure: gserver_manager/0") and "exit 9" in errors.stdout
+    assert errors.stdout.startswith("ended by: gserver_manager/0") and "exit 9" in errors.stdout
     nobody = run("rl-logs", "trial", "critic", fileroot=tmp_path)
     assert nobody.returncode == 3 and "gserver_manager/0" in nobody.stderr
 
@@ -370,6 +374,86 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
     assert start.start(submission) == "7"
     assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
     submission.directory.journal_path.rmdir()
+
+
+def files_of(directory: TrialDirectory) -> dict[str, bytes]:
+    """All that is in a trial's folder, but for locks and what the journal adds."""
+    found = {path.relative_to(directory.path).as_posix(): path for path in directory.path.rglob("*")}
+    return {
+        name: path.read_bytes() if path.is_file() else os.readlink(path).encode() if path.is_symlink() else b""
+        for name, path in found.items()
+        if not name.endswith((".lock", "events.jsonl"))
+    }
+
+
+ENDS_AFTER_IT_HAS_THE_LOCK = (
+    "import sys; from pathlib import Path; from corral.experiments.trial.directory import TrialDirectory; "
+    "from corral.launcher.trial.lock import lock_supervisor; "
+    "lock_supervisor(TrialDirectory(Path(sys.argv[2])), patience_s=5.0, claim_decides=False, job_id=''); "
+    "raise SystemExit('no SimpleQueue')"
+)
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit('no SimpleQueue')", ENDS_AFTER_IT_HAS_THE_LOCK])
+def test_a_resume_that_does_not_start_changes_nothing(
+    code: str, experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "trials"
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["exit 2"]})
+    assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "f", fileroot=root) == 6
+    directory = TrialDirectory(root / "small-grpo" / "f")
+    before, status = files_of(directory), _status_when_final("f", root)
+    assert status is not None
+    monkeypatch.setattr(start, "SUPERVISOR_COMMAND", [sys.executable, "-c", code])
+    assert _submit(monkeypatch, "--resume", "f", "-s", "allocation=hf:d1+fsdp:d2", fileroot=root) == 1
+    assert "the supervisor ended at once: no SimpleQueue" in capsys.readouterr().err
+    assert files_of(directory) == before
+    after = _status_when_final("f", root)
+    assert after is not None
+    assert [(one["state"], one["note"], one["attempt"]) for one in (status, after)] == [
+        ("FAILED", "master_worker/0 exit 2 (it refused its configuration)", 0)
+    ] * 2
+
+
+def test_a_resume_that_the_cluster_refuses_changes_nothing(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(SlurmClient):
+        def submit(self, options: Sequence[str], script: Path) -> str:
+            raise SlurmError("sbatch failed with exit 1: QOSMaxSubmitJobPerUserLimit")
+
+    prepared = prepare.prepare(experiment, _small(tmp_path), trial_name="q", mode="local")
+    plan = prepared.plan.model_copy(update={"mode": "slurm"})
+    submission = replace(prepared, plan=plan, layout=plan_layout(plan))
+    directory = submission.directory
+    start.create(submission)
+    record_attempt(directory, attempt=0, resume=False, mode="slurm")
+    directory.start_attempt_logs(0)
+    write_end(directory, AttemptEndRecord(attempt=0, state="FAILED", cause="boom", then=""))
+    before = files_of(directory)
+    monkeypatch.setattr(start, "cluster_of", lambda mode: SlurmCluster(Refusing()))
+    monkeypatch.setattr(start, "refuse_living", lambda plan, directory: None)
+    with pytest.raises(SlurmError, match="QOSMaxSubmit"):
+        start.start(submission, resume=True)
+    assert files_of(directory) == before
+
+
+def test_a_resume_with_other_data_is_refused_in_the_words_of_the_workers(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "trials"
+    _use_stub_workers(monkeypatch, {"master_worker/0": ["exit 2"]})
+    assert _submit(monkeypatch, experiment, "--local", "--wait", "-n", "f", fileroot=root) == 6
+    directory = TrialDirectory(root / "small-grpo" / "f")
+    (spec,) = RunPlan.from_json(directory.plan_path.read_bytes()).all_of(RolloutWorkerSpec)
+    (data,) = spec.dataset.sources[""].files
+    rows = data.read_text().splitlines(keepends=True)
+    before = files_of(directory)
+    data.write_text("".join(rows[1:]))
+    for arguments in (("--dry-run",), ()):
+        assert _submit(monkeypatch, "--resume", "f", *arguments, fileroot=root) == 2
+        assert "has changed since the trial was submitted" in capsys.readouterr().err
+    assert files_of(directory) == before
 
 
 def test_a_supervisor_that_cannot_start_leaves_no_trial(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.exit_codes import CommandExit
+from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.secrets import TrialSecrets
@@ -221,23 +222,66 @@ def test_a_terminal_is_not_given_what_it_would_obey(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_cause_is_not_a_consequence(directory: TrialDirectory) -> None:
-    for number, (worker, returncode, moment) in enumerate(
-        [
-            ("model_worker/1", 76, 10.0),
-            ("model_worker/0", -9, 10.1),
-            ("master_worker/0", 75, 11.0),
-            ("gserver_manager/0", 0, 1.0),
-        ]
-    ):
-        record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "last_lines": ["boom"]}
-        (directory.exits_path / f"1.{number}.json").write_text(
-            json.dumps(record | {"signal": "SIGKILL" * (returncode == -9) or None})
-        )
+def test_what_another_end_explains_is_no_cause(directory: TrialDirectory) -> None:
+    write_exit(directory, "model_worker/1", 76, 10.0, is_consequence=True)
+    write_exit(directory, "model_worker/0", -9, 10.1, how="SIGKILL", last_lines=["boom"])
+    write_exit(directory, "master_worker/0", 75, 11.0, is_consequence=True)
+    write_exit(directory, "gserver_manager/0", 0, 1.0)
     text = describe_failures(directory, attempt=1)
-    assert text.startswith("first failure: model_worker/0") and "SIGKILL" in text and "  boom" in text
+    assert text.startswith("newest failure: model_worker/0 on n1, SIGKILL") and "  boom" in text
     assert "model_worker/1 exit 76" in text and "gserver_manager" not in text
     assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
+
+
+def write_step(directory: TrialDirectory, moment: float) -> None:
+    with directory.metrics_path.open("a") as file:
+        file.write(json.dumps({"time": moment, "step": 1, "train/tokens": 1}) + "\n")
+
+
+def test_what_ended_the_trial_comes_first_and_what_healed_before_it_is_a_line(directory: TrialDirectory) -> None:
+    write_exit(directory, "generation_server/0", -9, 10.0, how="SIGKILL", last_lines=["loading"])
+    write_event(directory, 12.0, "worker_started", worker="generation_server/0")
+    write_step(directory, 20.0)
+    write_exit(directory, "rollout_worker/0", 2, 70.0, how="exit 2 (data.jsonl has changed)", last_lines=["the end"])
+    write_exit(directory, "master_worker/0", -15, 71.0, is_consequence=True)
+    cause = "rollout_worker/0 exit 2 (data.jsonl has changed)"
+    write_event(directory, 72.0, "trial_ended", state="FAILED", cause=cause, failed="rollout_worker/0")
+    lines = describe_failures(directory, attempt=None).splitlines()
+    assert lines[0].startswith("ended by: rollout_worker/0 on n1, exit 2 (data.jsonl has changed), ")
+    assert lines[1:] == [
+        "  the end",
+        "then:",
+        "  master_worker/0 SIGTERM +1.0s",
+        f"  trial FAILED: {cause} +2.0s",
+        "before:",
+        "  generation_server/0 SIGKILL -60.0s",
+    ]
+
+
+def test_a_failure_has_healed_once_its_worker_runs_again_and_a_step_was_trained(directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (boom)")
+    write_event(directory, 12.0, "worker_started", worker="rollout_worker/0")
+    assert describe_failures(directory, attempt=None).startswith("newest failure: rollout_worker/0")
+    write_step(directory, 20.0)
+    text = describe_failures(directory, attempt=None)
+    assert text.startswith("every failure has healed; the newest first:\n  rollout_worker/0 exit 1 (boom) ")
+
+
+def test_a_stop_and_its_kills_are_not_what_ended_a_later_attempt(directory: TrialDirectory) -> None:
+    write_exit(directory, "master_worker/0", -9, 10.0, attempt=0, is_consequence=True)
+    write_event(directory, 11.0, "trial_ended", attempt=0, state="STOPPED", cause="stopped by me")
+    write_exit(directory, "rollout_worker/0", 2, 70.0, how="exit 2 (no data)")
+    write_event(directory, 72.0, "trial_ended", state="FAILED", cause="", failed="rollout_worker/0")
+    assert describe_failures(directory, attempt=None).startswith("ended by: rollout_worker/0 on n1, exit 2 (no data)")
+
+
+def test_a_supervisor_without_an_end_is_told_with_the_end_of_its_log(directory: TrialDirectory) -> None:
+    record_attempt(directory, attempt=3, resume=False, mode="local")
+    directory.start_attempt_logs(3)
+    (directory.attempt_logs(3) / "supervisor.log").write_text("Traceback ...\nAttributeError: no SimpleQueue\n")
+    lines = describe_failures(directory, attempt=None).splitlines()
+    assert lines[0].startswith("attempt 3 has no end: its supervisor does not run")
+    assert lines[1:] == ["  Traceback ...", "  AttributeError: no SimpleQueue"]
 
 
 def test_what_the_trainer_goes_on_with_is_told_while_it_lasts(directory: TrialDirectory) -> None:
@@ -278,38 +322,38 @@ def test_a_node_that_failed_explains_its_workers_though_they_were_seen_first(dir
     write_event(directory, 35.0, "node_failed", node="n1", cause="does not answer")
     write_event(directory, 36.0, "attempt_ended", state="NODE_FAILED", cause="n1")
     text = describe_failures(directory, attempt=1)
-    assert text.startswith("first failure: node on n1, does not answer")
-    assert "model_worker/0 exit -9 -25.0s" in text and "attempt NODE_FAILED: n1 +1.0s" in text
+    assert text.startswith("newest failure: node on n1, does not answer")
+    assert "model_worker/0 SIGKILL -25.0s" in text and "attempt NODE_FAILED: n1 +1.0s" in text
 
 
 def test_an_end_is_told_once_and_quotes_nothing_that_a_terminal_obeys(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", 1, 10.0, last_lines=["\x1b[2Jbad\x07"])
+    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (\x1b[2Jbad\x07)")
     write_event(directory, 120.0, "attempt_ended", state="TIMED_OUT", cause="the time limit is near")
     write_event(directory, 120.1, "trial_ended", state="TIMED_OUT", cause="the time limit is near; resume it")
     text = describe_failures(directory, attempt=None)
     assert text.count("TIMED_OUT") == 1 and "resume it" in text
-    assert "\x1b" not in text and "  bad\\x07" in text
+    assert "\x1b" not in text and "(bad\\x07)" in text
 
 
-def test_a_failure_long_before_the_end_is_not_blamed_on_it(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", 1, 10.0, last_lines=["ValueError: own fault"])
+def test_a_failure_long_before_the_end_did_not_end_the_attempt(directory: TrialDirectory) -> None:
+    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (own fault)")
     write_event(directory, 9000.0, "attempt_ended", state="PREEMPTED", cause="")
     text = describe_failures(directory, attempt=1)
-    assert text.startswith("first failure: rollout_worker/0") and "own fault" in text
-    assert "attempt PREEMPTED +8990.0s" in text
+    assert text.startswith("ended by: attempt, PREEMPTED, ")
+    assert "before:\n  rollout_worker/0 exit 1 (own fault) -8990.0s" in text
 
 
 @pytest.mark.parametrize("state", ["PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM", "NODE_FAILED"])
 def test_an_end_from_outside_is_a_cause_and_slurms_own_words_are_shown(state: str, directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", -15, 11.0)
+    write_exit(directory, "rollout_worker/0", -15, 11.0, is_consequence=True)
     write_event(directory, 10.0, "attempt_ended", state=state, cause="by SLURM")
     (directory.logs_path / "slurm-7.log").write_text(
         "hello\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
     )
     text = describe_failures(directory, attempt=None)
-    assert text.startswith(f"first failure: attempt, {state}: by SLURM")
+    assert text.startswith(f"ended by: attempt, {state}: by SLURM")
     assert "slurm-7.log | slurmstepd: error" in text and "hello" not in text
-    assert "rollout_worker/0 exit -15 +1.0s" in text
+    assert "rollout_worker/0 SIGTERM +1.0s" in text
 
 
 def test_a_supervisor_that_crashed_is_named_with_its_traceback(directory: TrialDirectory) -> None:
@@ -326,7 +370,7 @@ def test_a_job_that_died_without_any_record_shows_what_slurm_said(directory: Tri
 
 
 def test_running_out_of_memory_is_called_that(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", -9, 10.0, signal="SIGKILL", last_lines=["error: exceeded memory limit"])
+    write_exit(directory, "rollout_worker/0", -9, 10.0, how="SIGKILL", last_lines=["error: exceeded memory limit"])
     assert "SIGKILL, out of memory" in describe_failures(directory, attempt=1)
 
 
@@ -379,9 +423,9 @@ def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make
     directory.start_attempt_logs(0)
     lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), "a last word"]
     directory.worker_log(0, "rollout_worker", 0).write_text("\n".join(lines))
-    ended = TaskExit("rollout_worker/0", 1)
-    record_exit(directory, 0, ended, pid=1, node="here", ended_at=time.time())
-    write_event(directory, 0.0, "worker_failed", attempt=0, cause=f"with {key}")
+    ended = TaskExit("rollout_worker/0", 1, pid=1, node="here", ended_at=time.time(), said=f"failed on {row}")
+    record_exit(directory, 0, ended)
+    write_event(directory, 0.0, "worker_failed", attempt=0, cause=f"with {key}, {row}")
     directory.metrics_path.write_text('{"step": 1}\n')
     directory.samples_path.mkdir()
     (directory.samples_path / "step-00000001-e1-r0.parquet").write_text(said)

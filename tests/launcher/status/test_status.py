@@ -111,7 +111,7 @@ ANSWERED = QueueAnswer(asked_at=NOW)
     ("changes", "state", "words"),
     [
         ({}, "RUNNING", ""),
-        ({"attempt": None}, "UNKNOWN", "never started"),
+        ({"attempt": None}, "UNKNOWN", "rl-submit --resume"),
         ({"ended": {"state": "FAILED", "cause": "oom", "time": NOW}}, "FAILED", "oom"),
         ({"is_supervised": False}, "LOST", "--resume"),
         ({"is_supervised": False, "is_done": True}, "COMPLETE", ""),

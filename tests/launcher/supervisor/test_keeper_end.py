@@ -1,6 +1,10 @@
 """A supervisor that is killed after it has recorded the end: nothing starts again, and nothing else is said."""
 
+import contextlib
 import errno
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,10 +12,13 @@ import pytest
 
 from corral.experiments.trial.attempt_end_record import AttemptEndRecord, Follows, read_end
 from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files import patience
 from corral.launcher.supervisor import keeper
 from corral.launcher.supervisor.keeper import keep
-from tests.launcher.trials import StubTrial
+from tests.launcher.conftest import MakeTrial
+from tests.launcher.trials import StubTrial, wait_until
 
 SUPERVISOR = """
 import os, signal, sys
@@ -56,3 +63,34 @@ def test_files_that_fail_when_a_supervisor_has_died_are_waited_for(
     command = [sys.executable, "-c", SUPERVISOR, str(trial.directory.path), "requeue"]
     assert keep(trial.directory, command=command, max_restarts=3) == 0
     assert (trial.directory.path / "starts").read_text() == "started " and faults == []
+
+
+@pytest.mark.parametrize("behaviour", ["finish 0.2 3", "exit 2"])
+def test_a_supervisor_that_is_killed_once_the_end_is_recorded_leaves_the_rest_to_its_keeper(
+    make_trial: MakeTrial, behaviour: str
+) -> None:
+    trial = make_trial({"master_worker/0": [behaviour]})
+    trial.start()
+    (started,) = trial.wait_for("supervisor_started")
+    wait_until(lambda: read_end(trial.directory, 0), "the end to be recorded")
+    with contextlib.suppress(ProcessLookupError):  # it was faster
+        os.kill(started["pid"], signal.SIGKILL)
+    has_failed = behaviour == "exit 2"
+    assert trial.wait() == has_failed
+    end = read_end(trial.directory, 0)
+    assert end is not None and end.state == ("FAILED" if has_failed else "COMPLETE")
+    assert not trial.directory.secrets_path.exists() and len(trial.events("supervisor_started")) == 1
+    assert bool(trial.events("page_failed")) is not has_failed  # tried where there is a step; stubs have no graph
+    assert trial.processes() == []
+
+
+def test_a_supervisor_whose_predecessor_has_removed_the_secrets_ends_a_trial_that_is_done(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial({"master_worker/0": ["finish 0.2"]})
+    trial.prepare()
+    TrialLog(trial.directory.log_path).claim("job").done()
+    TrialSecrets.destroy(trial.directory.secrets_path)
+    done = subprocess.run(trial.command(), timeout=120, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert trial.ended()["state"] == "COMPLETE" and not trial.directory.secrets_path.exists()

@@ -64,7 +64,7 @@ def test_services_start_before_workers() -> None:
 def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
     machine = started()
     assert machine.exited(TaskExit("rollout_worker/0", -9), 10.0) == [
-        restarting("rollout_worker/0", "rollout_worker/0 signal 9", pause_s=1.0, restarts=1)
+        restarting("rollout_worker/0", "rollout_worker/0 SIGKILL", pause_s=1.0, restarts=1)
     ]
     assert machine.tick(10.5) == []
     assert machine.tick(11.0) == [StartUnit("rollout_worker/0")]
@@ -272,6 +272,73 @@ def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
     assert machine.nodes_lost("generation_server/1", "preempted", 6.0) == [
         UnitNews("unit_left", "generation_server/1", "preempted")
     ]
+
+
+def verdicts(machine: UnitMachine) -> dict[str, tuple[str, bool]]:
+    return {ended.task: (ended.how, ended.is_consequence) for ended in machine.take_verdicts()}
+
+
+def test_the_verdict_on_a_silent_task_is_its_silence() -> None:
+    machine = started()
+    assert machine.silent("rollout_worker/0", 6.0) == [SignalTask("rollout_worker/0", kill=True)]
+    machine.exited(TaskExit("rollout_worker/0", -9), 10.0)
+    assert verdicts(machine) == {"rollout_worker/0": ("gave no sign of life for 6 s, and was killed", False)}
+    assert machine.take_verdicts() == []
+
+
+def test_the_verdict_on_a_peer_names_the_rank_that_died() -> None:
+    machine = started()
+    machine.exited(TaskExit("model_worker/1", 1, said="boom"), 10.0)
+    machine.exited(TaskExit("model_worker/0", -9), 10.1)
+    assert verdicts(machine) == {
+        "model_worker/1": ("exit 1 (boom)", False),
+        "model_worker/0": ("SIGKILL (ended by the supervisor: model_worker/1 exit 1 (boom))", True),
+    }
+
+
+def test_a_rank_that_had_died_before_its_peer_said_so_is_the_cause() -> None:
+    machine = started()
+    ends = [TaskExit("model_worker/0", WorkerExit.GANG_BROKEN), TaskExit("model_worker/1", -9)]
+    actions = [machine.exited(end, 10.0, gone=[one.task for one in ends]) for end in ends]
+    assert actions == [[], [restarting("model_worker", "model_worker/1 SIGKILL", pause_s=1.0, restarts=1)]]
+    assert [(end.task, end.is_consequence) for end in machine.take_verdicts()] == [
+        ("model_worker/0", True),
+        ("model_worker/1", False),
+    ]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_verdict_on_an_end_waits_until_it_is_known_whether_the_nodes_are_lost(is_lost: bool) -> None:
+    machine = with_nodes(MASTER, SERVER)
+    machine.exited(TaskExit("generation_server/1", -9), 1.0)
+    assert machine.take_verdicts() == []
+    if is_lost:
+        machine.nodes_lost("generation_server/1", "preempted", 2.0)
+        how = "SIGKILL (ended by the supervisor: preempted)"
+    else:
+        machine.nodes_stay("generation_server/1", 2.0)
+        how = "SIGKILL"
+    assert verdicts(machine) == {"generation_server/1": (how, is_lost)}
+
+
+def test_no_end_is_without_a_verdict_when_the_trial_ends() -> None:
+    machine = with_nodes(MASTER, SERVER)
+    machine.exited(TaskExit("generation_server/1", -9), 1.0)
+    machine.end_trial(EndState.COMPLETE, "", 2.0)
+    assert verdicts(machine) == {"generation_server/1": ("SIGKILL", False)}
+
+
+def test_what_a_stop_ends_is_its_consequence_and_what_ends_the_trial_is_named() -> None:
+    machine = started()
+    machine.stop_requested(reason="stopped by me", grace_s=0.0, immediately=True, now=1.0)
+    machine.exited(TaskExit("master_worker/0", -9), 1.0)
+    assert verdicts(machine) == {
+        "master_worker/0": ("SIGKILL (ended by the supervisor: the attempt ends, STOPPED)", True)
+    }
+    machine = started()
+    machine.exited(TaskExit("rollout_worker/0", WorkerExit.BAD_CONFIGURATION, said="no data"), 1.0)
+    ends = [machine.exited(TaskExit(task, 0), 2.0) for unit in UNITS for task in unit.tasks]
+    assert EndTrial(EndState.FAILED, "rollout_worker/0 exit 2 (no data)", "rollout_worker/0") in ends[-1]
 
 
 def test_an_exit_is_a_crash_if_slurm_does_not_answer() -> None:

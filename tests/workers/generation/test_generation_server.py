@@ -56,7 +56,7 @@ class Rig:
         """The worker's exit code."""
         secrets = TrialSecrets.load(self.trial.secrets_path)
         with worker_context(self.plan, "generation_server", names=self.names, secrets=secrets) as context:
-            exit_code = run_to_exit_code(GenerationServer(context))
+            exit_code = run_to_exit_code(GenerationServer, context)
             self.said = context.presence.snapshot()
             """Last, of itself."""
             return exit_code

@@ -98,7 +98,7 @@ def test_the_exit_code_says_whether_a_restart_would_help(
         raise error
 
     monkeypatch.setattr(master, "_main", fail)
-    assert run_to_exit_code(master) == exit_code
+    assert run_to_exit_code(lambda _: master, master.context) == exit_code
 
 
 def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master: MasterWorker) -> None:
@@ -106,7 +106,7 @@ def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master
         def run(self) -> NoReturn:
             raise ExceptionGroup("tasks", [ExceptionGroup("inner", [CorruptLogError("slot 2 is no entry")])])
 
-    assert run_to_exit_code(Follower(master.context)) == WorkerExit.CANNOT_CONTINUE
+    assert run_to_exit_code(Follower, master.context) == WorkerExit.CANNOT_CONTINUE
 
 
 class UnreachableGang:

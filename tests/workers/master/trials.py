@@ -200,7 +200,7 @@ def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: py
     """A start of the master, until it leaves; its exit code."""
     monkeypatch.setattr(master_worker, "TrainerGang", gang)
     with context_of(plan, trial, "master_worker") as context:
-        return run_to_exit_code(MasterWorker(context))
+        return run_to_exit_code(MasterWorker, context)
 
 
 @contextmanager

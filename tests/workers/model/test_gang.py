@@ -64,7 +64,7 @@ def test_other_gpus_than_planned_end_a_worker_with_an_exit_of_its_own(tmp_path: 
             self.context.check_gpus(seen)
 
     with context_of(*trial_of(tmp_path, "groups.model_worker.scheduling.gpu=1"), "model_worker") as context:
-        assert run_to_exit_code(Computing(context)) is WorkerExit.WRONG_DEVICES
+        assert run_to_exit_code(Computing, context) is WorkerExit.WRONG_DEVICES
 
 
 def test_a_rank_that_is_slower_than_setup_may_be_ends_no_gang_that_has_joined_and_is_seen(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ class RolloutRig:
         deadline.start()
         try:
             with self.worker() as worker:
-                return run_to_exit_code(worker)
+                return run_to_exit_code(lambda _: worker, worker.context)
         finally:
             deadline.cancel()
 
