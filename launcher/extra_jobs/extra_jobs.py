@@ -140,7 +140,7 @@ class ExtraJobs:
         except OSError as error:
             logger.warning("cannot touch %s: %s", path, error)
 
-    # In the thread, which alone touches the book.
+    # In the thread, which alone changes the book.
 
     def _take_turn(self, now: float) -> None:
         while self._wishes:

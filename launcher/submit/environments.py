@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.experiment import Experiment
@@ -18,7 +19,7 @@ from corral.experiments.inputs.environment_tasks import find_environment
 from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.worker_specs import DatasetSpec, GenerationServerSpec, RolloutWorkerSpec
+from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
 
 T = TypeVar("T")
 
@@ -46,23 +47,18 @@ def check_inputs(plan: RunPlan) -> None:
         ConfigError: with the words of the workers.
     """
     problems = []
-    specs = {spec.sha256: spec for worker in plan.workers for spec in _parts(worker, DatasetSpec)}
+    specs = {str(spec.sources): spec for worker in plan.workers for spec in _parts(worker, DatasetSpec)}
     for spec in specs.values():
         try:
             Dataset.planned(spec)
         except (OSError, ValueError) as error:
             problems.append(ConfigProblem(*split_remedy(str(error))))
-    for directory in dict.fromkeys([*plan.master.initial_weights.values(), *_served(plan)]):
+    for directory in dict.fromkeys(model.path for worker in plan.workers for model in _parts(worker, ModelConfig)):
         if read_config(directory) is None:
             hint = "put the old folder back, or submit a new trial"
             problems.append(ConfigProblem(f"model {directory} cannot be read any more: it has no config.json", hint))
     if problems:
         raise ConfigError(problems)
-
-
-def _served(plan: RunPlan) -> Iterator[Path]:
-    yield from (server.initial_weights for server in plan.all_of(GenerationServerSpec))
-    yield from (worker.tokenizer for worker in plan.all_of(RolloutWorkerSpec))
 
 
 def _parts(value: object, kind: type[T]) -> Iterator[T]:

@@ -92,6 +92,8 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             if -returncode in child.heard:
                 # It was asked to stop before it could listen: its successor is told.
                 unheard = ["--signalled", signal.Signals(-returncode).name]
+            elif directory.stop_request_path.exists():
+                unheard = []  # it was heard, and said so: told again it would mean that the end cannot wait
             resumes_at = time.monotonic() + growing_pause(budget.in_a_row, first_s=_PAUSE_S, longest_s=_MAX_PAUSE_S)
             while not wake.has_signals() and (left_s := resumes_at - time.monotonic()) > 0:  # a signal is for the next
                 wake.wait(left_s)

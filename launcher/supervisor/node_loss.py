@@ -142,6 +142,10 @@ class NodeLoss:
         self._expected_ends |= {*relocation.moves, *relocation.without_room}
         return replace(relocation, why_over=why_over(self._steps, relocation.without_room))
 
+    def started(self, worker: str) -> None:
+        """It runs on another node from here on: that its node left explains no end any more."""
+        self._expected_ends.discard(worker)
+
     def explains_end(self, worker: str) -> bool:
         """Whether the exit of a worker, told once, is explained by the loss of its node."""
         is_expected = worker in self._expected_ends

@@ -277,6 +277,8 @@ class Supervisor:
                     elif unit.partition("/")[0] != TRACKER:  # trackers have no record in Redis
                         for task in self._tasks_by_unit[unit]:
                             self._silence.started(task)
+                            if self.node_loss is not None:
+                                self.node_loss.started(task)
                 case SignalTask(task, kill):
                     signals[kill].append(task)
                 case UnitNews(event, unit, cause, fields):

@@ -164,6 +164,21 @@ def test_a_worker_that_has_ended_is_not_ready_though_its_lease_lasts() -> None:
     assert status.state == "DEGRADED" and "restarting on n1 after signal 9" in status.note
 
 
+def test_a_worker_that_restarts_shows_how_it_ended_and_what_to_type() -> None:
+    how = "exit 80 (the plan gives rollout_worker/1 1 GPU, and it sees 0)"
+    events = [
+        {"time": NOW - 9, "event": "worker_started", "attempt": 0, "worker": "rollout_worker/1", "node": "n1"},
+        {"time": NOW - 5, "event": "worker_exited", "worker": "rollout_worker/1", "returncode": 80, "how": how},
+        {"time": NOW - 3, "event": "worker_started", "attempt": 0, "worker": "rollout_worker/1", "node": "n1"},
+    ]
+    life = JournalView(events, 0).lives(["rollout_worker/1"])
+    status = describe(
+        dataclasses.replace(HEALTHY, lives=HEALTHY.lives | life, records=with_record("rollout_worker/1", None))
+    )
+    assert status.state == "DEGRADED" and status.note == f"rollout_worker/1 restarting on n1 after {how}"
+    assert f"\nnext       rl-logs {status.experiment}/{status.trial} --errors\n" in render_trial(status)
+
+
 def test_tables_show_trials_and_workers_without_obeying_what_they_quote() -> None:
     status = describe(dataclasses.replace(HEALTHY, ended={"state": "FAILED", "cause": "a\x1b[2J\nb", "time": NOW}))
     table = render_trials([status])

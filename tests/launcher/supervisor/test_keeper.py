@@ -2,7 +2,9 @@
 
 import sys
 
+from corral.launcher.files.patience import PATIENCE_S
 from corral.launcher.supervisor.keeper import keep
+from corral.launcher.supervisor.signs_of_life import START_S
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from tests.launcher.conftest import MakeTrial
 
@@ -21,3 +23,8 @@ os.kill(os.getpid(), 9)
     assert not trial.directory.secrets_path.exists()
     assert [event["returncode"] for event in trial.events("supervisor_died")] == [-9, -9]
     assert trial.ended()["state"] == "FAILED"
+
+
+def test_a_supervisor_has_longer_to_start_than_it_waits_for_the_cluster() -> None:
+    waits = ("the address of its node", "the end of earlier steps")
+    assert START_S > len(waits) * PATIENCE_S

@@ -275,6 +275,8 @@ def test_who_moves_starts_elsewhere_and_one_exit_of_each_is_expected() -> None:
     assert loss.host_of(found.moves["rollout_worker/0"]) == "n3"
     assert [loss.explains_end("generation_server/0") for _ in range(2)] == [True, False]
     assert not loss.explains_end("model_worker/0")
+    loss.started("rollout_worker/0")  # it had not run when its node left, or its end has been seen
+    assert not loss.explains_end("rollout_worker/0")
 
 
 def test_a_second_loss_counts_what_the_first_one_moved() -> None:
