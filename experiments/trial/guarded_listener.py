@@ -145,7 +145,9 @@ class GuardedListener:
 
     def _refuse(self, other_end: Any) -> None:
         """Close a connection that has not proven anything, and count it unless it has ended before."""
-        self.refused[self._port] += self._end(other_end)
+        if not self._end(other_end):
+            return
+        self.refused[self._port] += 1
         if time.monotonic() - self._told >= _LOG_INTERVAL_S:
             self._told = time.monotonic()
             logger.warning("%s", told_refusals())

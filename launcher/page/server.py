@@ -9,6 +9,7 @@ Other users of this host reach its loopback, and so do web sites in a browser th
 import asyncio
 import hmac
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.launcher.page.render import render_page
 
 _REFRESH_S = 5.0
@@ -44,6 +46,7 @@ class PageServer:
         self._token = secrets.token_urlsafe(24)
         self._data, self._next_read_at = b"", float("-inf")
         self._reading = asyncio.Lock()
+        self._guard = GuardedListener()
 
     async def serve(self, tell: Callable[[str, int], None], *, port: int = 0) -> None:
         """Serves until it is cancelled.
@@ -60,12 +63,15 @@ class PageServer:
         app.router.add_get("/{token}/data", self._newest)
         runner = web.AppRunner(app, access_log=None)  # addresses hold the token
         await runner.setup()
+        assert runner.server is not None
         try:
-            await web.TCPSite(runner, _LOOPBACK, port).start()
-            own = int(runner.addresses[0][1])
+            listener = socket.create_server((_LOOPBACK, port))
+            own = int(listener.getsockname()[1])
+            self._guard.listen(listener, runner.server)
             tell(f"http://{_LOOPBACK}:{own}/{self._token}/", own)
             await asyncio.Event().wait()
         finally:
+            self._guard.close()
             await runner.cleanup()
 
     @web.middleware
@@ -75,6 +81,7 @@ class PageServer:
         given = request.path.split("/")[1]
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             raise web.HTTPNotFound(text="there is no such page; the address that rl-view has told is complete\n")
+        self._guard.prove(request.transport)
         response = await handler(request)
         response.headers.update(_HEADERS)
         response.enable_compression()  # it may come through a thin tunnel

@@ -70,6 +70,8 @@ def test_what_shows_no_key_in_time_is_closed_and_counted_and_what_shows_one_stay
     async def act(port: int) -> None:
         ports.append(port)
         reader, writer = await shown_key(port)
+        _, leaving = await asyncio.open_connection("127.0.0.1", port)  # by itself, before it would be refused
+        leaving.close()
         silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
         assert await silent.read() == b""
         silent_writer.close()
