@@ -41,6 +41,7 @@ from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironme
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.policy_problems import policy_problems
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (
     BehaviourSpec,
@@ -57,6 +58,7 @@ from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
 
+_SHOWS_TOOLS = ("corral.agents:tools", "corral.workers.agents.tools:tools")
 _BASE_OF_ADAPTER = "base"  # no version is written like this
 
 
@@ -299,6 +301,8 @@ class AsyncPPOExperiment(PolicyExperiment):
         yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
         yield from check_judge(self.rollout.judge, self.parsed_allocation)
         yield from self._episode_problems() if self.rollout.makes_episodes else ()
+        if self.rollout.agent in _SHOWS_TOOLS and not self.rollout.agent_settings.get("call"):
+            yield from _problems_of_shown_tools(self.length_limits().prompts)
         if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):
             yield ConfigProblem(
                 f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {self.ppo.advantage} something: "
@@ -389,3 +393,14 @@ class AsyncPPOExperiment(PolicyExperiment):
                 asked_mb=task.mem,
                 otherwise="" if self.weights.place == "shared" else otherwise,
             )
+
+
+def _problems_of_shown_tools(prompts: PromptEncoder) -> Iterator[ConfigProblem]:
+    """A model whose chat template cannot show it the tools of the agent `tools`, or cannot write calls of them."""
+    hint = "set rollout.agent_settings.call to the pattern of a call in text, or use a model whose template has tools"
+    try:
+        lacking = prompts.chat.lacks_for_tools
+    except ValueError as error:
+        lacking = split_remedy(str(error))[0]
+    if lacking:
+        yield ConfigProblem(f"the agent calls tools: {lacking}", hint, path=("rollout", "agent_settings"))

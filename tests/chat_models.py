@@ -5,6 +5,8 @@ llama   <bos><|head|>role<|body|>\n\ncontent<|eot|>   an answer that is a call i
 """
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -123,6 +125,26 @@ def write_chat_tokenizer(directory: Path, form: str | None) -> Path:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCABULARY[end]]}))
     if not (directory / "config.json").exists():
         (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": len(VOCABULARY)}))
+    return directory
+
+
+def write_template_model(directory: Path, template: str, *, ends: Sequence[str], begin: str = "<bos>") -> Path:
+    """A model of one token a byte with a template whose marks <|x|> and the like are special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(dict.fromkeys([begin, *ends, *re.findall(r"<\|/?[a-z_]+\|>", template)])))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in ("<think>", "</think>")])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": ends[0]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(template)
+    eos = [tokenizer.token_to_id(end) for end in ends]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    sizes = {"model_type": "qwen2", "vocab_size": tokenizer.get_vocab_size()}
+    (directory / "config.json").write_text(json.dumps(sizes))
     return directory
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from transformers.utils import get_json_schema
 
 from corral.agents import (
     Episode,
@@ -106,6 +107,54 @@ def test_the_tool_has_a_schema_and_answers_calls() -> None:
     assert asked("meaning", word="hill") == "KeyError: 'hill'"
     assert asked("meaning", words="hill").startswith("TypeError: ")
     assert asked("means", word="hill") == "LookupError: there is no tool 'means'; there are meaning"
+
+
+def weather(
+    city: str,
+    days: int | None = None,
+    mode: Literal["short", "long"] = "short",
+    tags: list[str] | None = None,
+    by: dict[str, float] | None = None,
+    at: int | str = 0,
+    *,
+    deep: bool = False,
+) -> str:
+    """The weather.
+
+    More of it.
+
+    Args:
+        city: where
+            it is
+        days: from now on
+        mode: how much
+        tags: what of
+        by: how it counts
+        at: when
+        deep: all of it
+    """
+    return f"{city} {days} {mode} {tags} {by} {at} {deep}"
+
+
+def test_the_schema_of_a_function_is_that_of_transformers() -> None:
+    reference = get_json_schema(weather)["function"]["parameters"]
+    schema = schema_of(weather)["function"]
+    assert schema["description"] == "The weather."
+    assert schema["parameters"] == reference
+
+
+def test_parameters_that_a_model_cannot_name_are_not_shown() -> None:
+    def look(city: str, *rest: str, **more: object) -> str:
+        """Look.
+
+        Args:
+            city (str): where
+        """
+        return f"{city} {rest} {more}"
+
+    schema = schema_of(look)["function"]
+    city = {"type": "string", "description": "where"}
+    assert schema["parameters"] == {"type": "object", "properties": {"city": city}, "required": ["city"]}
 
 
 def test_the_judge_of_groups_prefers_fewer_turns() -> None:

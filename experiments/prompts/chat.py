@@ -13,6 +13,7 @@ spoken again, there is no bridge: the conversation has to be rendered anew, and 
 """
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -23,16 +24,25 @@ from typing import Any
 from corral.experiments.prompts.chat_template import ASKED, ChatTemplate, has_template
 from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
 from corral.experiments.prompts.template_probes import (
+    CALLS,
+    RESULTS,
     SAID,
+    SEVERAL_CALLS,
     THOUGHT,
+    TOOLS,
     ToolCallForm,
     around_answer,
+    end_of_call,
     reasoning_marks,
     stand_in_for,
     tool_call_form,
+    unwritten,
 )
 from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
+
+_OTHER = "\ue000"  # of no text
+_ALONE = "write each answer as a row of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,8 @@ class ChatRenderer:
     """What stands around it; None for a template that knows of none."""
     begins_reasoning: bool
     """Whether the prompt ends with what stands before it."""
+    unwritten: frozenset[str] = frozenset()
+    """What the template leaves out of a conversation."""
 
     @classmethod
     def of_model(
@@ -110,10 +122,14 @@ class ChatRenderer:
 
     @classmethod
     def _of_template(cls, template: ChatTemplate, tokenizer: Any, ends: Sequence[int]) -> "ChatRenderer":
-        stops = dict.fromkeys(ends)
+        stops, added = dict.fromkeys(ends), tokenizer.get_added_tokens_decoder()
         behind = tokenizer.encode(around_answer(template)[1], add_special_tokens=False).ids
-        if behind and behind[0] in tokenizer.get_added_tokens_decoder():
+        if behind and behind[0] in added and not stops.keys() & set(behind):
             stops[behind[0]] = None
+        if stops.keys() & set(behind):  # so that answers with calls end with a token of their own as well
+            behind = tokenizer.encode(end_of_call(template).rstrip(), add_special_tokens=False).ids
+            if behind and behind[-1] in added and not stops.keys() & set(behind):
+                stops[behind[-1]] = None
         reasoning = reasoning_marks(template)
         return cls(
             template,
@@ -122,15 +138,24 @@ class ChatRenderer:
             tool_calls=tool_call_form(template, ends=[tokenizer.id_to_token(stop) for stop in stops]),
             reasoning=reasoning,
             begins_reasoning=reasoning is not None and template.render([ASKED]).rstrip().endswith(reasoning[0]),
+            unwritten=unwritten(template),
         )
 
+    @property
+    def lacks_for_tools(self) -> str:
+        """Why a model is never told of tools, or its calls are not found; empty if nothing lacks."""
+        if TOOLS in self.unwritten:
+            return "the model's chat template shows no tools"
+        return "" if self.tool_calls else "the model's chat template writes calls in no form that is known"
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """A conversation from its beginning, up to where the model is to answer.
+        """A conversation from its beginning, up to where the model is to answer; behind what it says already, if the
+        last message is the assistant's.
 
         Raises:
-            ValueError: if the template refuses it.
+            ValueError: if the template refuses it, or leaves something of it out.
         """
-        return self._encode(self.template.render(plain_messages(messages), tools=tools))
+        return self._encode(self._asked(plain_messages(messages), tools=tools))
 
     def render_learned(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), num_given: int = 0
@@ -145,17 +170,32 @@ class ChatRenderer:
             ValueError: if the template refuses it, or does not write down what the assistant says where it is to.
         """
         plain = plain_messages(messages)
+        self._check_written(plain, tools)
         text = self.template.render(plain, tools=tools, asks=False)
-        spans, end = [], 0
-        for number, message in enumerate(plain):
-            if message["role"] == "assistant":
-                start = self._start_of_answer(text, plain[:number], tools=tools, after=end)
-                end = self._first_end(text, start)[1]
-                spans += [(start, end)] if number >= num_given else []
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        ids, tokens = list(encoding.ids), list(zip(encoding.ids, encoding.offsets, strict=True))
+        spans, end = list[tuple[int, int]](), 0
+        for number, message in enumerate(plain[num_given:], num_given):
+            if message["role"] != "assistant":
+                continue
+            first, last = self._place_of(text, plain, number, tools=tools)
+            start = self._start_of_answer(text, plain[:number], tools=tools, after=end, limit=first)
+            bound = self._place_of(text, plain, number + 1, tools=tools)[0] if number + 1 < len(plain) else len(text)
+            behind = [(token, span) for token, span in tokens if span[1] > last and span[0] < bound]
+            ends = [span for token, span in behind if token in self.stop_token_ids]
+            # Where an answer of the history ends otherwise than the last one, it is with a mark of the same kind.
+            ends += [span for token, span in behind if token in self.tokenizer.get_added_tokens_decoder()]
+            if not ends and number + 1 < len(plain):
+                raise ValueError(f"the model's chat template ends an answer with no token of its own; {_ALONE}")
+            if not ends:
+                ids.append(self._end_behind(text, plain, tools=tools))
+            end = ends[0][1] if ends else len(text)
+            if not _is_said(message, text[start:end]):
+                raise ValueError(f"the model's chat template does not write what messages[{number}] says; change it")
+            spans.append((start, end))
         # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
-        is_said = [any(start <= first < end for start, end in spans) for first, _ in encoding.offsets]
-        return list(encoding.ids), is_said
+        is_said = [any(start <= first < end for start, end in spans) for _, (first, _) in tokens]
+        return ids, is_said + [True] * (len(ids) - len(is_said))
 
     def bridge(
         self,
@@ -186,7 +226,9 @@ class ChatRenderer:
         asked = self.template.render(before, tools=tools)
         stand_in = stand_in_for(answer)
         following = plain_messages(messages) if messages else []
-        text = self.template.render([*before, stand_in, *following], tools=tools)
+        text = self._asked([*before, stand_in, *following], tools=tools, continues=bool(following))
+        if history and not _is_said(answer, self.template.render([*before, answer, *following], tools=tools)):
+            return None  # the template leaves out some of it, such as thoughts that it knows and nobody else does
         end, _ = self._first_end(text, len(asked))
         if not text.startswith(asked) or end == len(text):
             return None
@@ -220,7 +262,8 @@ class ChatRenderer:
         if tools and self.tool_calls is not None:
             with suppress(RecursionError):  # nested so deep is no call: Python reads no such JSON
                 content, found = self.tool_calls.find(content, tools=tools)
-        calls = [replace(call, id=_call_id(num_before, output_ids, at)) for at, call in enumerate(found)]
+        ids = (call.id or _call_id(num_before, output_ids, at) for at, call in enumerate(found))
+        calls = [replace(call, id=call_id) for call, call_id in zip(found, ids, strict=True)]
         return AssistantMessage(content, reasoning, tuple(calls), text)
 
     def _without_reasoning(self, text: str) -> tuple[str, str]:
@@ -229,6 +272,9 @@ class ChatRenderer:
             return "", text
         begin, end = self.reasoning
         thought, closes, rest = text.partition(end)
+        is_begun = self.begins_reasoning or text.lstrip().startswith(begin)
+        if not is_begun and self.tool_calls is not None and self.tool_calls.begin and self.tool_calls.begin in thought:
+            return "", text  # it is an argument of a call that ends it
         if not closes and not self.begins_reasoning and not text.lstrip().startswith(begin):
             return "", text
         return thought.lstrip().removeprefix(begin).strip("\n"), rest.lstrip("\n")
@@ -247,22 +293,89 @@ class ChatRenderer:
         begin, end = map(self._decode(ids).rfind, self.reasoning)
         return begin > end
 
+    def _asked(self, plain: list[dict[str, Any]], *, tools: Sequence[ToolSchema], continues: bool = True) -> str:
+        """A conversation up to where the model is to say something; raises as `render`.
+
+        Args:
+            continues: whether it goes on with the last message, if that is the assistant's.
+        """
+        self._check_written(plain, tools)
+        *before, last = plain
+        if not continues or last["role"] != "assistant" or last.get("tool_calls"):
+            return self.template.render(plain, tools=tools)
+        text = self.template.render(
+            [*before, {**last, "content": last["content"] + SAID + " "}], tools=tools, asks=False
+        )
+        begun, is_written, behind = text.rpartition(SAID)
+        if not is_written:
+            raise ValueError("the model's chat template does not write what the last message begins; leave it out")
+        return begun if behind.startswith(" ") else begun.rstrip()
+
+    def _check_written(self, plain: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        num_calls = max((len(message.get("tool_calls", ())) for message in plain), default=0)
+        has = {
+            CALLS: num_calls > 0,
+            SEVERAL_CALLS: num_calls > 1,
+            RESULTS: any(message["role"] == "tool" for message in plain),
+            TOOLS: bool(tools),
+        }
+        for what, is_there in has.items():
+            if is_there and what in self.unwritten:
+                raise ValueError(
+                    f"the model's chat template does not write {what}; leave them out, or use another model"
+                )
+
+    def _place_of(
+        self, text: str, plain: list[dict[str, Any]], number: int, *, tools: Sequence[ToolSchema]
+    ) -> tuple[int, int]:
+        """Where in a conversation stands what a message says, and its calls: where the text differs from that with
+        other words in their place."""
+        message = {
+            **plain[number],
+            "content": _OTHER if plain[number]["content"] or not plain[number].get("tool_calls") else "",
+        }
+        if "tool_calls" in message:
+            function = {"name": _OTHER, "arguments": {_OTHER: _OTHER}}
+            message["tool_calls"] = [{**call, "function": function} for call in message["tool_calls"]]
+        other = self.template.render([*plain[:number], message, *plain[number + 1 :]], tools=tools, asks=False)
+        first = len(os.path.commonprefix([text, other]))
+        return first, max(first, len(text) - len(os.path.commonprefix([text[::-1], other[::-1]])))
+
     def _start_of_answer(
-        self, text: str, before: list[dict[str, Any]], *, tools: Sequence[ToolSchema], after: int
+        self, text: str, before: list[dict[str, Any]], *, tools: Sequence[ToolSchema], after: int, limit: int
     ) -> int:
-        """Where in a conversation the answer to these messages begins; `after` is the end of the one before."""
+        """Where in a conversation the answer to these messages begins.
+
+        Args:
+            after: the end of the answer before.
+            limit: where what it says begins.
+        """
         asked = self.template.render(before, tools=tools)
         if text.startswith(asked):
             return len(asked)
         # The template writes earlier turns otherwise now, such as without their reasoning.
         begins = asked.removeprefix(self.template.render(before, tools=tools, asks=False))
-        found = text.find(begins, after) if begins else -1
+        found = text.rfind(begins, after, limit) if begins else -1
         if found < 0:
             raise ValueError(
                 "the model's chat template does not begin an answer in a conversation as it does behind a prompt, so "
-                "what the assistant says cannot be told from the rest; write each answer as a row of its own"
+                f"what the assistant says cannot be told from the rest; {_ALONE}"
             )
         return found + len(begins)
+
+    def _end_behind(self, text: str, plain: list[dict[str, Any]], *, tools: Sequence[ToolSchema]) -> int:
+        """What the last answer is to end with where the template writes nothing: what the next message begins with."""
+        call = (plain[-1].get("tool_calls") or [None])[-1]
+        following = ASKED
+        if call is not None:
+            following = {
+                "role": "tool",
+                "tool_call_id": call.get("id", ""),
+                "name": call["function"]["name"],
+                "content": SAID,
+            }
+        behind = self.template.render([*plain, following], tools=tools, asks=False).removeprefix(text)
+        return next((token for token in self._encode(behind) if token in self.stop_token_ids), self.stop_token_ids[0])
 
     def _first_end(self, text: str, start: int) -> tuple[int, int]:
         """Where the first of the tokens that end answers begins and ends; where there is none, the text does."""
@@ -287,6 +400,15 @@ def find_renderer(
         ValueError: if it has one that cannot be used.
     """
     return ChatRenderer.of_model(directory, tokenizer, arguments=arguments) if has_template(directory) else None
+
+
+def _is_said(message: Message, text: str) -> bool:
+    """Whether a text has what a message says, reasoning aside, and the names of what it calls."""
+    said = [
+        message["content"].rpartition("</think>")[2],
+        *(call["function"]["name"] for call in message.get("tool_calls", ())),
+    ]
+    return all(one.strip() in text for one in said)
 
 
 def _call_id(num_before: int, output_ids: Sequence[int], number: int) -> str:

@@ -23,10 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from corral.experiments.prompts.messages import Message, ToolSchema, json_text, with_text_arguments
 from corral.experiments.prompts.tokens import read_settings
-from corral.experiments.prompts.tool_calls import PROBE
+from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_TOOL, call_of
 from corral.experiments.regular_file import read_regular
 
 ASKED = {"role": "user", "content": "q"}
+_PROBED_QUESTION = {"role": "user", "content": "probed question"}
 _GIVEN = ("messages", "tools", "add_generation_prompt")  # to each template, by what renders
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -40,6 +41,8 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
     takes_text_arguments: bool = False
     """Whether it wants the arguments of calls as JSON text, as OpenAI has them; most templates want objects."""
+    takes_parts: bool = False
+    """Whether it reads the content of messages only where that is a list of parts."""
     reads: frozenset[str] = frozenset()
     """Names of the variables that it reads."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -69,10 +72,11 @@ class ChatTemplate:
         tokens = {name: _text_of(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
         reads = set[str]().union(*(find_undeclared_variables(environment.parse(one)) for one in sources.values()))
         template = cls(templates, tokens, reads=frozenset(reads - set(_GIVEN))).with_arguments(arguments)
-        if template._can_show_a_call():
-            return template
+        if not template._shows([_PROBED_QUESTION]) and replace(template, takes_parts=True)._shows([_PROBED_QUESTION]):
+            template = replace(template, takes_parts=True)
+        called = [_PROBED_QUESTION, call_of(PROBED_ARGUMENTS)]
         other = replace(template, takes_text_arguments=True)
-        return other if other._can_show_a_call() else template
+        return other if not template._shows(called) and other._shows(called) else template
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
         """The same, with these arguments over its own.
@@ -84,6 +88,11 @@ class ChatTemplate:
             known = ", ".join(sorted(self.reads - set(_SPECIAL_TOKENS))) or "none"
             raise ValueError(f"the model's chat template takes no argument {unread[0]!r}; it takes: {known}")
         return replace(self, arguments={**self.arguments, **arguments})
+
+    @property
+    def probed_tools(self) -> Sequence[ToolSchema]:
+        """What a conversation with calls is shown beside, so that the template for such conversations writes it."""
+        return (PROBED_TOOL,) if "tool_use" in self.templates else ()
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), asks: bool = True) -> str:
         """A conversation as text.
@@ -98,6 +107,8 @@ class ChatTemplate:
         template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
         if self.takes_text_arguments:
             messages = [with_text_arguments(message) for message in messages]
+        if self.takes_parts:
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
             text = template.render(
                 {**self.special_tokens, **self.arguments},
@@ -106,15 +117,14 @@ class ChatTemplate:
                 add_generation_prompt=asks,
             )
             return text.encode(errors="replace").decode()  # a half of a surrogate pair is no character
-        except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _can_show_a_call(self) -> bool:
+    def _shows(self, messages: Sequence[Message]) -> bool:
         try:
-            self.render([ASKED, PROBE])
+            return _PROBED_QUESTION["content"] in self.render(messages, tools=self.probed_tools)
         except ValueError:
             return False
-        return True
 
 
 class _GenerationBlocks(Extension):

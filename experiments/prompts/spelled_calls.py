@@ -3,20 +3,37 @@
     <function=add>{"a": 1}</function>          [TOOL_CALLS]add[ARGS]{"a": 1}          name, then JSON
     <tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>      name, then each
     <tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>
+    <|calls|>[add(a=1, b='x')]<|end|>      <|call>add{a:1,b:<|"|>x<|"|>}<call|>      name, then a list in brackets
 
-Which marks these are shows in a call that is known. Spaces and line breaks between them may be any.
+Which marks these are shows in a call that is known. Spaces and line breaks between them may be any; those of a value
+are its own, but for those that the template puts around each.
 """
 
+import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from corral.experiments.prompts.messages import ToolSchema
-from corral.experiments.prompts.tool_calls import PROBED_ARGUMENTS, PROBED_NAME, ToolCall
+from corral.experiments.prompts.tool_calls import (
+    PROBED_ARGUMENTS,
+    PROBED_NAME,
+    PROBED_NUMBER,
+    ToolCall,
+    find_marked,
+    spaced,
+)
 
-_NAME = r"([^\s<>\[\]{}\"'|=]+)"
+_MOST_BRACKETS = 64  # of a value as Python writes it; each that may close it is tried
+_NAME = r"[^\s<>\[\](){}\"'|=]+"
+_MARKS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]|[^\s<>\[\]]+")
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_TYPE_WORDS = {kind.__name__: word for kind, word in _TYPES.items()}  # that schemas have in place of JSON's
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,75 +42,202 @@ class _Parameters:
 
     begin: str
     middle: str
-    """Between its name and its value."""
+    """Between its name and a value that is text."""
+    other_middle: str
+    """The same where the value is no text."""
+    around: tuple[str, str]
+    """Spaces that the template puts before and behind each value."""
     end: str
+    quotes: bool
+    """Whether text is written as JSON, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """Arguments in brackets, as in a program."""
+
+    middle: str
+    """Between a name and its value."""
+    close: str
+    quote: str
+    """Around text, which is written as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpelledCallForm:
     """How one model writes a call."""
 
-    wrapper: str
-    """What stands before the first of several."""
+    around: tuple[str, str]
+    """What stands before the first call of an answer, and behind the last one."""
     begin: str
     after_name: str
     end: str
-    parameters: _Parameters | None
-    """None where arguments are JSON."""
+    arguments: _Parameters | _Listed | None
+    """None where they are JSON."""
+    has_ids: bool = False
+    """Whether what stands where the name does is the call's id, such as functions.add:0."""
 
     def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """What an answer says before its calls, and the calls; the whole text and none if one is malformed."""
-        said, *pieces = text.split(self.begin)
-        properties = {tool["function"]["name"]: _properties(tool) for tool in tools}
+        """What an answer says besides its calls, and the calls; the whole text and none if one is malformed."""
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        before, behind = ("".join(rf"(?:\s*{spaced(mark)})?" for mark in _MARKS.findall(text)) for text in self.around)
+        # Numbers behind a name are those of the call: its place, or its id.
+        before_id, begins_id, rest = re.split(r"([^\s<>\[\]]*)\Z", self.begin, maxsplit=1)
+        behind_id, after = re.fullmatch(r"([^\s<>\[\]({]*)(.*)", self.after_name, re.DOTALL).groups()  # type: ignore[union-attr]
+        numbered = [re.sub(r"\d+", lambda _: r"\w+", spaced(part)) for part in (behind_id, after)]
+        named = rf"(?P<id>{re.escape(begins_id)}(?P<name>{_NAME})\s*{numbered[0]})\s*{numbered[1]}"
+        named = named + r"\s*" if self.arguments is None else named
+
+        def read(text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
+            calls, at, pattern = list[ToolCall](), begin.start("id"), re.compile(named)
+            while found := pattern.match(text, at):
+                given, at = self._arguments(text, found.end(), schemas.get(found["name"]))
+                calls.append(ToolCall(found["name"], given, found["id"] if self.has_ids else ""))
+                if not isinstance(self.arguments, _Listed) or not (comma := re.compile(r"\s*,\s*").match(text, at)):
+                    break
+                at = comma.end()
+            end = re.compile(rf"\s*{spaced(self.end)}").match(text, at)
+            if end is None or not calls:
+                raise ValueError(f"no call: {text[begin.start() :]}")
+            return calls, end.end()
+
         try:
-            calls = [self._call(piece, properties) for piece in pieces]
+            return find_marked(
+                text,
+                re.compile(rf"{spaced(before_id)}\s*(?={re.escape(begins_id)})(?P<id>)"),
+                read,
+                around=(before, behind),
+            )
         except ValueError:
             return text, []
-        return (said.rstrip().removesuffix(self.wrapper).strip(), calls) if calls else (text, [])
 
-    def _call(self, piece: str, properties: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-        # Numbers are those of the call: its place, or its id.
-        after_name = re.sub(r"\d+", lambda match: r"\w+", _spaced(self.after_name))
-        named = re.match(rf"\s*{_NAME}\s*{after_name}\s*", piece)
-        if named is None or (self.end and self.end not in piece):
-            raise ValueError(f"no call: {piece}")
-        name = named.group(1)
-        body = piece[named.end() :]
-        if self.parameters is None:
-            arguments, _ = json.JSONDecoder().raw_decode(body)
+    def _arguments(self, text: str, at: int, schema: object) -> tuple[dict[str, Any], int]:
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        if isinstance(self.arguments, _Listed):
+            return _Listing(self.arguments, text).pairs(at)
+        if self.arguments is None:
+            arguments, at = json.JSONDecoder().raw_decode(text, at)
             if not isinstance(arguments, dict):
-                raise ValueError(f"no arguments: {body}")
-            return ToolCall(name, arguments)
-        marks = self.parameters
-        pattern = rf"{_spaced(marks.begin)}\s*(.+?)\s*{_spaced(marks.middle)}(.*?){_spaced(marks.end)}"
-        found = re.findall(pattern, body, re.DOTALL)
-        known = properties.get(name, {})
-        return ToolCall(name, {key: _value(text.strip("\n"), known.get(key)) for key, text in found})
+                raise ValueError(f"no arguments: {arguments}")
+            return arguments, at
+        marks, given = self.arguments, dict[str, Any]()
+        middle = rf"(?:(?P<text>{spaced(marks.middle)})|{spaced(marks.other_middle)})"
+        # A value may have the mark of its end in it, which nothing follows that follows a value.
+        behind = "|".join(
+            [*map(spaced, [marks.begin, *([self.end] if self.end else _MARKS.findall(self.around[1]))]), r"\Z"]
+        )
+        one = re.compile(
+            rf"\s*{spaced(marks.begin)}\s*(?P<key>.+?)\s*{middle}(?P<value>.*?){spaced(marks.end)}(?=\s*({behind}))",
+            re.DOTALL,
+        )
+        while found := one.match(text, at):
+            value = found["value"].removeprefix(marks.around[0]).removesuffix(marks.around[1])
+            is_text = marks.middle != marks.other_middle and found["text"] is not None
+            own = {"type": "string"} if is_text else known.get(found["key"])
+            given[found["key"]] = _value(value, own, schema, quotes=marks.quotes and not is_text)
+            at = found.end()
+        return given, at
 
 
-def spelled_form_in(text: str) -> SpelledCallForm | None:
-    """The form of a template that writes `PROBE` as this text; None if it is in another one."""
+class _Listing:
+    """Reads arguments in brackets."""
+
+    def __init__(self, marks: _Listed, text: str) -> None:
+        self._marks, self._text = marks, text
+        self._middle = re.compile(
+            rf"\s*(?:{re.escape(marks.quote)})?({_NAME}?)(?:{re.escape(marks.quote)})?\s*{re.escape(marks.middle)}\s*"
+        )
+
+    def pairs(self, at: int, close: str = "") -> tuple[dict[str, Any], int]:
+        """Names and values up to the bracket that closes them, and the place behind it."""
+        close, given = close or self._marks.close, dict[str, Any]()
+        while not (found := self._match(rf"\s*{re.escape(close)}", at)):
+            key = self._middle.match(self._text, at)
+            if key is None:
+                raise ValueError(f"no arguments: {self._text[at:]}")
+            given[key[1]], at = self._value(key.end(), close)
+            at = found.end() if (found := self._match(r"\s*,\s*", at)) else at
+        return given, found.end()
+
+    def _value(self, at: int, close: str) -> tuple[Any, int]:
+        text, quote = self._text, self._marks.quote
+        if text.startswith(quote, at):
+            ends = (one.start() for one in re.finditer(re.escape(quote), text[at + len(quote) :]))
+            for end in (at + len(quote) + one for one in ends):
+                behind = end + len(quote)
+                follows = self._match(r"\s*,\s*", behind)
+                is_next = follows and (close == "]" or self._middle.match(text, follows.end()))
+                if is_next or self._match(rf"\s*{re.escape(close)}", behind):
+                    return text[at + len(quote) : end], behind
+            raise ValueError(f"no value: {text[at:]}")
+        if text[at : at + 1] in ("[", "{"):
+            with suppress(ValueError):
+                return json.JSONDecoder().raw_decode(text, at)
+            for bracket in islice(re.finditer(r"[\]}]", text[at:]), _MOST_BRACKETS):
+                with suppress(ValueError, SyntaxError, MemoryError):
+                    return ast.literal_eval(text[at : at + bracket.end()]), at + bracket.end()
+            if text[at] == "{":
+                return self.pairs(at + 1, "}")
+            values, at = list[Any](), at + 1
+            while not (found := self._match(r"\s*\]", at)):
+                value, at = self._value(at, "]")
+                values.append(value)
+                at = comma.end() if (comma := self._match(r"\s*,\s*", at)) else at
+            return values, found.end()
+        bare = self._match(r"[^,\s\[\](){}]+", at)
+        if bare is None:
+            raise ValueError(f"no value: {text[at:]}")
+        return _value(bare[0], None, None, quotes=True), bare.end()
+
+    def _match(self, pattern: str, at: int) -> re.Match[str] | None:
+        return re.compile(pattern).match(self._text, at)
+
+
+def spelled_form_in(text: str, *, other: str = "", has_ids: bool = False) -> SpelledCallForm | None:
+    """The form of a template that writes a call of `PROBED_NAME` as this text; None if it is in another one.
+
+    Args:
+        other: how it writes the call with a number in place of the text.
+    """
     before, name, rest = text.partition(PROBED_NAME)
-    at = max(before.rfind("<"), before.rfind("["))
-    if not name or at < 0:
+    ((key, value),) = PROBED_ARGUMENTS.items()
+    listed = re.match(rf"([({{]){key}(\W)\s*(\S+?){value}\3([)}}])", rest)
+    at = before.rfind("<") if listed else max(before.rfind("<"), before.rfind("["))
+    if at < 0:
+        at = len(before) - len(before.split()[-1]) if before.split() else at
+    if not name or at < 0 or not before[at:].strip():
         return None
-    wrapper, begin = before[:at].split(), before[at:].strip()
+    wrapper, begin = "".join(before[:at].split()[-1:]), before[at:].strip()
+    if listed:
+        marks = _Listed(listed[2], listed[4], listed[3])
+        return SpelledCallForm((wrapper, ""), begin, listed[1], rest[listed.end() :].strip(), marks, has_ids)
     for start in (match.start() for match in re.finditer("{", rest)):
         try:
-            value, end = json.JSONDecoder().raw_decode(rest, start)
+            said, end = json.JSONDecoder().raw_decode(rest, start)
         except ValueError:
             continue
-        if value == PROBED_ARGUMENTS and rest[:start].strip():
-            return SpelledCallForm("".join(wrapper[-1:]), begin, rest[:start].strip(), _first_mark(rest[end:]), None)
-    ((key, value),) = PROBED_ARGUMENTS.items()
+        if said == PROBED_ARGUMENTS and rest[:start].strip():
+            end_of_call = _first_mark(rest[end:])
+            around = wrapper, rest[end:].lstrip().removeprefix(end_of_call)
+            return SpelledCallForm(around, begin, rest[:start].strip(), end_of_call, None, has_ids)
     before_key, has_key, after_key = rest.partition(key)
     middle, has_value, after = after_key.partition(value)
+    quotes = middle.endswith('"') and after.startswith('"')
+    middle, after = (middle[:-1], after[1:]) if quotes else (middle, after)
     at, end_of_value = before_key.rfind("<"), _first_mark(after)
     if not has_key or not has_value or at < 0 or not middle.strip() or not end_of_value:
         return None
-    marks = _Parameters(before_key[at:].strip(), middle.strip(), end_of_value)
-    end_of_call = _first_mark(after.partition(end_of_value)[2])
-    return SpelledCallForm("".join(wrapper[-1:]), begin, before_key[:at].strip(), end_of_call, marks)
+    has_other, other_middle = str(PROBED_NUMBER) in other, other.partition(key)[2].partition(str(PROBED_NUMBER))[0]
+    other_middle = other_middle if has_other else middle
+    spaces = middle[len(middle.rstrip()) :], after[: len(after) - len(after.lstrip())]
+    parameters = _Parameters(
+        before_key[at:].strip(), middle.strip(), other_middle.strip(), spaces, end_of_value, quotes
+    )
+    behind = after.partition(end_of_value)[2].lstrip()
+    end_of_call = _first_mark(behind)
+    around = wrapper, behind.removeprefix(end_of_call)
+    return SpelledCallForm(around, begin, before_key[:at].strip(), end_of_call, parameters, has_ids)
 
 
 def _first_mark(text: str) -> str:
@@ -101,22 +245,53 @@ def _first_mark(text: str) -> str:
     return found.group(1) if found else ""
 
 
-def _spaced(marks: str) -> str:
-    """A pattern of marks with any spaces between them."""
-    return r"\s*".join(map(re.escape, marks.split()))
-
-
-def _properties(tool: ToolSchema) -> Mapping[str, Any]:
-    parameters = tool["function"].get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def _value(text: str, schema: object) -> Any:
-    """What a text stands for: itself where the tool wants text, else the JSON that it is, if it is one."""
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
+def _value(text: str, schema: object, root: object, *, quotes: bool) -> Any:
+    """What a text stands for by the schema of its argument: itself, JSON, or a constant of Python's, in which many
+    templates write what is no text."""
+    kinds = set(_kinds(schema, root))
+    if kinds == {"string"} and not quotes:
         return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    for value in _readings(text, quotes=quotes):
+        own = "null" if value is None else _TYPES[type(value)]
+        if not kinds or own in kinds or (own == "integer" and "number" in kinds) or (own == "string" and quotes):
+            return value
+    return text if "string" in kinds or not kinds else next(_readings(text, quotes=quotes), text)
+
+
+def _readings(text: str, *, quotes: bool) -> Iterator[Any]:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if quotes or not isinstance(value, str):
+            yield value
+    if (word := text.strip()) in _PYTHON_WORDS:
+        yield _PYTHON_WORDS[word]
+    if word.startswith(("[", "{")):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(word)
+            if isinstance(value, list | dict):
+                yield value
+
+
+def _kinds(schema: object, root: object) -> Iterator[str]:
+    """The types of JSON that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found != schema:
+            yield from _kinds(found, root)
+    given = schema.get("type")
+    for kind in given if isinstance(given, list) else [given]:
+        word = _TYPE_WORDS.get(str(kind).lower(), str(kind).lower())
+        if word in _TYPES.values() or word == "null":
+            yield word
+    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())] if given is None else ():
+        yield "null" if value is None else _TYPES.get(type(value), "string")
+    if schema.get("nullable"):
+        yield "null"
+    for several in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(several) or ():
+            yield from _kinds(one, root)

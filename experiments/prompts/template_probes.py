@@ -5,19 +5,33 @@ reasoning ───► its text ──► what stands around it
 an answer ───► its text ──► what ends it
 """
 
+import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from corral.experiments.prompts.chat_template import ASKED, ChatTemplate
 from corral.experiments.prompts.spelled_calls import SpelledCallForm, spelled_form_in
-from corral.experiments.prompts.tool_calls import PROBE, JsonCallForm, json_form_in
+from corral.experiments.prompts.tool_calls import (
+    PROBED_ARGUMENTS,
+    PROBED_ID,
+    PROBED_NAME,
+    PROBED_NUMBER,
+    PROBED_TOOL,
+    JsonCallForm,
+    call_of,
+    json_form_in,
+)
 
 ToolCallForm = JsonCallForm | SpelledCallForm
+CALLS, SEVERAL_CALLS, RESULTS, TOOLS = "calls of tools", "more than one call of an answer", "tools' results", "tools"
 SAID, THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"
+_MIXED = {"a": "x\n", "b": 1, "c": True, "d": {"e": [None, "y"]}, "f": False}
 _THINK = ("<think>", "</think>")
 _MARK = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
-_LAST_MARK, _FIRST_MARK = re.compile(_MARK + r"\s*\Z"), re.compile(r"\A\s*" + _MARK)
+_LAST_MARK, _FIRST_MARK = re.compile(r"((?:<[^<>\s]+>|\[[^\[\]\s]+\])\w*)\s*\Z"), re.compile(r"\A\s*" + _MARK)
 
 
 def stand_in_for(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,18 +63,69 @@ def reasoning_marks(template: ChatTemplate) -> tuple[str, str] | None:
     return None if THOUGHT in template.render([ASKED, within, ASKED], asks=False) else _THINK
 
 
+def end_of_call(template: ChatTemplate) -> str:
+    """What a template writes behind the last call of a conversation; empty if it writes no calls."""
+    try:
+        text = template.render([ASKED, call_of(PROBED_ARGUMENTS)], tools=template.probed_tools, asks=False)
+    except ValueError:
+        return ""
+    return text.rpartition(next(iter(PROBED_ARGUMENTS.values())))[2]
+
+
+def unwritten(template: ChatTemplate) -> frozenset[str]:
+    """Which of calls, several calls, results and tools a template leaves out of a conversation."""
+    asked, called = {"role": "user", "content": SAID}, call_of(PROBED_ARGUMENTS)
+    twice = call_of(PROBED_ARGUMENTS, dict.fromkeys(PROBED_ARGUMENTS, THOUGHT))
+    result = {"role": "tool", "tool_call_id": PROBED_ID, "name": PROBED_NAME, "content": THOUGHT}
+    (value,) = PROBED_ARGUMENTS.values()
+    shown = {
+        CALLS: ([asked, called], value),
+        SEVERAL_CALLS: ([asked, twice], THOUGHT),
+        RESULTS: ([asked, called, result], THOUGHT),
+    }
+    missing = set()
+    for what, (messages, text) in shown.items():
+        with suppress(ValueError):  # what it refuses, it does not leave out
+            if text not in template.render(messages, tools=template.probed_tools):
+                missing.add(what)
+    with suppress(ValueError):
+        if template.render([asked], tools=[PROBED_TOOL]) == template.render([asked]):
+            missing.add(TOOLS)
+    return frozenset(missing)
+
+
 def tool_call_form(template: ChatTemplate, *, ends: Collection[str]) -> ToolCallForm | None:
-    """How a template writes calls; None if in no form that is known.
+    """How a template writes calls; None if in no form that is known, or if it cannot be read back in that form.
 
     Args:
         ends: the texts of what ends an answer.
     """
-    begun = around_answer(template)[0].rstrip()
-    try:
-        text = template.render([ASKED, PROBE], asks=False)
-    except ValueError:
+    called = partial(_called, template, ends=ends)
+    text = called(PROBED_ARGUMENTS)
+    if has_ids := PROBED_NAME not in text and PROBED_ID in text:
+        called = partial(called, call_id=f"functions.{PROBED_NAME}:0")
+        text = called(PROBED_ARGUMENTS)
+    number = called(dict.fromkeys(PROBED_ARGUMENTS, PROBED_NUMBER))
+    form = json_form_in(text) or spelled_form_in(text, other=number, has_ids=has_ids)
+    if form is None:
         return None
-    behind = text.removeprefix(begun)
-    end = min((at for each in ends if (at := behind.find(each)) >= 0), default=len(behind))
-    called = behind[:end]
-    return (json_form_in(called) or spelled_form_in(called)) if text.startswith(begun) else None
+    for each in ([_MIXED], [PROBED_ARGUMENTS, _MIXED]):
+        text = called(*each)
+        read = form.find(text, tools=[PROBED_TOOL])[1]
+        if text.count(PROBED_NAME) >= len(each) and [call.arguments for call in read] != each:
+            return None
+    return form
+
+
+def _called(template: ChatTemplate, *each: Mapping[str, Any], ends: Collection[str], call_id: str = PROBED_ID) -> str:
+    """What an answer is that calls `PROBED_NAME`; empty if the template does not write it."""
+    tools = template.probed_tools
+    try:
+        asked = template.render([ASKED], tools=tools)
+        text = template.render([ASKED, call_of(*each, call_id=call_id)], tools=tools, asks=False)
+    except ValueError:
+        return ""
+    both = re.sub(r"<[^>]*\Z", "", os.path.commonprefix([asked, text]))  # not in the middle of a mark
+    behind = text[len(both) :]
+    start = max(behind.find(PROBED_NAME), 0)
+    return behind[: min((at for each in ends if (at := behind.find(each, start)) >= 0), default=len(behind))]

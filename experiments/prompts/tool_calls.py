@@ -10,17 +10,29 @@ stays in the text.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from corral.experiments.prompts.messages import ToolSchema
 
 PROBED_NAME, PROBED_ARGUMENTS = "probed_function", {"probed_key": "probed_value"}
-_CALL = {"id": "123456789", "type": "function", "function": {"name": PROBED_NAME, "arguments": PROBED_ARGUMENTS}}
-PROBE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-"""An answer that calls a function, which templates are shown."""
+PROBED_NUMBER, PROBED_ID = 1234567, "123456789"  # nine characters, as Mistral's templates want an id
+PROBED_TOOL = {
+    "type": "function",
+    "function": {"name": PROBED_NAME, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 begins a call with it, or does not
+
+
+def call_of(*each: Mapping[str, Any], call_id: str = PROBED_ID) -> dict[str, Any]:
+    """An answer that calls a function that is known with each of these arguments, which templates are shown."""
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": PROBED_NAME, "arguments": arguments}}
+        for arguments in each
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,10 @@ class JsonCallForm:
     """What stands before the JSON of a call; empty if an answer is a call or none."""
     end: str
     name_key: str
+    """Empty where the name itself is the key of the arguments."""
     arguments_key: str
+    before_name: str | None = None
+    """What stands before the name where it comes in front of `begin` as well; None where it does not."""
 
     def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """What an answer says besides its calls, and the calls; the whole text and none if one is malformed.
@@ -57,46 +72,49 @@ class JsonCallForm:
         """
         try:
             if self.begin:
-                return self._marked(text)
-            calls = list(self._calls(text.strip().removeprefix(_PYTHON_TAG)))
+                names = "|".join(re.escape(tool["function"]["name"]) for tool in tools)
+                name = "" if self.before_name is None else rf"{spaced(self.before_name)}({names})\s*"
+                return find_marked(text, re.compile(name + spaced(self.begin)), self._read)
+            whole = text.strip().removeprefix(_PYTHON_TAG)
+            calls, end = self._calls(whole, 0)
         except ValueError:
             return text, []
-        names = {tool["function"]["name"] for tool in tools}
-        return ("", calls) if calls and all(call.name in names for call in calls) else (text, [])
+        known = {tool["function"]["name"] for tool in tools}
+        is_call = end == len(whole) and all(call.name in known for call in calls)
+        return ("", calls) if is_call else (text, [])
 
-    def _marked(self, text: str) -> tuple[str, list[ToolCall]]:
-        said, *marked = text.split(self.begin)
-        calls: list[ToolCall] = []
-        for piece in marked:
-            body, _, after = piece.partition(self.end) if self.end else (piece, "", "")
-            calls += self._calls(body)
-            said += after
-        return (said.strip(), calls) if calls else (text, [])
+    def _read(self, text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
+        calls, at = self._calls(text, begin.end())
+        end = re.compile(rf"\s*{spaced(self.end)}").match(text, at)
+        if end is None and text[at:].strip():
+            raise ValueError(f"no call: {text[begin.start() :]}")
+        return calls, end.end() if end else at
 
-    def _calls(self, text: str) -> Iterator[ToolCall]:
-        """Of JSON objects, or lists of them, one after the other.
+    def _calls(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        """Of JSON objects, or lists of them, one after the other; and where they end.
 
         Raises:
             ValueError: if anything is no call.
         """
-        rest = text.strip()
-        while rest:
-            value, end = json.JSONDecoder().raw_decode(rest)
-            for call in value if isinstance(value, list) else [value]:
-                yield self._call(call)
-            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+        calls: list[ToolCall] = []
+        while not calls or text.startswith("{", _behind(r"[\s;,]*", text, at)):
+            value, at = json.JSONDecoder().raw_decode(text, _behind(r"[\s;,]*", text, at))
+            calls += [self._call(call) for call in (value if isinstance(value, list) else [value])]
+        return calls, _behind(r"\s*", text, at)
 
     def _call(self, value: Any) -> ToolCall:
-        name, arguments = (
-            (value.get(self.name_key), value.get(self.arguments_key)) if isinstance(value, dict) else ("", 0)
-        )
+        name, arguments = None, None
+        if isinstance(value, dict) and self.name_key:
+            name, arguments = value.get(self.name_key), value.get(self.arguments_key)
+        elif isinstance(value, dict) and len(value) == 1:
+            ((name, arguments),) = value.items()
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise ValueError(f"no call: {value}")
         return ToolCall(name, arguments)
 
 
 def json_form_in(text: str) -> JsonCallForm | None:
-    """The form of a template that writes `PROBE` as this text; None if it is no JSON."""
+    """The form of a template that writes a call of `PROBED_NAME` as this text; None if it is no JSON."""
     decoder = json.JSONDecoder()
     for start in (index for index, character in enumerate(text) if character in "[{"):
         try:
@@ -107,7 +125,42 @@ def json_form_in(text: str) -> JsonCallForm | None:
         if not isinstance(call, dict):
             continue
         keys = [key for wanted in (PROBED_NAME, PROBED_ARGUMENTS) for key, given in call.items() if given == wanted]
+        keys = ["", ""] if call == {PROBED_NAME: PROBED_ARGUMENTS} else keys
         if len(keys) == 2:
             before, after = text[:start].split(), text[end:].split()
-            return JsonCallForm(before[-1] if before else "", after[0] if after else "", *keys)
+            in_front, is_named, begin = (before[-1] if before else "").rpartition(PROBED_NAME)
+            before_name = in_front if is_named else None
+            return JsonCallForm(begin, after[0] if after else "", keys[0], keys[1], before_name)
     return None
+
+
+def find_marked(
+    text: str,
+    begin: re.Pattern[str],
+    read: Callable[[str, re.Match[str]], tuple[list[ToolCall], int]],
+    *,
+    around: tuple[str, str] = ("", ""),
+) -> tuple[str, list[ToolCall]]:
+    """What an answer says besides calls that begin with a mark, and the calls.
+
+    Args:
+        read: gives the calls behind a mark, and where they end; ValueError if they are malformed.
+        around: patterns of what may stand before and behind calls, and is no part of what is said.
+    """
+    said, calls, at = [""], list[ToolCall](), 0
+    while found := begin.search(text, at):
+        here, end = read(text, found)
+        said[-1] += re.sub(rf"{around[0]}\s*\Z", "", text[at : found.start()])
+        calls, at = calls + here, _behind(rf"{around[1]}\s*[;,]?", text, end)
+        said.append("")
+    return ("".join([*said, text[at:]]).strip(), calls) if calls else (text, [])
+
+
+def spaced(marks: str) -> str:
+    """A pattern of marks with any spaces between them."""
+    return r"\s*".join(map(re.escape, marks.split()))
+
+
+def _behind(pattern: str, text: str, at: int) -> int:
+    found = re.compile(pattern).match(text, at)
+    return found.end() if found else at

@@ -825,6 +825,12 @@ CONTRADICTION_CASES = (
 
 FILE_CASES = (
     BrokenCase(
+        name="agent-with-tools-on-a-template-that-shows-none",
+        overrides=("rollout.agent=corral.agents:tools", "rollout.agent_settings={tools: [my:tool]}"),
+        files={"model/chat_template.jinja": "{{ messages[0].content }}="},
+        words=("rollout.agent_settings", "the model's chat template shows no tools", "agent_settings.call"),
+    ),
+    BrokenCase(
         name="argument-of-the-template-misspelled",
         overrides=("dataset.chat_template_kwargs={enable_thinkng: false}",),
         files={"model/chat_template.jinja": "{{ messages[0].content }}{{ '?' if enable_thinking }}="},

@@ -13,39 +13,67 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from corral.workers.agents.contract import Message, Outcome, Task, ToolCall, Turn
 from corral.workers.agents.session import Session
 
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+_LISTS = (list, tuple, set, frozenset, Sequence)
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Tool = Callable[..., Any]
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """A function as chat templates show it: name, first paragraph of its docstring, parameters with their types.
+    """A function as chat templates show it: name, first paragraph of its docstring, parameters with their types and
+    what `Args:` says of them. Parameters like *rest and **more are not shown: a model cannot name them.
 
     Example:
         schema_of(calculator)["function"]["parameters"]["required"] == ["expression"]
     """
-    hints = get_type_hints(tool)
-    parameters = inspect.signature(tool).parameters
-    properties = {name: _type_of(hints.get(name)) for name in parameters}
+    hints, text = get_type_hints(tool), inspect.getdoc(tool) or ""
+    parameters = {name: one for name, one in inspect.signature(tool).parameters.items() if one.kind not in _OPEN}
+    properties = {name: _type_of(hints.get(name)) | _described(text, name) for name in parameters}
     required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     return {
         "type": "function",
         "function": {
             "name": tool.__name__,
-            "description": (inspect.getdoc(tool) or "").partition("\n\n")[0],
+            "description": re.split(r"\n\n|\n *Args:", text)[0].strip(),
             "parameters": {"type": "object", "properties": properties, "required": required},
         },
     }
 
 
 def _type_of(hint: Any) -> dict[str, Any]:
-    known = _JSON_TYPES.get(get_origin(hint) or hint)
-    return {} if known is None else {"type": known}
+    """The schema of a type; empty for one that JSON does not know."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _type_of(inner[0])
+    if kind is Literal:
+        types = {_JSON_TYPES[type(value)] for value in inner if type(value) in _JSON_TYPES}
+        return ({"type": next(iter(types))} if len(types) == 1 else {}) | {"enum": list(inner)}
+    if kind in (Union, UnionType):
+        given = [_type_of(one) for one in inner if one is not NoneType]
+        optional = {"nullable": True} if NoneType in inner else {}
+        several = {"type": [one["type"] for one in given]} if all(one.keys() == {"type"} for one in given) else {}
+        return (given[0] if len(given) == 1 else several or {"anyOf": given}) | optional
+    if kind in _LISTS:
+        items = _type_of(inner[0]) if inner else {}
+        return {"type": "array"} | ({"items": items} if items else {})
+    if kind in (dict, Mapping):
+        values = _type_of(inner[1]) if len(inner) == 2 else {}
+        return {"type": "object"} | ({"additionalProperties": values} if values else {})
+    return {"type": _JSON_TYPES[kind]} if kind in _JSON_TYPES else {}
+
+
+def _described(docstring: str, name: str) -> dict[str, str]:
+    """What `Args:` of a docstring in Google's form says of a parameter."""
+    _, _, arguments = docstring.partition("Args:\n")
+    found = re.search(rf"^( +){name}(?: *\([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", arguments, re.MULTILINE)
+    return {"description": " ".join(found[2].split())} if found else {}
 
 
 async def run_tool(by_name: Mapping[str, Tool], call: ToolCall) -> str:

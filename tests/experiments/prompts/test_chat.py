@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.messages import plain_messages
-from tests.chat_models import ADD, CHARACTERS, ENDS, TEMPLATES, ids_of, write_chat_tokenizer
+from tests.chat_models import ADD, CHARACTERS, ENDS, TEMPLATES, ids_of, write_chat_tokenizer, write_template_model
 
 RENDERERS: dict[str, ChatRenderer] = {}
 REFERENCES: dict[str, Any] = {}
@@ -49,7 +49,9 @@ _CONVERSATIONS = st.builds(
 @given(messages=_CONVERSATIONS, tools=st.sampled_from([[], [ADD]]))
 @settings(max_examples=60, deadline=None)
 def test_messages_are_rendered_as_transformers_does(form: str, messages: list[Any], tools: list[Any]) -> None:
-    reference = REFERENCES[form].apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
+    begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]  # what it says is gone on from
+    how = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
+    reference = REFERENCES[form].apply_chat_template(messages, tools=tools or None, **how)
     expected = reference["input_ids"] if not isinstance(reference, list) else reference
     ids = RENDERERS[form].render(messages, tools=tools)
     assert ids == list(expected)
@@ -298,3 +300,140 @@ def test_arguments_of_a_template_are_its_variables_and_those_of_a_request_go_bef
 def test_an_argument_that_the_template_does_not_take_is_refused_with_those_that_it_takes(name: str) -> None:
     with pytest.raises(ValueError, match=f"takes no argument '{name}'; it takes"):
         RENDERERS["qwen"].with_arguments({name: True})
+
+
+PLAIN = """\
+{%- for message in messages %}{{ '<|start|>' + message.role + '\\n' + message.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
+"""
+USER = {"role": "user", "content": "1+1?"}
+
+
+def renderer_of(folder: Path, template: str, *, ends: Sequence[str] = ("<|end|>",)) -> ChatRenderer:
+    return ChatRenderer.of_model(write_template_model(folder, template, ends=ends))
+
+
+def shown(renderer: ChatRenderer, messages: Sequence[Any], **more: Any) -> str:
+    return str(renderer.tokenizer.decode(renderer.render(messages, **more), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("begun", ["Let me", "Let me\n<think>", "It is ", ""])
+def test_an_answer_that_is_begun_is_gone_on_from_as_transformers_does(tmp_path: Path, begun: str, trims: bool) -> None:
+    template = PLAIN.replace("message.content", "message.content | trim") if trims else PLAIN
+    renderer, reference = renderer_of(tmp_path, template), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    talk = [USER, {"role": "assistant", "content": begun}]
+    ids = renderer.render(talk)
+    assert ids == reference.apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    if begun:
+        text = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.endswith("<|start|>assistant\n" + (begun.strip() if trims else begun))
+
+
+def test_an_answer_that_is_begun_behind_another_answer_is_gone_on_from_as_well(tmp_path: Path) -> None:
+    renderer = renderer_of(tmp_path, PLAIN)
+    ids = [*renderer.render([USER]), *renderer.tokenizer.encode("2<|end|>").ids]
+    following = [USER, {"role": "assistant", "content": "Let"}]
+    bridged = renderer.bridge(ids, stopped=True, messages=following)
+    assert bridged == renderer.render([USER, {"role": "assistant", "content": "2"}, *following])
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "what"),
+    [
+        ([USER, call(a=1), {"role": "tool", "content": "2"}], [], "calls of tools"),
+        ([USER], [ADD], "tools"),
+    ],
+)
+def test_what_a_template_does_not_write_is_refused(tmp_path: Path, messages: Any, tools: Any, what: str) -> None:
+    renderer = renderer_of(tmp_path, PLAIN)
+    for ask in (renderer.render, renderer.render_learned):
+        with pytest.raises(ValueError, match=f"does not write {what}; leave"):
+            ask(messages, tools=tools)
+    asked = [USER, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="does not write tools"):
+        renderer.render_learned(asked, tools=[ADD])
+
+
+def test_calls_and_results_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    calls = "{% if message.tool_calls %}{{ message.tool_calls[0].function | tojson }}{% endif %}"
+    one_call = PLAIN.replace("+ '<|end|>", "}}" + calls + "{{ '<|end|>")
+    twice, result = call(a=1), {"role": "tool", "content": "2"}
+    twice["tool_calls"] *= 2
+    renderer = renderer_of(tmp_path / "one", one_call)
+    assert '"a": 1' in shown(renderer, [USER, call(a=1), result])
+    with pytest.raises(ValueError, match="does not write more than one call of an answer"):
+        renderer.render([USER, twice, result])
+    no_results = one_call.replace(
+        "{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}"
+    )
+    with pytest.raises(ValueError, match="does not write tools' results"):
+        renderer_of(tmp_path / "none", no_results).render([USER, call(a=1), result])
+
+
+def test_a_template_that_reads_lists_of_parts_is_given_them(tmp_path: Path) -> None:
+    parts = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    template = PLAIN.replace(" + message.content + '<|end|>", " }}" + parts + "{{ '<|end|>")
+    renderer = renderer_of(tmp_path, template)
+    text = [{"type": "text", "text": "1+1?"}]
+    for content in ("1+1?", text):
+        assert (
+            shown(renderer, [{"role": "user", "content": content}])
+            == "<|start|>user\n1+1?<|end|>\n<|start|>assistant\n"
+        )
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    asked = reference.apply_chat_template([{**USER, "content": text}], add_generation_prompt=True, return_dict=False)
+    assert renderer.render([USER]) == asked
+    strict = PLAIN.replace("message.content", "message.content[0]['text']").replace("[0]['text'] }}", "[0]['text'] }}")
+    assert "1+1?" in shown(renderer_of(tmp_path / "strict", strict), [USER])
+
+
+def test_a_template_that_never_stops_is_refused(tmp_path: Path) -> None:
+    endless = "{% macro more(x) %}{{ more(x) }}{% endmacro %}{% if tools %}{{ more(1) }}{% endif %}" + PLAIN
+    with pytest.raises(ValueError, match="the model's chat template refuses these messages"):
+        renderer_of(tmp_path, endless).render([USER], tools=[ADD])
+
+
+def test_a_half_of_a_surrogate_pair_can_be_sent_again_and_rendered() -> None:
+    renderer = RENDERERS["qwen"]
+    output = ids_of("<tool_call>", '\n{"name": "add", "arguments": {"a": "\\ud83d", "b": "x"}}\n', "</tool_call>")
+    message = renderer.parse(output, stopped=False, tools=[ADD]).as_message()
+    (said,) = message["tool_calls"]
+    said["function"]["arguments"].encode()
+    assert json.loads(said["function"]["arguments"]) == {"a": "\ud83d", "b": "x"}
+    assert renderer.template.render(plain_messages([USER, message])).count("\\ud83d") == 1
+    renderer.render([USER, message, {"role": "tool", "content": "\ud83d"}])
+
+
+def test_the_result_of_a_tool_may_be_nothing() -> None:
+    for nothing in ({"content": None}, {}):
+        (message,) = plain_messages([{"role": "tool", "tool_call_id": "1", **nothing}])
+        assert message["content"] == ""
+    with pytest.raises(ValueError, match="has no content"):
+        plain_messages([{"role": "user", "content": None}])
+
+
+def test_thoughts_that_only_the_template_knows_break_the_bridge(tmp_path: Path) -> None:
+    keeps = "(message.content.split('~')[-1] if message.role == 'assistant' else message.content)"
+    renderer = renderer_of(tmp_path, PLAIN.replace("message.content", keeps))
+    for said, is_bridged in (("hm~2", False), ("2", True)):
+        ids = [*renderer.render([USER]), *renderer.tokenizer.encode(f"{said}<|end|>").ids]
+        history = [USER, {"role": "assistant", "content": said}]
+        bridged = renderer.bridge(ids, stopped=True, messages=[USER], history=history)
+        assert (bridged is not None) == is_bridged
+
+
+def test_a_channel_of_thoughts_is_reasoning(tmp_path: Path) -> None:
+    """Whose mark is followed by a word."""
+    channel = "{% if message.reasoning_content %}{{ '<|think|>thought\\n' + message.reasoning_content }}"
+    channel += "{{ '\\n<|/think|>' }}{% endif %}"
+    renderer = renderer_of(tmp_path, PLAIN.replace("+ message.content", "}}" + channel + "{{ message.content"))
+    output = renderer.tokenizer.encode("<|think|>thought\nhm\n<|/think|>2<|end|>").ids
+    parsed = renderer.parse(output, stopped=True)
+    assert (parsed.reasoning, parsed.content) == ("hm", "2")
+
+
+def test_the_end_of_reasoning_may_stand_in_an_argument() -> None:
+    output = ids_of("<tool_call>", '\n{"name": "add", "arguments": {"a": "', "</think>", '"}}\n', "</tool_call>")
+    (called,) = RENDERERS["qwen"].parse(output, stopped=False, tools=[ADD]).tool_calls
+    assert called.arguments == {"a": "</think>"}

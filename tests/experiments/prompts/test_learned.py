@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from corral.experiments.prompts.row_prompts import LearnedSequence, PromptEncoder
-from tests.chat_models import ids_of, write_chat_tokenizer
+from tests.chat_models import ids_of, write_chat_tokenizer, write_template_model
 
 GEMMA = """\
 {{- bos_token }}
@@ -116,3 +116,71 @@ def test_the_truncation_and_padding_that_a_tokenizer_was_saved_with_change_no_pr
     assert cut.encode("1+1?") == whole.encode("1+1?") == reference("1+1?")["input_ids"]
     assert cut.encode([ASKED]) == whole.encode([ASKED])
     assert cut.encode_learned((), TURNS) == whole.encode_learned((), TURNS)
+
+
+CHANNELS = """\
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '<|message|>' + message.content }}
+    {{- '<|return|>' if message.role == 'assistant' and loop.last else '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}
+"""
+ROLES = """\
+{%- for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}<|x|>
+"""
+THINKING = """\
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+    {{- message.content + '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant\\n<think>\\n' }}{% endif %}
+"""
+
+
+def learned_of(folder: Path, template: str, *, ends: list[str], turns: list[Any]) -> list[str]:
+    directory = write_template_model(folder, template, ends=ends)
+    encoder, reference = PromptEncoder(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    sequence = encoder.encode_learned((), turns)
+    expected = reference.apply_chat_template(turns, tokenize=True, return_dict=False)
+    assert sequence.ids[: len(expected)] == expected and len(sequence.ids) <= len(expected) + 1
+    return [text for is_given, text in pieces(sequence, reference) if not is_given]
+
+
+def test_an_answer_ends_within_its_own_message_however_the_template_ends_it(tmp_path: Path) -> None:
+    learned = learned_of(tmp_path, CHANNELS, ends=["<|return|>"], turns=TURNS)
+    assert learned == ["It is 2.<|end|>", "Yes<|return|>"]
+
+
+def test_an_answer_that_the_next_message_ends_is_ended_where_it_is_the_last(tmp_path: Path) -> None:
+    template = ROLES.replace("<|x|>\n", "").replace("%}{{ '<|' +", "%}{# <|user|> <|tool|> #}{{ '<|' +")
+    learned = learned_of(tmp_path, template, ends=["<|pad|>", "<|user|>", "<|tool|>"], turns=TURNS)
+    assert learned == ["It is 2.<|user|>", "Yes<|user|>"]
+
+
+def test_answers_that_no_token_ends_are_refused_in_a_conversation_and_ended_at_its_end(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    assert learned_of(tmp_path / "one", template, ends=["<|eos|>"], turns=TURNS[:2]) == ["It is 2.\n<|eos|>"]
+    with pytest.raises(ValueError, match="ends an answer with no token of its own; write each answer as a row"):
+        learned_of(tmp_path / "two", template, ends=["<|eos|>"], turns=TURNS)
+
+
+@pytest.mark.parametrize("num_turns", [4, 6])
+def test_answers_of_a_history_that_begin_otherwise_are_refused_however_many_there_are(
+    tmp_path: Path, num_turns: int
+) -> None:
+    turns = [*TURNS, *TURNS][:num_turns]
+    with pytest.raises(ValueError, match="does not begin an answer in a conversation as it does behind a prompt"):
+        learned_of(tmp_path, THINKING, ends=["<|end|>"], turns=turns)
+    encoder = PromptEncoder(tmp_path)
+    sequence = encoder.encode_learned(turns[:-1], turns[-1:])
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert pieces(sequence, reference)[1] == (False, f"\n</think>\n\n{turns[-1]['content']}<|end|>")
+
+
+def test_what_the_assistant_says_and_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    template = THINKING.replace("message.content +", "(message.content if loop.first else '') +")
+    with pytest.raises(ValueError, match=r"does not write what messages\[1\] says"):
+        learned_of(tmp_path, template, ends=["<|end|>"], turns=TURNS[:2])
