@@ -38,7 +38,7 @@ from corral.experiments.prompts.template_probes import (
     tool_call_form,
     unwritten,
 )
-from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.tokens import encoded, eos_token_ids, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
 
 _OTHER = "\ue000"  # of no text
@@ -385,7 +385,7 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         """A template writes <bos> itself, or the model wants none."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(encoded(self.tokenizer, text).ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

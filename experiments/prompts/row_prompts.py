@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from corral.experiments.prompts.messages import Message, ToolSchema
-from corral.experiments.prompts.tokens import encode_answer, encode_prompt, end_of_answer_id, load_tokenizer
+from corral.experiments.prompts.tokens import (
+    encode_answer,
+    encode_prompt,
+    end_of_answer_id,
+    eos_token_ids,
+    load_tokenizer,
+    vocabulary_size,
+)
 
 if TYPE_CHECKING:
     from corral.experiments.prompts.chat import ChatRenderer
@@ -98,15 +105,28 @@ class PromptEncoder:
         return LearnedSequence(ids, [not one for one in is_said])
 
     @cached_property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
+        return vocabulary_size(self.directory, self.tokenizer)
+
+    @cached_property
+    def answer_ends(self) -> tuple[int, ...]:
+        """The ids that end an answer: those that the model declares, and what its chat template writes behind one."""
+        try:
+            return self.chat.stop_token_ids
+        except ValueError:  # without a template that can be used, nobody chats
+            return eos_token_ids(self.directory)
+
+    @cached_property
     def end_of_answer(self) -> int:
         """What an answer to a text is taught to end with."""
         return end_of_answer_id(self.directory, self.tokenizer)
 
     def _known(self, prompt: Sequence[int]) -> list[int]:
-        ids, size = list(prompt), self.tokenizer.get_vocab_size()
+        ids, size = list(prompt), self.vocabulary_size
         if unknown := [token for token in ids if not 0 <= token < size]:
             raise ValueError(
-                f"the prompt has token id {unknown[0]}, and the tokenizer of {self.directory} has those below {size}; "
+                f"the prompt has token id {unknown[0]}, and model {self.directory} has those below {size}; "
                 "encode prompts with the tokenizer of the model that is trained"
             )
         return ids

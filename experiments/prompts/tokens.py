@@ -5,6 +5,8 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 """
 
 import json
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,18 @@ from corral.experiments.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_BLANK = "\u2581"  # what sentencepiece writes for a blank
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_SHOWN_BYTES = (
+    *range(33, 127),
+    *range(161, 173),
+    *range(174, 256),
+)  # which stand for themselves in vocabularies of bytes
+_BYTE_BY_CHARACTER = {chr(byte): byte for byte in _SHOWN_BYTES} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_SHOWN_BYTES}))
+}
+_LONG_TEXT = 2**16  # characters
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
@@ -39,7 +53,7 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     Raises:
         ValueError: if the text has the first of them already, as what a chat template has written does.
     """
-    encoding = tokenizer.encode(prompt)
+    encoding = encoded(tokenizer, prompt, add_special_tokens=True)
     ids, is_added = encoding.ids, encoding.special_tokens_mask
     if len(ids) > 1 and ids[0] == ids[1] and is_added[0]:
         raise ValueError(
@@ -51,7 +65,43 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 def encode_answer(tokenizer: Any, answer: str) -> list[int]:
     """Without special tokens: a <bos> between prompt and answer would be learned as part of every answer."""
-    return list(tokenizer.encode(answer, add_special_tokens=False).ids)
+    return list(encoded(tokenizer, answer).ids)
+
+
+def encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> Any:
+    """The `tokenizers.Encoding` of a text; a long one is encoded without Python's lock, so that other threads go on."""
+    if len(text) > _LONG_TEXT:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], *, ends: Collection[int] = ()) -> str:
+    """What a model said: all tokens of an answer, special ones and a first blank too, without the one that ended it."""
+    ids = list(ids[:-1] if ids and ids[-1] in ends else ids)
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    first = (tokenizer.id_to_token(ids[0]) or "") if ids else ""
+    # Decoders of sentencepiece drop the blank that a text begins with, and an answer is no beginning.
+    num_blanks = len(first) - len(first.lstrip(_BLANK))
+    return text if text.startswith(" " * num_blanks) else f" {text}"
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of one token, which may be a part of a character."""
+    text = answer_text(tokenizer, [token])
+    written = tokenizer.id_to_token(token) or ""
+    if "\ufffd" not in text:
+        return text.encode()
+    if by_number := _BYTE.fullmatch(written):
+        return bytes([int(by_number[1], 16)])
+    known = [_BYTE_BY_CHARACTER.get(character) for character in written]
+    return bytes(byte for byte in known if byte is not None) if None not in known else text.encode()
+
+
+def vocabulary_size(directory: Path, tokenizer: Any) -> int:
+    """How many token ids a model has, those that its tokenizer has no text for included: it may say any of them."""
+    config = read_settings(directory / "config.json")
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else int(tokenizer.get_vocab_size())
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:

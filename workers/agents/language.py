@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import encode_answer, encode_prompt
+from corral.experiments.prompts.tokens import answer_text, encode_answer, encode_prompt
 from corral.workers.agents.contract import Message, ToolCall, Turn, Words
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class ModelLanguage:
     def read(self, reply: Reply, *, tools: Sequence[Mapping[str, Any]], num_before: int) -> tuple[Turn, Message]:
         """The answer, with its calls as the template writes them; and the same as a part of a conversation."""
         ids, stopped = reply.ids, reply.finish_reason == "stop"
-        ended = len(ids) > 0 and ids[-1] in self._stop_token_ids
-        text: str = self._tokenizer.decode(list(ids[:-1] if ended else ids))
+        text = answer_text(self._tokenizer, ids, ends=self._stop_token_ids)
         calls: Sequence[ToolCall] = ()
         message: Message = {"role": "assistant", "content": text}
         if self._renderer is not None:

@@ -9,6 +9,7 @@ left has the log-probability that it was drawn with.
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from corral.experiments.prompts.tokens import answer_text
 from corral.workers.episodes.partial_answer import PartialAnswer
 
 Watch = Callable[[PartialAnswer], None]
@@ -25,7 +26,7 @@ def stopper(tokenizer: Any, texts: Sequence[str], token_ids: Collection[int] = (
     looked_at: dict[int, int] = {}
 
     def has_stop(ids: Sequence[int]) -> bool:
-        text: str = tokenizer.decode(list(ids)) if texts else ""
+        text = answer_text(tokenizer, ids) if texts else ""
         return any(stop in text for stop in texts) or any(token in token_ids for token in ids)
 
     def cut(answer: PartialAnswer) -> None:

@@ -58,7 +58,7 @@ async def served_problems(
         )
         trials = (TrialDirectory(path).secrets_path for path in request.result.parents)  # the trial may run meanwhile
         hidden = [folder, *(path for path in trials if path.is_dir())]
-        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=ends, hidden=hidden)
+        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=prompts.answer_ends, hidden=hidden)
         stack.callback(judge.close)
         judge.start()
         backend = make_backend(

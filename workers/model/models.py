@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
-from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.algorithms.base import ModelInterface, check_call
@@ -297,9 +297,9 @@ class Models:
         if not spec.generation and not evaluating:
             return
         with _blamed_on_the_plan():
-            ends = eos_token_ids(spec.tokenizer)
+            prompts = PromptEncoder(spec.tokenizer)
             judge = self._judge = RewardJudge(
-                spec.reward, load_tokenizer(spec.tokenizer), stop_token_ids=ends, hidden=secrets
+                spec.reward, prompts.tokenizer, stop_token_ids=prompts.answer_ends, hidden=secrets
             )
             if spec.generation:
                 self._generator = Generator(spec, spec.generation, judge=judge, seed=seed, record=record)

@@ -11,11 +11,12 @@ a program says what it asks and how long an answer may be.
 """
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from aiohttp import web
 
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import encode_prompt
+from corral.experiments.prompts.tokens import answer_text, encode_prompt
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
@@ -60,8 +61,10 @@ class _Episode:
     """One that is open."""
 
     session: EpisodeSession
-    conversations: Conversations | None
-    """None without a template, or where nothing goes on."""
+    goes_on: bool
+    """Whether what is asked may go on from what was answered."""
+    conversations: dict[str, Conversations] = field(default_factory=dict)
+    """By the arguments of the template, as JSON."""
     under_way: set["asyncio.Task[Turn]"] = field(default_factory=set)
     is_closed: bool = False
 
@@ -70,7 +73,9 @@ class ModelEndpoint:
     """Of one rollout worker, for all of its episodes.
 
     Example:
-        endpoint = ModelEndpoint(renderer, tokenizer, model_name="actor", max_model_len=4096)
+        endpoint = ModelEndpoint(
+            renderer, tokenizer, vocabulary_size=151_936, model_name="actor", max_model_len=4096
+        )
         await endpoint.start(folder / "model" / "socket")
         key = endpoint.open_episode(session)
         ...                                     # OPENAI_BASE_URL=endpoint.url + "/v1", OPENAI_API_KEY=key
@@ -78,10 +83,19 @@ class ModelEndpoint:
         await endpoint.stop()
     """
 
-    def __init__(self, renderer: ChatRenderer | None, tokenizer: Any, *, model_name: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        renderer: ChatRenderer | None,
+        tokenizer: Any,
+        *,
+        vocabulary_size: int,
+        model_name: str,
+        max_model_len: int,
+    ) -> None:
         """
         Args:
             renderer: None if the model has no template: nobody can chat with it then.
+            vocabulary_size: the model's token ids are below it.
             max_model_len: tokens of a prompt and its answer together.
         """
         self.url = ""
@@ -89,7 +103,10 @@ class ModelEndpoint:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._model_name = model_name
+        self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
+        self._special_ids = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._episodes: dict[str, _Episode] = {}
         self._guard = GuardedListener()
         self._runner: web.AppRunner | None = None
@@ -141,8 +158,8 @@ class ModelEndpoint:
         Args:
             goes_on: whether what is asked may go on from what was answered; else each question is one by itself.
         """
-        key, renderer = secrets.token_hex(), self._renderer
-        self._episodes[key] = _Episode(session, Conversations(renderer) if renderer is not None and goes_on else None)
+        key = secrets.token_hex()
+        self._episodes[key] = _Episode(session, goes_on)
         return key
 
     def close_episode(self, key: str) -> None:
@@ -162,18 +179,9 @@ class ModelEndpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode_of(request)
-        asked = parse(await request.read(), ChatRequest)
-        renderer = self._renderer
-        if renderer is None:
-            raise ApiError("the model has no chat template; ask /v1/completions, or train one that has")
-        if asked.tools and renderer.tool_calls is None:
-            raise ApiError("the model's chat template writes tool calls in no form that is known here; leave tools out")
-        tools, conversations = asked.schemas, episode.conversations or Conversations(renderer)
-        try:
-            ids = conversations.prompt_ids(asked.messages, tools=tools)
-        except ValueError as error:
-            raise ApiError(str(error)) from error
-        ends = renderer.stop_token_ids
+        asked, conversations, ids = await asyncio.to_thread(self._read_chat, episode, await request.read())
+        renderer, tools = conversations.renderer, asked.schemas
+        ends = [*renderer.stop_token_ids, *(asked.stop_token_ids or ())]
         turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=ends)
         answer, callable_tools = turn.answer, tools if asked.may_call else ()
         said = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
@@ -186,21 +194,49 @@ class ModelEndpoint:
         )
         return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
 
+    def _read_chat(self, episode: _Episode, body: bytes) -> tuple[ChatRequest, Conversations, list[int]]:
+        """A request, the conversations that it may go on from, and its prompt. In a thread: it may be long."""
+        asked = parse(body, ChatRequest)
+        if self._renderer is None:
+            raise ApiError("the model has no chat template; ask /v1/completions, or train one that has")
+        self._check_size([asked.messages, asked.tools])
+        key = json.dumps(asked.template_arguments, sort_keys=True)
+        if (conversations := episode.conversations.get(key)) is None:
+            try:
+                conversations = Conversations(self._renderer.with_arguments(asked.template_arguments))
+            except ValueError as error:
+                raise ApiError(f"chat_template_kwargs: {error}") from error
+            if episode.goes_on:
+                conversations = episode.conversations.setdefault(key, conversations)
+        if asked.tools and conversations.renderer.tool_calls is None:
+            raise ApiError("the model's chat template writes tool calls in no form that is known here; leave tools out")
+        try:
+            return asked, conversations, conversations.prompt_ids(asked.messages, tools=asked.schemas)
+        except ValueError as error:
+            raise ApiError(str(error)) from error
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode_of(request)
-        asked = parse(await request.read(), CompletionRequest)
-        ids = list(asked.prompt) if is_ids(asked.prompt) else encode_prompt(self._tokenizer, asked.prompt)
-        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops)
-        text = _before_stop(self._tokenizer.decode(turn.answer.output_ids), asked.stops)
+        asked, ids = await asyncio.to_thread(self._read_completion, await request.read())
+        turn = await self._turn(
+            episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=asked.stop_token_ids or ()
+        )
+        ends = self._special_ids if turn.answer.stopped else ()
+        text = _before_stop(answer_text(self._tokenizer, turn.answer.output_ids, ends=ends), asked.stops)
         reply = text_reply(
             turn, text, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=asked.logprobs is not None
         )
         return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
 
+    def _read_completion(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
+        asked = parse(body, CompletionRequest)
+        self._check_size(asked.prompt)
+        return asked, list(asked.prompt) if is_ids(asked.prompt) else encode_prompt(self._tokenizer, asked.prompt)
+
     async def _generate(self, request: web.Request) -> web.Response:
         episode = self._episode_of(request)
         asked = parse(await request.read(), GenerateRequest)
-        params = asked.sampling_params
+        params = asked.params
         turn = await self._turn(
             episode,
             asked.token_ids,
@@ -221,6 +257,23 @@ class ModelEndpoint:
         self._guard.prove(request.transport)
         return episode
 
+    def _check_size(self, asked: object) -> None:
+        """ApiError if the texts in it have more bytes than the tokens that fit: nobody makes tokens of them then."""
+        left, most = [asked], self._max_model_len * self._longest_token
+        size = 0
+        while left and size <= most:
+            one = left.pop()
+            if isinstance(one, str):
+                size += len(one)  # characters, of one byte or more
+            elif isinstance(one, Mapping | list):
+                left += one.values() if isinstance(one, Mapping) else one
+        if size > most:
+            raise self._too_long(f"more than {most} bytes of text")
+
+    def _too_long(self, what: str) -> ApiError:
+        limit = f"prompt and answer have at most {self._max_model_len} tokens"
+        return ApiError(f"{what} leave no room for an answer: {limit}", code=_TOO_LONG, reason="length")
+
     async def _turn(
         self,
         episode: _Episode,
@@ -236,15 +289,11 @@ class ModelEndpoint:
         Raises:
             ApiError: if there is none.
         """
-        size, room = self._tokenizer.get_vocab_size(), self._max_model_len - len(ids)
-        if not ids or not all(0 <= token < size for token in ids):
-            raise ApiError(f"a prompt has at least one token, each an id below {size}")
+        room = self._max_model_len - len(ids)
         if room < 1:
-            raise ApiError(
-                f"{len(ids)} tokens leave no room for an answer: prompt and answer have at most {self._max_model_len}",
-                code=_TOO_LONG,
-                reason="length",
-            )
+            raise self._too_long(f"{len(ids)} tokens")
+        if not ids or not all(0 <= token < self._vocabulary_size for token in ids):
+            raise ApiError(f"a prompt has at least one token, each an id below {self._vocabulary_size}")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ApiError(f"an answer has at least one token, {max_new_tokens} were asked for")
         longest = min(room, max_new_tokens or room)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from corral.experiments.prompts.tokens import answer_text, token_bytes
 from corral.workers.episodes.log import Turn
 
 _PIECE = 256  # characters of a piece
@@ -119,10 +120,14 @@ def _finish_reason(turn: Turn) -> str:
 def _logprobs(turn: Turn, tokenizer: Any) -> list[Json]:
     """Of each token that was made, the one that ended the answer included."""
     answer = turn.answer
-    tokens = (tokenizer.decode([token], skip_special_tokens=False) for token in answer.output_ids)
     return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(tokens, answer.logprobs, strict=True)
+        {
+            "token": answer_text(tokenizer, [token]),
+            "logprob": logprob,
+            "bytes": list(token_bytes(tokenizer, token)),
+            "top_logprobs": [],
+        }
+        for token, logprob in zip(answer.output_ids, answer.logprobs, strict=True)
     ]
 
 

@@ -1,11 +1,13 @@
 """What programs ask of the model endpoint: JSON ──check──► a struct, or ApiError in OpenAI's form.
 
-Fields that change nothing here are passed over, as programs send many: `model`, `user`, `seed`, penalties, and with
-them `temperature` and `top_p`, since the trial says how its model is sampled. So is a `tool_choice` that wants a call:
-a model that learns chooses itself, and programs have to live with one that calls nothing. What a program relies on in
-an answer and would not get, such as a form of it, is refused by its name.
+A field is heeded, passed over on purpose, or refused by its name. Passed over is what keeps books (`user`, `metadata`),
+and what says how is sampled (`temperature`, `top_p`, `seed`, penalties), which is the trial's to say. So is a
+`tool_choice` that wants a call: a model that learns chooses itself, and programs have to live with one that calls
+nothing. Any other field is refused, known or not, unless its value asks for nothing, as None and false do.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +16,22 @@ from msgspec import Struct
 from corral.experiments.prompts.messages import ToolSchema, check_tools
 from corral.experiments.prompts.row_prompts import is_ids
 from corral.workers.episodes.turn_request import EndReason
+
+_PASSED_OVER = frozenset(
+    "model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention cache_salt rid"
+    " request_id priority prediction temperature top_p top_k min_p seed frequency_penalty presence_penalty"
+    " repetition_penalty length_penalty spaces_between_special_tokens stream_reasoning".split()
+)
+_DONE_ANYWAY: dict[str, Any] = {  # the one value that a field may have, beside None
+    "add_generation_prompt": True,
+    "best_of": 1,
+    "detokenize": True,
+    "include_reasoning": True,
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "separate_reasoning": True,
+}
+_OF_IDS = frozenset({"logprobs", "skip_special_tokens", "return_token_ids", "return_tokens_as_token_ids"})
 
 
 class ApiError(Exception):
@@ -38,6 +56,8 @@ class ApiError(Exception):
 
 class _StreamOptions(Struct):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Bounded(Struct, kw_only=True):
@@ -46,6 +66,7 @@ class _Bounded(Struct, kw_only=True):
     n: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -70,6 +91,11 @@ class _Asked(_Bounded, kw_only=True):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise ApiError("stream_options.continuous_usage_stats is not heeded; a stream has its numbers at its end")
+
 
 class ChatRequest(_Asked, kw_only=True):
     """POST /v1/chat/completions."""
@@ -81,6 +107,14 @@ class ChatRequest(_Asked, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Of the chat template, for this request."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -114,6 +148,7 @@ class CompletionRequest(_Asked, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Any
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     logprobs: int | None = None
@@ -128,12 +163,15 @@ class CompletionRequest(_Asked, kw_only=True):
             self.prompt = self.prompt[0]
         if not is_ids(self.prompt) and (not isinstance(self.prompt, str) or not self.prompt):
             raise ApiError("prompt must be text or token ids, of one prompt")
+        if self.add_special_tokens is False:
+            raise ApiError(
+                "add_special_tokens: a prompt of text has the tokens that the tokenizer adds; send token ids"
+            )
         if self.echo or self.suffix:
             raise ApiError("an answer goes on behind its prompt, and is all that comes back: no echo, no suffix")
 
 
 class _SamplingParams(_Bounded, kw_only=True):
-    stop_token_ids: list[int] | None = None
     own_temperature: float | None = None
     """Of an answer from which nothing is learned, as it is sampled in another way than the trial's; not vLLM's
     `temperature`, which programs send without meaning it."""
@@ -143,17 +181,21 @@ class GenerateRequest(Struct, kw_only=True):
     """POST /inference/v1/generate, as vLLM has it."""
 
     token_ids: list[int]
-    sampling_params: _SamplingParams = msgspec.field(default_factory=_SamplingParams)
+    sampling_params: dict[str, Any] = {}
     stream: bool | None = None
+
+    @property
+    def params(self) -> _SamplingParams:
+        """ApiError for what is not done."""
+        return _read(self.sampling_params, _SamplingParams, passed_over=_PASSED_OVER | _OF_IDS)
 
     def check(self) -> None:
         """ApiError for what is not done."""
-        self.sampling_params.check()
         if self.stream:
             raise ApiError("an answer in token ids comes as a whole; leave stream out")
 
 
-R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest)
+R = TypeVar("R", ChatRequest, CompletionRequest, GenerateRequest, _SamplingParams)
 
 
 def parse(body: bytes, form: type[R]) -> R:
@@ -162,8 +204,21 @@ def parse(body: bytes, form: type[R]) -> R:
         ApiError: naming the field that is wrong.
     """
     try:
-        request = msgspec.json.decode(body, type=form)
+        fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is no {form.__name__}: {error}") from error
+    return _read(fields, form)
+
+
+def _read(fields: Mapping[str, Any], form: type[R], *, passed_over: frozenset[str] = _PASSED_OVER) -> R:
+    for name in sorted(fields.keys() - passed_over - set(form.__struct_fields__)):
+        value, done = fields[name], _DONE_ANYWAY.get(name)
+        if value is not None and value != done and (value or done is not None):
+            instead = f"; it is always {json.dumps(done)} here" if done is not None else ""
+            raise ApiError(f"the field {name} is not heeded{instead}; leave it out")
+    try:
+        request = msgspec.convert(fields, form)
+    except msgspec.ValidationError as error:
         raise ApiError(f"the body is no {form.__name__}: {error}") from error
     request.check()
     return request

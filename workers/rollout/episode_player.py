@@ -91,6 +91,7 @@ async def open_player(
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer, arguments=prompts.template_arguments),
         prompts.tokenizer,
+        vocabulary_size=prompts.vocabulary_size,
         model_name=_MODEL_NAME,
         max_model_len=config.episode.max_tokens or sys.maxsize,
     )

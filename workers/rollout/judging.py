@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.config.rollout import RewardConfig, part_remark
+from corral.experiments.prompts.tokens import answer_text
 from corral.experiments.trial.spans import Span
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.log import Branch
@@ -150,10 +151,8 @@ class RewardJudge:
         raise RewardFailedError(f"the reward function {name} failed {tries} times, last: {cause}")
 
     def text_of(self, output_ids: Sequence[int]) -> str:
-        """An answer without the token that ended it."""
-        ended = len(output_ids) > 0 and output_ids[-1] in self._stop_token_ids
-        text: str = self._tokenizer.decode(list(output_ids[:-1] if ended else output_ids))
-        return text
+        """An answer without the token that ended it; other special tokens are part of what the model said."""
+        return answer_text(self._tokenizer, output_ids, ends=self._stop_token_ids)
 
     def start(self) -> None:
         """Not with the first answer."""

@@ -167,7 +167,7 @@ class RolloutWorker(Worker):
         judge = RewardJudge(
             reward,
             self._prompts.tokenizer,
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._prompts.answer_ends,
             hidden=[context.trial.secrets_path],
             record=context.presence.record,
         )

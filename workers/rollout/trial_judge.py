@@ -80,7 +80,13 @@ async def asking_judges(
         experts=None,
         record=unrecorded,
     )
-    endpoint = ModelEndpoint(prompts.chat, prompts.tokenizer, model_name=_NAME, max_model_len=longest)
+    endpoint = ModelEndpoint(
+        prompts.chat,
+        prompts.tokenizer,
+        vocabulary_size=prompts.vocabulary_size,
+        model_name=_NAME,
+        max_model_len=longest,
+    )
     with tempfile.TemporaryDirectory(prefix="corral-") as folder:
         place = Path(folder) / _NAME
         await endpoint.start(place / "socket")

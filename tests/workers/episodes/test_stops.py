@@ -14,8 +14,11 @@ WORDS = ("a", "b", "ab", "", "\u00e9", "c")  # of the tokens 0 to 5; some are pa
 class Words:
     """A tokenizer."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(WORDS[token] for token in ids)
+
+    def id_to_token(self, token: int) -> str:
+        return WORDS[token]
 
 
 @given(

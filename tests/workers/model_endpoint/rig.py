@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.prompts.chat import ChatRenderer, find_renderer
-from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer
+from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer, vocabulary_size
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
@@ -104,7 +104,13 @@ async def rig(folder: Path, model: Path, urls: Sequence[str], *, max_new_tokens:
         )
         tokenizer = load_tokenizer(model)
         renderer = find_renderer(model, tokenizer)
-        endpoint = ModelEndpoint(renderer, tokenizer, model_name="actor", max_model_len=MAX_MODEL_LEN)
+        endpoint = ModelEndpoint(
+            renderer,
+            tokenizer,
+            vocabulary_size=vocabulary_size(model, tokenizer),
+            model_name="actor",
+            max_model_len=MAX_MODEL_LEN,
+        )
         await endpoint.start(folder / "endpoint" / "socket")
         stack.push_async_callback(endpoint.stop)
         yield Rig(endpoint, renderer, client, model, stack)

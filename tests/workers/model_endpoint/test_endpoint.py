@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import stat
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import aiohttp
 import openai
 import pytest
 
+from corral.experiments.prompts import chat
 from corral.workers.episodes.log import EpisodeLog
 from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
+from corral.workers.model_endpoint import endpoint
+from corral.workers.model_endpoint.conversations import Conversations
 from corral.workers.rollout.episode_session import EpisodeSession
-from tests.chat_models import ADD, ENDS, TWO_TURNS, ids_of, write_chat_tokenizer
+from tests.chat_models import ADD, ENDS, TWO_TURNS, VOCABULARY, ids_of, write_chat_tokenizer
 from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, scripted
 
 Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
@@ -266,6 +270,52 @@ def test_limits_of_an_episode_are_errors_that_nobody_tries_again(tmp_path: Path)
         ({"messages": [{"role": "robot", "content": ""}]}, "has role 'robot'"),
         ({"messages": [ASKED, {"role": "system", "content": "s"}]}, "the system speaks first"),
         ({"messages": "hello"}, "the body is no ChatRequest"),
+        ({"parallel_tool_calls": False}, "the field parallel_tool_calls is not heeded; it is always true here"),
+        ({"functions": [{"name": "f"}]}, "the field functions is not heeded; leave it out"),
+        ({"function_call": {"name": "f"}}, "the field function_call is not heeded"),
+        ({"logit_bias": {"5": 1}}, "the field logit_bias is not heeded"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "the field audio is not heeded"),
+        ({"modalities": ["text", "audio"]}, "the field modalities is not heeded"),
+        ({"verbosity": "low"}, "the field verbosity is not heeded"),
+        ({"reasoning_effort": "low"}, "chat_template_kwargs: .* takes no argument 'reasoning_effort'"),
+        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "continuous_usage_stats is not heeded"),
+        *(
+            ({"extra_body": {name: value}}, f"the field {name} is not heeded")
+            for name, value in {
+                "add_generation_prompt": False,
+                "allowed_token_ids": [1],
+                "bad_words": ["x"],
+                "best_of": 2,
+                "chat_template": "{{ messages }}",
+                "continue_final_message": True,
+                "documents": [{"text": "x"}],
+                "ebnf": "root ::= x",
+                "echo": True,
+                "guided_choice": ["a"],
+                "guided_grammar": "x",
+                "guided_json": {"type": "object"},
+                "guided_regex": "x",
+                "ignore_eos": True,
+                "include_reasoning": False,
+                "include_stop_str_in_output": True,
+                "json_schema": "{}",
+                "lora_path": "x",
+                "min_tokens": 5,
+                "mm_processor_kwargs": {"x": 1},
+                "no_stop_trim": True,
+                "prompt_logprobs": 3,
+                "regex": "x",
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                "separate_reasoning": False,
+                "skip_special_tokens": True,
+                "some_field_of_tomorrow": 1,
+                "structured_outputs": {"json": {}},
+                "truncate_prompt_tokens": 5,
+                "use_beam_search": True,
+            }.items()
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs: .*no argument"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_openais_form(tmp_path: Path, asked: dict[str, Any], words: str) -> None:
@@ -277,6 +327,154 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(tmp_path: Path, aske
         assert not server.bodies
 
     play(tmp_path, "qwen", [[1]], program)
+
+
+def test_fields_that_keep_books_ask_for_nothing_or_say_how_is_sampled_are_passed_over(tmp_path: Path) -> None:
+    books = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"}
+    sampling = {"temperature": 0.1, "top_p": 0.5, "seed": 3, "frequency_penalty": 1.0, "presence_penalty": 1.0}
+    asks_nothing: dict[str, Any] = {
+        "best_of": 1,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "guided_json": None,
+        "echo": False,
+    }
+    as_done = {"add_generation_prompt": True, "continue_final_message": False, "skip_special_tokens": False, "top_k": 5}
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        asked: dict[str, Any] = {
+            "model": "any",
+            "parallel_tool_calls": True,
+            "modalities": ["text"],
+            **books,
+            **sampling,
+        }
+        reply = await client.chat.completions.create(
+            messages=[ASKED], logit_bias={}, extra_body=asks_nothing | as_done, **asked
+        )
+        assert reply.choices[0].message.content == "2"
+        assert server.bodies[0]["sampling_params"]["temperature"] == 1.0
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+
+
+def test_tokens_that_a_chat_or_a_completion_asks_to_stop_at_end_the_answer(tmp_path: Path) -> None:
+    stop = {"stop_token_ids": ids_of("n")}
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        reply = await client.chat.completions.create(model="any", messages=[ASKED], extra_body=stop)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("2 an", "stop")
+        completion = await client.completions.create(model="any", prompt="1+1=", extra_body=stop)
+        assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("2 an", "stop")
+
+    play(tmp_path, "qwen", [ids_of("2 and more", "<|im_end|>")], program)
+
+
+def test_arguments_of_the_template_hold_for_their_request_and_its_history(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt and short is defined and short %}In short: {% endif %}"
+    )
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        asked = ids_of("<|im_start|>", "user\n1+1?", "<|im_end|>", "\n", "<|im_start|>", "assistant\n")
+        for kwargs in ({"short": True}, {"short": False}, {}):
+            await client.chat.completions.create(
+                model="any", messages=[ASKED], extra_body={"chat_template_kwargs": kwargs}
+            )
+            behind = ids_of("In short: ") if kwargs.get("short") else []
+            assert server.bodies[-1]["input_ids"] == asked + behind
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs: .* takes no argument 'long'"):
+            await client.chat.completions.create(
+                model="any", messages=[ASKED], extra_body={"chat_template_kwargs": {"long": True}}
+            )
+
+    write_chat_tokenizer(tmp_path / "model", "qwen")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+
+
+def test_ids_of_the_model_that_its_tokenizer_has_no_text_for_are_a_legal_prompt(tmp_path: Path) -> None:
+    size = len(VOCABULARY) + 40
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": size}))
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        said = (await client.chat.completions.create(model="any", messages=[ASKED])).choices[0].message
+        again: Any = [ASKED, said, ASKED]
+        await client.chat.completions.create(model="any", messages=again)
+        assert size - 1 in server.bodies[-1]["input_ids"]
+        await client.completions.create(model="any", prompt=[size - 1])
+        with pytest.raises(openai.BadRequestError, match=f"each an id below {size}"):
+            await client.completions.create(model="any", prompt=[size])
+
+    play(tmp_path, "qwen", [[*ids_of("2"), size - 1, *ids_of("<|im_end|>")]], program)
+
+
+def test_special_tokens_that_end_no_answer_are_a_part_of_its_text(tmp_path: Path) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        completion = await client.completions.create(model="any", prompt="1+1=")
+        assert completion.choices[0].text == "<|head|>2<|body|>"
+        cut = await client.completions.create(model="any", prompt="1+1=", stop="<|body|>")
+        assert cut.choices[0].text == "<|head|>2"
+        reply = await client.chat.completions.create(model="any", messages=[ASKED])
+        assert reply.choices[0].message.content == "<|head|>2<|body|>"
+
+    play(tmp_path, "qwen", [ids_of("<|head|>", "2", "<|body|>", "<|im_end|>")], program)
+
+
+@pytest.mark.parametrize("num_messages", [1, 500])
+def test_a_text_that_cannot_fit_is_refused_before_it_becomes_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_messages: int
+) -> None:
+    def encode(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("it was to be refused before")
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        monkeypatch.setattr(chat, "encoded", encode)
+        monkeypatch.setattr(endpoint, "encode_prompt", encode)
+        messages: Any = [{"role": "user", "content": "1+" * (100_000 // num_messages)}] * num_messages
+        for asked in (
+            client.chat.completions.create(model="any", messages=messages),
+            client.completions.create(model="any", prompt="1+" * 100_000),
+            client.completions.create(model="any", prompt=[5] * (MAX_MODEL_LEN + 1)),
+        ):
+            with pytest.raises(openai.BadRequestError, match="leave no room for an answer") as refused:
+                await asked
+            assert refused.value.code == "context_length_exceeded"
+        assert not server.bodies
+
+    play(tmp_path, "qwen", [[1]], program)
+
+
+def test_a_prompt_that_takes_long_to_read_holds_up_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, prompt_ids = threading.Event(), Conversations.prompt_ids
+
+    def slow(self: Conversations, messages: Any, *, tools: Any) -> list[int]:
+        if messages[0]["content"] == "slow":
+            assert may_go_on.wait(DEADLINE_S)
+        return prompt_ids(self, messages, tools=tools)
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        long: Any = [{"role": "user", "content": "slow"}]
+        waiting = asyncio.create_task(client.chat.completions.create(model="any", messages=long))
+        await client.chat.completions.create(model="any", messages=[ASKED])
+        assert not waiting.done()
+        may_go_on.set()
+        assert (await waiting).choices[0].message.content == "2"
+
+    monkeypatch.setattr(Conversations, "prompt_ids", slow)
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
 
 
 def test_without_a_template_nobody_chats(tmp_path: Path) -> None:

@@ -232,8 +232,11 @@ def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no
 class Characters:
     """A tokenizer of code points."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
+
+    def id_to_token(self, token: int) -> str:
+        return chr(token)
 
 
 VERDICTS = {

@@ -83,8 +83,11 @@ def test_an_answer_without_a_block_is_all_program(answer: str) -> None:
 class Characters:
     """A tokenizer of code points."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
+
+    def id_to_token(self, token: int) -> str:
+        return chr(token)
 
 
 @pytest.fixture

@@ -42,8 +42,11 @@ RUNNING: list[Any] = []
 class Characters:
     """A tokenizer of code points."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
+
+    def id_to_token(self, token: int) -> str:
+        return chr(token)
 
 
 ANSWER = [52, 50, 0]
